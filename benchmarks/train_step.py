@@ -3,9 +3,9 @@
     python -m benchmarks.train_step --json benchmarks/results/train-step.json
     python -m benchmarks.train_step --shape llama-3.1-8b --device cpu --layers 1 --tokens 256 --steps 1
 
-Batches are packed rows of random ids, of answers and prompts as long as those of chats. A head of layout eagle3 with
-one layer is trained as the recipe of Llama-3.1-8B does it. Whole steps are timed first, then steps whose parts wait for
-the device:
+Batches are packed sequences of random ids, of answers and prompts as long as those of chats. A head of layout eagle3
+with one layer is trained as the recipe of Llama-3.1-8B does it. Whole steps are timed first, then steps whose parts
+wait for the device:
 
 =========  =============================================================================================================
 target     the forward of the frozen target
@@ -57,7 +57,7 @@ class Bench:
         shape: as :func:`.planned_target` takes it.
         device: on which both are.
         layers: of the target; None: the shape's own.
-        tokens: of a packed row.
+        tokens: of a packed sequence.
         compile: as of the module.
     """
 
@@ -83,7 +83,7 @@ class Bench:
         self._spent: dict[str, float] | None = None
 
     def batch(self, seed: int) -> dict[str, Any]:
-        """Return a packed row of random conversations."""
+        """Return a packed sequence of random conversations."""
         random, items, left = torch.Generator().manual_seed(seed), list[dict[str, Any]](), self.tokens
         longest = min(self.tokens, self.module.target.max_positions or self.tokens)
         while left > 8:
@@ -155,7 +155,7 @@ class Bench:
         with TemporaryDirectory() as scratch:
             state = Path(scratch) / "state.ckpt"
             done: dict[str, Callable[[], Any]] = {
-                "plan": lambda: plan_chains(mask, UNROLLED, 0.8, slots=module.compiles),
+                "plan": lambda: plan_chains(mask, UNROLLED, 0.8, static_shapes=module.compiles),
                 "validation batch": validate,
                 "export": lambda: module.export(Path(scratch) / "head"),
                 "checkpoint": lambda: torch.save([module.state_dict(), self.optimizer.state_dict()], state),
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of(
         "benchmarks.train_step", __doc__, shape=("llama-3.1-8b", "name of a shape, or a directory with a config.json"),
         device=(device, "cuda or cpu"), layers=(0, "layers of the target, for a smaller machine; 0: all"),
-        tokens=(8192, "tokens of a packed row"), steps=(5, "timed steps, each of another batch"),
+        tokens=(8192, "tokens of a packed sequence"), steps=(5, "timed steps, each of another batch"),
         compile=("auto", "model.compile: auto, on or off"), json=None,
     )  # fmt: skip
     return record_main("benchmarks.train_step", parser, measure, report, argv)

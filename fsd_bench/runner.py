@@ -63,6 +63,7 @@ def run(
     """
     settings = Settings(prompts, methods, **options)
     settings.check()
+    path = None if json_path is None else partial_path(json_path, resume)
     set_threads(settings)
     models = Models(settings)
     encode = models.encoder(settings.raw)
@@ -73,7 +74,6 @@ def run(
     references += [None] * len(before)
     unmeasured = ("baselines", "score", "strict", "run_code")
     measured = {key: value for key, value in settings.to_dict().items() if key not in unmeasured}
-    path = None if json_path is None else partial_path(json_path, resume)
     groups = group_prompts(_categories(rows, before), settings.batch_size)
     names = [spec.name for spec in parse_methods(methods)]
     jobs = in_turns(names, len(groups), {settings.temperature: settings.repeat})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -109,14 +110,23 @@ class RunFile:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Add what is kept and how to continue to an FsdError of the block. A file without a run is removed."""
+        """Say what is kept and how to continue if the block ends by an FsdError or Ctrl-C.
+
+        A file without a run is removed.
+        """
         try:
             yield
-        except FsdError as error:
-            if self.path is not None and self.runs:
-                error.args = (f"{error} {len(self.runs)} finished runs are kept in {self.path}: {self.advice}.",)
-            elif self.path is not None:
-                self.path.unlink()
+        except (FsdError, KeyboardInterrupt) as error:
+            if self.path is None:
+                raise
+            if not self.runs:
+                self.path.unlink(missing_ok=True)
+                raise
+            kept = f"{len(self.runs)} finished runs are kept in {self.path}: {self.advice}."
+            if isinstance(error, KeyboardInterrupt):
+                print(kept, file=sys.stderr)
+            else:
+                error.args = (f"{error} {kept}",)
             raise
 
 

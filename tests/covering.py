@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -29,7 +29,7 @@ def covering(*axes: Sequence[Any], pairs: Iterable[tuple[int, int]] = ()) -> lis
     return fast_only(cases, [case for case, places in zip(cases, every) if places in fast])
 
 
-def fast_only(cases: Iterable[Any], fast: Sequence[Any]) -> list[Any]:
+def fast_only(cases: Iterable[Any], fast: Collection[Any]) -> list[Any]:
     """The cases, for ``pytest.mark.parametrize``, those outside of ``fast`` marked slow."""
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in fast else pytest.mark.slow)

@@ -59,11 +59,18 @@ def write_answers(path: Path, target: Target, rows: int) -> Path:
     return write_rows(path, found)
 
 
-def train(root: Path, head: dict[str, Any], features: str | None = None, steps: int = 100) -> None:
+def train(
+    root: Path,
+    head: dict[str, Any],
+    features: str | None = None,
+    steps: int = 100,
+    optimizer: str = "muon",
+    lr: float = 4e-3,
+) -> None:
     eagle3 = head.get("layout") == "eagle3"
     chosen = options(
-        head=head, draft_vocab_size=280 if eagle3 else None, unroll_steps=1, lr=4e-3, warmup_steps=20,
-        loss_args={"w_feature": 0.0, "w_ce": 1.0}, optimizer="muon",
+        head=head, draft_vocab_size=280 if eagle3 else None, unroll_steps=1, lr=lr, warmup_steps=20,
+        loss_args={"w_feature": 0.0, "w_ce": 1.0}, optimizer=optimizer,
     )  # fmt: skip
     module = EagleModule(str(root / "target"), **chosen)
     data = answers_of(root, validation_fraction=0.0, batch_tokens=512, features=features)

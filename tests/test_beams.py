@@ -15,7 +15,9 @@ from fsd_core.errors import CacheMemoryError
 from fsd_infer import Drafter, FsdError, FuzzyDecoder, Target
 from fsd_infer.drafters import LMDrafter, LookupDrafter, NoDrafter, RecycleDrafter
 from fsd_infer.engine.beams import BeamOptions
+from fsd_infer.engine.beams.engine import MANY
 from tests.beam_toys import doubled, drafters_for
+from tests.covering import covering, fast_only
 from tests.families import FAMILIES, VOCAB, EndsIn, drafter_of, tiny_model, tiny_prompts
 
 
@@ -73,17 +75,14 @@ def test_equals_transformers(family: str) -> None:
     """Windows shorter than the text, scaled and capped logits, eager attention: four beams of every family."""
     target = Target(doubled(family))
     decoder = FuzzyDecoder(target, drafter_of("lm", target))
-    options = dict(max_new_tokens=20, num_beams=4, num_return_sequences=4)
+    options = dict(max_new_tokens=12, num_beams=4, num_return_sequences=4)
     made = check(decoder, tiny_prompts((5, 21)), beam_options=WIDE, **options)
     assert len({tuple(answer) for answer in made.sequences}) > 5
     assert made.stats.acceptance_length > 1.3, "no drafted beam was of use: the comparison would be hollow"
 
 
-SLOW_FAMILIES = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "llama"]
-
-
-@pytest.mark.parametrize("beams", [pytest.param(2, marks=pytest.mark.slow), 8])
-@pytest.mark.parametrize("family", ["llama", *SLOW_FAMILIES])
+@pytest.mark.parametrize("beams", fast_only([2, 8], [8]))
+@pytest.mark.parametrize("family", fast_only(FAMILIES, ["llama"]))
 def test_every_drafter_equals_transformers(family: str, beams: int) -> None:
     target = Target(doubled(family))
     options: dict[str, Any] = dict(max_new_tokens=16, num_beams=beams, num_return_sequences=beams, beam_options=WIDE)
@@ -98,8 +97,7 @@ def test_every_drafter_equals_transformers(family: str, beams: int) -> None:
 # what a request may ask -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 2.0])
+@pytest.mark.parametrize(("early_stopping", "length_penalty"), covering([False, True, "never"], [-1.0, 0.0, 2.0]))
 def test_early_stopping_and_length_penalty(target: Target, early_stopping: Any, length_penalty: float) -> None:
     """Answers of different lengths end among the beams; when the search may stop is up to three rules."""
     decoder = FuzzyDecoder(target, RecycleDrafter(VOCAB))
@@ -146,7 +144,7 @@ class Lift(LogitsProcessor):
 def test_processors(target: Target, options: dict[str, Any]) -> None:
     decoder = FuzzyDecoder(target, drafter_of("lm", target))
     returned = 1 if "prefix_allowed_tokens_fn" in options else 4  # transformers fills up with answers of no sense
-    check(decoder, tiny_prompts(), max_new_tokens=16, num_beams=4, num_return_sequences=returned, **options)
+    check(decoder, tiny_prompts((5, 13)), max_new_tokens=12, num_beams=4, num_return_sequences=returned, **options)
 
 
 def test_stopping_criteria(target: Target) -> None:
@@ -231,6 +229,13 @@ def test_refused(target: Target, arguments: dict[str, Any], message: str) -> Non
     options: dict[str, Any] = dict(max_new_tokens=4, num_beams=4, do_sample=False)
     with pytest.raises(FsdError, match=message):
         FuzzyDecoder(target, NoDrafter(VOCAB)).generate([[1, 2, 3]], **{**options, **arguments})
+
+
+def test_many_beams_say_what_they_cost(target: Target, caplog: pytest.LogCaptureFixture) -> None:
+    decoder = FuzzyDecoder(target, NoDrafter(VOCAB))
+    for beams, said in ((4, ""), (MANY + 1, f"each of {MANY + 1} beams costs")):
+        decoder.generate([[1, 2, 3]], max_new_tokens=1, num_beams=beams, do_sample=False)
+        assert said in caplog.text and bool(caplog.text) == bool(said)
 
 
 def test_options_of_beams() -> None:

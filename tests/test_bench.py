@@ -138,6 +138,18 @@ def test_damaged_lines_of_an_unfinished_run_are_measured_again(tmp_path: Path) -
             RunFile(made.path, "bench", {"seed": 1}, jobs)
 
 
+def test_ctrl_c_says_what_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Trial("plain", 0)
+    for runs in (0, 1):
+        file = RunFile(tmp_path / "r.jsonl", "bench", {}, {job: 1}, advice=("add --resume", "another name"))
+        with pytest.raises(KeyboardInterrupt), file.kept():
+            for _ in range(runs):
+                file.add(job, TimedRun(1.0, 0.1, [MeasuredAnswer([1], 1, 1)], {}))
+            raise KeyboardInterrupt
+        kept = f"1 finished runs are kept in {tmp_path / 'r.jsonl'}: add --resume.\n" if runs else ""
+        assert capsys.readouterr().err == kept and (tmp_path / "r.jsonl").exists() == bool(runs)
+
+
 @pytest.fixture(scope="module")
 def greedy(toy: Toy) -> Behaviour:
     """A server that decodes the toy target greedily, two tokens per event."""
@@ -254,6 +266,12 @@ def test_an_absent_server_is_named_and_leaves_nothing(
     err = capsys.readouterr().err
     assert err.startswith(f"fsd-bench: server {url} cannot be reached") and err.count("\n") == 1
     assert list(tmp_path.iterdir()) == [], "nothing to clear away"
+
+
+def test_a_record_that_cannot_be_written_is_refused_before_anything_is_loaded(toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(FsdError, match="the record .*file/record.json cannot be written"):
+        run(toy.prompts, ["plain"], json_path=tmp_path / "file" / "record.json", target="no/such-model")
 
 
 def test_batches_agree_with_single_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def test_blocks_of_a_batch_are_those_of_decoding(toys: Path, markov: str, confid
     drafter = module.make_drafter(target, TreeShape.chain(BLOCK))
     ends = batch["lengths"].cumsum()
     compared = 0
-    for source, row in zip(plan.source.tolist(), range(len(plan.source))):
+    for source, row in zip(plan.output.tolist(), range(len(plan.output))):
         root, slot = int(plan.roots[source // BLOCK]), source % BLOCK
         begin = int(max([0, *ends[ends <= root].tolist()]))
         text = batch["input_ids"][0, begin : root + slot + 1]
@@ -72,7 +72,7 @@ def test_blocks_of_a_batch_are_those_of_decoding(toys: Path, markov: str, confid
             sure = torch.nn.functional.logsigmoid(drafts.confidence[row])
             torch.testing.assert_close(session._survival[0, 0], sure, rtol=1e-4, atol=1e-4)
         compared += 1
-    assert compared > 24 and (drafts.rows.step == plan.source % BLOCK).all()
+    assert compared > 24 and (drafts.rows.step == plan.output % BLOCK).all()
     assert (drafts.rows.chains >= 0).all() and drafts.rows.chains.shape[0] == BLOCK
     # a row of slot k and one of slot 0 at the same position share the target's feature
     assert drafts.features.shape[0] == len(drafts.rows.position) == int(drafts.rows.feature.max()) + 1

@@ -281,3 +281,5 @@ def test_attention_and_types() -> None:
     assert models.parse_dtype("fp32") == models.parse_dtype(torch.float32) == torch.float32
     with pytest.raises(UnknownNameError, match="unknown dtype 'int4'.*bf16"):
         models.parse_dtype("int4")
+    with pytest.raises(UnknownNameError, match="unknown dtype 16"):
+        models.parse_dtype(16)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Rows in fixed slots, and compiled layers and losses: the same values, parts and gradients, and few shapes."""
+"""Rows padded to few numbers, and compiled layers and losses: the same values, parts and gradients, and few shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsd_core.errors import DataError
 from fsd_train.data import collate
 from fsd_train.losses import Schedule
 from fsd_train.models import DistillationModule, LMModule, MtpModule
-from fsd_train.models.compiled import fixed
+from fsd_train.models.compiled import padded_count
 from tests.loss_toys import VARIANTS, build_loss
 from tests.published_mtp import checkpoint
 from tests.test_packed import HEADS
@@ -44,12 +44,12 @@ def step_of(module: DistillationModule, batch: dict[str, Any], compiled: bool) -
     rows = drafts.rows
     assert drafts.compiled == compiled and out.agreement is not None
     found = {f"gradient {name}": each.grad for name, each in module.named_parameters() if each.grad is not None}
-    agree = rows.sum_by_step((out.agreement & rows.taken).float())
+    agree = rows.sum_by_step((out.agreement & rows.counted).float())
     found |= {"loss": out.loss.detach(), "agreement": agree, **out.parts}
     return found, [tuple(each.shape) for each in (drafts.estimates, drafts.features, rows.chains)]
 
 
-def same_with_slots(module: Any, toys: Path) -> None:
+def same_when_padded(module: Any, toys: Path) -> None:
     """Two batches, one of a single conversation."""
     shapes = set()
     for batch in packs(toys, range(6), range(8, 9)):
@@ -71,12 +71,12 @@ def small_lm(toys: Path, out: Path, **options: Any) -> LMModule:
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slots alone."""
+    """The padding alone."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
 
 @pytest.mark.parametrize(("loss", "args", "head"), [(*each, HEADS[n % 3]) for n, each in enumerate(VARIANTS)], ids=str)
-def test_slots_change_nothing_of_a_head(
+def test_padding_changes_nothing_of_a_head(
     loss: str, args: dict[str, Any], head: dict[str, Any], toys: Path, uncompiled: None
 ) -> None:
     if "layout" in head["head"] and loss == "eagle":
@@ -84,24 +84,26 @@ def test_slots_change_nothing_of_a_head(
     module = ready(eagle_module(toys, loss=loss, loss_args=args or None, unroll_steps=3, step_decay=0.7, **head))
     if head["head"].get("fused_layers"):
         module.target.capture_layers(head["head"]["fused_layers"])
-    same_with_slots(module, toys)
+    same_when_padded(module, toys)
 
 
-def test_slots_change_no_choice_of_tokens(toys: Path, tmp_path: Path, uncompiled: None) -> None:
+def test_padding_changes_no_choice_of_tokens(toys: Path, tmp_path: Path, uncompiled: None) -> None:
     ready(eagle_module(toys, seed=3)).export(tmp_path / "reference")
     chosen = {"loss": "adaspec", "loss_args": {"reference": str(tmp_path / "reference"), "keep": 0.3}}
-    same_with_slots(ready(eagle_module(toys, unroll_steps=3, **chosen)), toys)
+    same_when_padded(ready(eagle_module(toys, unroll_steps=3, **chosen)), toys)
 
 
 @pytest.mark.parametrize(("loss", "lora"), [("kl_pq", {"r": 4, "lora_alpha": 8}), ("fsd", None)], ids=str)
-def test_slots_change_nothing_of_a_small_lm(loss: str, lora: Any, toys: Path, tmp_path: Path, uncompiled: None) -> None:
-    same_with_slots(small_lm(toys, tmp_path, loss=loss, lora=lora, unroll_steps=2), toys)
+def test_padding_changes_nothing_of_a_small_lm(
+    loss: str, lora: Any, toys: Path, tmp_path: Path, uncompiled: None
+) -> None:
+    same_when_padded(small_lm(toys, tmp_path, loss=loss, lora=lora, unroll_steps=2), toys)
 
 
 @pytest.mark.parametrize(("family", "loss"), [("llama", "kl_pq"), ("mimo", "fsd"), ("glm4_moe_lite", "fsd")])
-def test_slots_change_nothing_of_an_mtp_layer(family: str, loss: str, toys: Path, uncompiled: None) -> None:
+def test_padding_changes_nothing_of_an_mtp_layer(family: str, loss: str, toys: Path, uncompiled: None) -> None:
     source = toys / "target" if family == "llama" else checkpoint(family, 1, VOCAB)
-    same_with_slots(ready(MtpModule(str(source), loss=build_loss(loss))), toys)
+    same_when_padded(ready(MtpModule(str(source), loss=build_loss(loss))), toys)
 
 
 SLOW = pytest.mark.slow  # inductor compiles C++ here
@@ -161,10 +163,10 @@ def test_a_batch_whose_sizes_were_met_makes_no_graph(
     assert not any(sum(again[1:]) for again in made.values()), made
 
 
-def test_numbers_of_slots_are_eighths_of_a_row() -> None:
-    assert [fixed(count, 190) for count in (0, 1, 24, 25, 190)] == [24, 24, 24, 48, 192]
-    assert {fixed(count, 8192) for count in range(8193)} == {1024 * n for n in range(1, 9)}
-    assert fixed(1, 1500) == 256, "whole blocks of attention"
+def test_padded_numbers_are_eighths_of_a_row() -> None:
+    assert [padded_count(count, 190) for count in (0, 1, 24, 25, 190)] == [24, 24, 24, 48, 192]
+    assert {padded_count(count, 8192) for count in range(8193)} == {1024 * n for n in range(1, 9)}
+    assert padded_count(1, 1500) == 256, "whole blocks of attention"
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,8 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (FuzzyConfig, {"seed": 2**70}, "at most 64 bits"),
     (FuzzyConfig, {"seed": True}, "seed must be a whole number"),
     (FuzzyConfig, {"max_cache_bytes": 1.5}, "whole number of bytes"),
+    (FuzzyConfig, {"apply_chat_template": "no"}, "apply_chat_template is True or False, got 'no'"),
+    (FuzzyConfig, {"measure_log_likelihood": 1}, "measure_log_likelihood is True or False, got 1"),
     (RuntimeConfig, {"weights": "plane"}, "auto, packed, expanded, plain, got 'plane'. Did you mean 'plain'?"),
     (RuntimeConfig, {"draft_weights": "bf16"}, "draft_weights is one of fp8, plain"),
     (RuntimeConfig, {"capture": "yes"}, "capture is one of None, True, False"),

@@ -130,3 +130,13 @@ def test_names_that_mean_nothing(name: str, target: Target) -> None:
     with pytest.raises(FsdError, match=NAMES[name]) as refused:
         load_drafter(name, target)
     assert "\n" not in str(refused.value)
+
+
+def test_end_tokens_that_the_vocabulary_lacks_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """No answer ends with them: it would run to its limit, and nobody would know why."""
+    model = tiny_model("llama")
+    Target(model)
+    assert not caplog.text
+    model.generation_config.eos_token_id = [2, 10**6]
+    Target(model)
+    assert "ends answers with token 1000000, which its vocabulary of" in caplog.text

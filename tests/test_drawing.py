@@ -51,7 +51,7 @@ def test_acceptance_is_that_of_the_mixed_scheme(width: int) -> None:
     rest[fixed] = 0
     wanted = p[fixed].sum() + np.minimum(p, rest / rest.sum()).sum()
     round, probability, _ = round_of(toy)
-    accepted = RuleInputs(round).chance.masked_fill(~round.tree.is_draft, 0.0).sum(1)
+    accepted = RuleInputs(round).accept_prob.masked_fill(~round.tree.is_draft, 0.0).sum(1)
     assert float((probability * accepted).sum()) == pytest.approx(wanted, abs=1e-5)
     assert wanted > p[order[:width]].sum()
 

@@ -30,7 +30,7 @@ from tests.families import (
 # Whose layer stands alone, so that a head's is of that kind; a Llama layer otherwise.
 OWN_LAYER = {"llama", "qwen2", "qwen3", "gemma2", "mistral", "phi3", "olmo2", "cohere", "stablelm", "granite"}
 
-LIMITS: dict[str, Any] = dict(max_new_tokens=16, do_sample=False)
+LIMITS: dict[str, Any] = dict(max_new_tokens=10, do_sample=False)
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")  # of transformers, about an argument of a forward
@@ -81,7 +81,7 @@ def test_whatever_drafts_greedy_answers_are_the_targets(name: str, family: str, 
     target = Target((families.circling_model() if circles else tiny_model(family)).to(device))
     drafter = drafter_of(target=target, **DRAFTERS[name])
     decoder, prompts = FuzzyDecoder(target, drafter), [prompt + prompt[:4] for prompt in tiny_prompts()]
-    limits = {**LIMITS, "max_new_tokens": 24}
+    limits = {**LIMITS, "max_new_tokens": 24 if circles else 14}
     expected = reference(target.model, prompts, **limits)
     learns = any(part in name for part in ("memory", "recycle", "forgetful"))
     for asked in (prompts[:1], prompts, prompts)[: 3 if learns else 2]:
@@ -92,8 +92,8 @@ def test_whatever_drafts_greedy_answers_are_the_targets(name: str, family: str, 
     if name not in WITH_MODELS:
         assert opened.sequences == expected and opened.stats.divergence_spent == 0, "no q is known"
     if "head" in name or "reduced" in name or "ids" in name:
-        alone = [decoder.generate([prompt], rule="fuzzy:js:inf", **limits).sequences[0] for prompt in prompts]
-        assert opened.sequences == alone and opened.stats.gate_open_fraction > 0.15
+        alone = [decoder.generate([prompt], rule="fuzzy:js:inf", **limits).sequences[0] for prompt in prompts[:2]]
+        assert opened.sequences[:2] == alone and opened.stats.gate_open_fraction > 0.15
 
 
 def test_unsupported_layers_and_attention_are_refused() -> None:

@@ -77,7 +77,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("roots", [range(14), [2, 6, 8, 10]])
 def test_unrolled_training_is_token_by_token_drafting(layout: str, roots: Sequence[int]) -> None:
-    """Of each of two conversations in a packed row, apart from the other."""
+    """Of each of two conversations in a packed sequence, apart from the other."""
     family, options = LAYOUTS[layout]
     head, lengths, steps, compared = make_head(family, **options), (5, 9), 4, 0
     torch.manual_seed(1)
@@ -144,7 +144,7 @@ def test_a_plans_rows_are_what_is_supervised(steps: int, share: float) -> None:
     outputs = [(i, 0) for i in range(length)]  # (position, step) of unroll's
     outputs += [(root + s, s) for s in range(1, steps) for root in roots]
     found = list(zip(rows.position[rows.feature].tolist(), rows.step.tolist()))
-    assert [outputs[place] for place in plan.source.tolist()] == found and len(set(found)) == len(found)
+    assert [outputs[place] for place in plan.output.tolist()] == found and len(set(found)) == len(found)
     expected, chains = {(int(place), 0) for place in rows.position}, set()
     for root in roots if steps > 1 else range(length):
         chain = [(root + s, s) for s in range(steps) if root + s < length and wanted[s, root + s]]
@@ -166,5 +166,5 @@ def test_a_plans_rows_are_what_is_supervised(steps: int, share: float) -> None:
 
 def test_a_row_without_answers_has_one_chain_and_no_rows() -> None:
     plan = plan_chains(torch.zeros(8), 3)
-    assert len(plan.roots) == 1 and not len(plan.source) and not len(plan.rows.position)
+    assert len(plan.roots) == 1 and not len(plan.output) and not len(plan.rows.position)
     assert plan.rows.chains.shape == (3, 0) and float(plan.rows.total) == 0

@@ -21,7 +21,7 @@ from fsd_infer.heads.config import EagleConfig, usual_layers
 from fsd_infer.heads.export import FORMATS, TOKEN_MAP, ExportFacts, export_head
 from fsd_infer.heads.head import EagleHead
 from fsd_train.cli import main as cli
-from fsd_train.models.start import choose, initialise_from
+from fsd_train.models.start import initialise_from, set_draft_vocabulary
 from tests.families import (
     FAMILIES,
     VOCAB,
@@ -54,7 +54,7 @@ def make_head(target: Target, ids: Tensor | None = None, **options: Any) -> Eagl
     size = None if ids is None else len(ids)
     head = EagleHead(EagleConfig.for_target(target, "llama", draft_vocab_size=size, **options))
     initialise_from(head, target)
-    choose(head, ids, target)
+    set_draft_vocabulary(head, ids, target)
     for parameter in head.parameters():
         parameter.data.add_(0.1 * torch.randn_like(parameter))
         parameter.data = parameter.data.bfloat16().float()

@@ -99,13 +99,13 @@ def test_either_model_may_have_more_ids(own: int, theirs: int, shape: TreeShape)
     small = Target(tiny_model("gpt2", vocab_size=len(tokenizer) + own), tokenizer)
     target = Target(tiny_model("llama", vocab_size=len(tokenizer) + theirs), tokenizer)
     decoder, prompts = FuzzyDecoder(target, LMDrafter(small, target, shape)), [[5, target.vocab_size - 1, 7], [9, 8]]
-    options: dict[str, Any] = dict(max_new_tokens=20, do_sample=False)
+    options: dict[str, Any] = dict(max_new_tokens=10, do_sample=False)
     assert decoder.generate(prompts, **options).sequences == reference(target.model, prompts, **options)
     beams = decoder.generate(prompts, num_beams=2, **options).sequences
     assert beams == reference(target.model, prompts, num_beams=2, **options)
     for rule in ("exact", "tilted", "ensemble:0.5", "draft-only"):
-        made = decoder.generate(prompts, rule, max_new_tokens=20, do_sample=True, temperature=3.0, seed=0)
-        assert [len(tokens) for tokens in made.sequences] == [20, 20]
+        made = decoder.generate(prompts, rule, max_new_tokens=10, do_sample=True, temperature=3.0, seed=0)
+        assert [len(tokens) for tokens in made.sequences] == [10, 10]
 
 
 CHAIN = TreeShape.chain(3)
@@ -128,17 +128,17 @@ def test_parts_of_any_target_draft_for_it(family: str) -> None:
     target = toy(family)
     count = int(target.config.num_hidden_layers)
     prompts = tiny_prompts((5, 13))
-    expected = reference(target.model, prompts, max_new_tokens=12)
+    expected = reference(target.model, prompts, max_new_tokens=8)
     for name in (f"self:layers=0-{count - 1}", "self:layers=0,2:bits=2"):
         drafter = made_of(target, name)
-        out = FuzzyDecoder(target, drafter).generate(prompts, max_new_tokens=12, do_sample=False)
+        out = FuzzyDecoder(target, drafter).generate(prompts, max_new_tokens=8, do_sample=False)
         assert out.sequences == expected, name
         if "bits" not in name:
-            assert out.stats.acceptance_length == pytest.approx(11 / 3), "three rounds after the prompt's: always right"
+            assert out.stats.acceptance_length == pytest.approx(7 / 2), "two rounds after the prompt's: always right"
         own = {id(parameter) for parameter in drafter.model.model.parameters()}
         shared = {id(parameter) for parameter in target.model.parameters()}
         assert own <= shared or "bits" in name, "nothing is copied"
-    assert reference(target.model, prompts, max_new_tokens=12) == expected, "the target is as it was"
+    assert reference(target.model, prompts[:1], max_new_tokens=8) == expected[:1], "the target is as it was"
 
 
 @needs_kernels

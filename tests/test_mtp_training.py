@@ -21,7 +21,7 @@ from fsd_train.cli import main as cli
 from fsd_train.models import MtpModule
 from fsd_train.models.mtp import IN_TARGET
 from fsd_train.packed import TextMask
-from fsd_train.packed.reading import attending
+from fsd_train.packed.reading import use_packed_attention
 from tests import train_toys
 from tests.families import reference
 from tests.published_mtp import FAMILIES, checkpoint
@@ -49,7 +49,7 @@ def test_conversations_of_a_packed_row_are_those_of_decoding(toys: Path, family:
     head, text = module.head.eval(), TextMask((5, 4), torch.device("cpu"))
     embeds, states = torch.randn(2, 1, 9, 16).unbind(0)
     with torch.no_grad():
-        with attending(head):
+        with use_packed_attention(head):
             packed = head(embeds, states, text.positions, attention_mask=text)
         for part in (slice(0, 5), slice(5, 9)):
             size = part.stop - part.start

@@ -1,4 +1,4 @@
-"""Packed rows: a conversation attends to itself alone, in any model; losses and gradients are those of each alone."""
+"""Packed sequences: a conversation attends to itself alone, in any model; losses and gradients as of each alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from fsd_infer import Target
 from fsd_train.data import collate
 from fsd_train.models import DistillationModule, LMModule
-from fsd_train.packed import BLOCK, TextMask, attending, packed_attention, read_packed, reads_packed_rows
+from fsd_train.packed import BLOCK, TextMask, forward_packed, packed_attention, supports_packing, use_packed_attention
 from fsd_train.packed.attention import _in_blocks
 from tests.families import FAMILIES, tiny_model
 from tests.loss_toys import VARIANTS
@@ -60,9 +60,10 @@ def test_all_readings_of_a_mask_agree(name: str) -> None:
     assert expected.shape == mask.shape
     assert torch.equal(mask.visible(torch.arange(queries)[:, None], torch.arange(keys), window), expected)
     spread = torch.zeros_like(expected)
-    for (query, _), places, visible in zip(mask.spans, map(mask.keys_of, mask.spans), mask.span_masks(window)):
-        shape = (query.stop - query.start, len(places))
-        block = torch.ones(shape, dtype=torch.bool).tril() if visible is None else visible
+    for span in mask.spans(window):
+        query, places = span.queries, mask.keys_of(span)
+        causal = torch.ones(query.stop - query.start, len(places), dtype=torch.bool).tril()
+        block = causal if span.visible is None else span.visible
         spread[torch.arange(query.start, query.stop)[:, None], places] = block
     assert torch.equal(spread, expected)
     blocks = mask.block_mask(window).to_dense()[0, 0].bool()
@@ -142,10 +143,10 @@ def test_a_packed_row_has_the_features_of_its_conversations(family: str, caplog:
     target.capture_layers([0])
     ids, before = torch.randint(3, 60, (1, sum(LENGTHS))), target.config._attn_implementation
     for _ in range(2):
-        packed = read_packed(target.features, target.model, ids, TextMask(LENGTHS, CPU))
+        packed = forward_packed(target.features, target.model, ids, TextMask(LENGTHS, CPU))
     apart = torch.cat([target.features(part) for part in ids.split(LENGTHS, dim=1)], dim=1)
     torch.testing.assert_close(packed, apart, atol=2e-5, rtol=1e-4)
-    assert reads_packed_rows(target.features, target.model) == (family not in ALONE)
+    assert supports_packing(target.features, target.model) == (family not in ALONE)
     said = [
         record.message for record in caplog.records if record.levelno >= logging.WARNING and "packed" in record.message
     ]
@@ -177,7 +178,7 @@ HEADS: list[dict[str, Any]] = [
 
 
 def check_packed(module: Any, toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of six conversations and padding against six rows, and against a target that reads padded rows."""
+    """A row of six conversations and padding against six rows, and against a target that reads padded sequences."""
     data = answers_of(toys)
     data.setup()
     assert data.train_set is not None
@@ -187,7 +188,7 @@ def check_packed(module: Any, toys: Path, monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(loss, alone, atol=1e-6, rtol=2e-5)
     torch.testing.assert_close(gradients, expected, atol=2e-6, rtol=2e-4)
     assert any(float(value.abs().max()) > 1e-4 for value in gradients.values())
-    monkeypatch.setattr("fsd_train.packed.reading.reads_packed_rows", lambda read, model: False)
+    monkeypatch.setattr("fsd_train.packed.reading.supports_packing", lambda forward, model: False)
     padded, expected = summed(module, [dict(collate(items, 190))])
     torch.testing.assert_close(padded, loss, atol=1e-6, rtol=2e-5)
     torch.testing.assert_close(gradients, expected, atol=2e-6, rtol=2e-4)
@@ -237,11 +238,11 @@ def test_a_trial_of_packed_rows_sees_past_huge_values(error: float, alike: bool)
         wrong = torch.where(ids < 8, 0.6, error)[..., None] * (packing is not None)
         return usual[:, ids[0]] * (1 + wrong * torch.randn(1, ids.shape[1], 16))
 
-    assert reads_packed_rows(read, model) == alike
+    assert supports_packing(read, model) == alike
 
 
 def test_a_model_gets_its_own_attention_back() -> None:
     model = tiny_model("llama")
-    with pytest.raises(ZeroDivisionError), attending(model):
+    with pytest.raises(ZeroDivisionError), use_packed_attention(model):
         raise ZeroDivisionError
     assert model.config._attn_implementation == "sdpa"

@@ -16,10 +16,11 @@ from torch import Tensor
 from fsd_infer.drafters import TreeShape
 from fsd_infer.rules import parse_rule
 from fsd_infer.trees.tree import DraftTree, Draws
+from tests.covering import fast_only
 from tests.published_blocks import States
 from tests.published_heads import LAYOUTS, layout
 from tests.rules_toy import ALARM, DEPTH, LENGTH, ROWS, Toy, V, child_of, p_value, simulate, target_distribution
-from tests.test_published_heads import MOSTLY_SLOW, SLOW, drafted, load, over_all, target
+from tests.test_published_heads import FAST, drafted, load, over_all, target
 
 PROMPT, DEEPEST = [1, 2, 3, 0, 2], LENGTH + DEPTH + 1
 SHAPES = {name: (TreeShape(3, 3, 8) if place % 2 else TreeShape.chain(3)) for place, name in enumerate(LAYOUTS)}
@@ -63,7 +64,7 @@ class HeadToy(Toy):
         return tree, where
 
 
-@pytest.mark.parametrize("name", MOSTLY_SLOW)
+@pytest.mark.parametrize("name", fast_only(LAYOUTS, FAST))
 def test_sampled_answers_have_the_targets_distribution(root: Path, name: str) -> None:
     toy = HeadToy(table(name), table(name), drafter=load(root, name, SHAPES[name]))
     tree, _ = toy.draft(torch.zeros(64, dtype=torch.long), torch.Generator().manual_seed(1))
@@ -71,7 +72,7 @@ def test_sampled_answers_have_the_targets_distribution(root: Path, name: str) ->
     assert p_value(simulate(toy, parse_rule("exact"), ROWS, seed=3).codes, target_distribution(toy)) > ALARM
 
 
-LOSSY = [pytest.param(name, marks=[] if name in ("dflash of speculators", "mtp of mimo") else SLOW) for name in LAYOUTS]
+LOSSY = fast_only(LAYOUTS, ["dflash of speculators", "mtp of mimo"])
 
 
 @pytest.mark.parametrize("name", LOSSY)

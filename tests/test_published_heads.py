@@ -23,6 +23,7 @@ from fsd_infer.engine import Request, decode
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.rules import parse_rule
 from fsd_infer.trees.tree import DraftTree
+from tests.covering import covering, fast_only
 from tests.published_blocks import BLOCK, MASK, QWEN3, States, block_states, confidence, tiny_target, z_lab
 from tests.published_heads import LAYOUTS, layout
 from tests.published_mtp import MTP
@@ -35,9 +36,9 @@ FAST = {
     "dspark of SpecForge", "dspark of DeepSpec, rnn", "p-eagle", "hydra", "mtp of mimo, three layers",
     "shared keys of gemma4, ordered",
 }  # fmt: skip
-SLOW = pytest.mark.slow
-MOSTLY_SLOW = [name if name in FAST else pytest.param(name, marks=SLOW) for name in LAYOUTS]
+NEW = 8
 CHAIN, TREE = TreeShape.chain(8), TreeShape(depth=3, width=3, nodes=10)
+SHAPES: dict[str, TreeShape | str] = {"chain": CHAIN, "tree": TREE, "auto": "auto"}
 
 
 def target(name: str = "") -> Target:
@@ -99,26 +100,27 @@ def over_all(logits: Tensor, ids: list[int] | None) -> Tensor:
     return whole
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_node_has_the_estimate_of_a_plain_computation(root: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "shape"), covering(list(LAYOUTS), ["chain", "tree"]))
+def test_every_node_has_the_estimate_of_a_plain_computation(root: Path, name: str, shape: str) -> None:
     made = layout(name)
-    for shape in (CHAIN, TREE):
-        tree = drafted(load(root, name, shape), PROMPTS)
-        depths: set[int] = set()
-        for row, text in enumerate(PROMPTS):
-            states = States.of(target(name).model, text)
-            for node in range(tree.tokens.shape[1]):
-                if tree.q_index[row, node] < 0:
-                    continue
-                path = [int(tree.tokens[row, i]) for i in tree.ancestors[row, node].nonzero()[1:, 0].tolist()]
-                q = over_all(tree.q_logits[row, tree.q_index[row, node]], None if tree.draft_ids is None else made.ids)
-                with torch.no_grad():
-                    wanted = over_all(made.estimate(states, text, path), made.ids)
-                torch.testing.assert_close(q, wanted, rtol=1e-5, atol=1e-5)
-                children = tree.tokens[row][tree.child[row, node]].tolist()
-                assert int(wanted.argmax()) in children
-                depths.add(len(path))
-        assert depths >= set(range(min(shape.depth, made.depth) - (shape is TREE))), "nodes of these depths"
+    tree = drafted(load(root, name, SHAPES[shape]), PROMPTS)
+    depths: set[int] = set()
+    for row, text in enumerate(PROMPTS):
+        states = States.of(target(name).model, text)
+        for node in range(tree.tokens.shape[1]):
+            if tree.q_index[row, node] < 0:
+                continue
+            path = [int(tree.tokens[row, i]) for i in tree.ancestors[row, node].nonzero()[1:, 0].tolist()]
+            q = over_all(tree.q_logits[row, tree.q_index[row, node]], None if tree.draft_ids is None else made.ids)
+            with torch.no_grad():
+                wanted = over_all(made.estimate(states, text, path), made.ids)
+            torch.testing.assert_close(q, wanted, rtol=1e-5, atol=1e-5)
+            children = tree.tokens[row][tree.child[row, node]].tolist()
+            assert int(wanted.argmax()) in children
+            depths.add(len(path))
+    assert depths >= set(range(min(8, made.depth) if shape == "chain" else min(3, made.depth) - 1)), (
+        "nodes of these depths"
+    )
     assert tree.draft_ids is None if made.ids is None else sorted(tree.draft_ids.tolist()) == sorted(made.ids)
 
 
@@ -155,16 +157,16 @@ def test_the_drafted_ids_may_come_as_t2d_alone(root: Path, tmp_path: Path) -> No
     assert "embed_tokens.weight" not in drafter.model.head.state_dict()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_greedy_answers_are_the_targets_own(root: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape"), [*covering(list(LAYOUTS), ["tree", "chain"]), *((name, "auto") for name in sorted(FAST))]
+)
+def test_greedy_answers_are_the_targets_own(root: Path, name: str, shape: str) -> None:
     """In a batch of prompts of different lengths, by chains, trees, and trees chosen while decoding."""
-    shapes: list[TreeShape | str] = [CHAIN, TREE, *["auto"] * (name in FAST)]
-    for shape in shapes:
-        made = decode(target(name), load(root, name, shape), parse_rule("exact"), Request(PROMPTS, 12, True))
-        assert made.sequences == plain(name, 12), shape
+    made = decode(target(name), load(root, name, SHAPES[shape]), parse_rule("exact"), Request(PROMPTS, NEW, True))
+    assert made.sequences == plain(name, NEW)
 
 
-@pytest.mark.parametrize("name", MOSTLY_SLOW)
+@pytest.mark.parametrize("name", fast_only(LAYOUTS, FAST))
 def test_lossy_rules_answer_within_their_budget(root: Path, name: str) -> None:
     drafter = load(root, name, TREE)
     made = decode(target(name), drafter, parse_rule("tilted:1:budget=1"), Request(PROMPTS, 12, False))
@@ -278,14 +280,10 @@ def test_pickles_are_refused_with_the_way_to_convert_them(tmp_path: Path, name: 
     assert load_drafter(str(place), target(), None).name in ("medusa", "block")
 
 
-RECORDED = [  # LongCat's experts are chosen on the host, so its rounds run eagerly
-    pytest.param(name, marks=[] if name in ("p-eagle", "mtp of mimo, three layers") else SLOW)
-    for name in LAYOUTS
-    if name != "mtp of longcat_flash"
-]
+RECORDED = [name for name in LAYOUTS if name != "mtp of longcat_flash"]  # whose experts are chosen on the host
 
 
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", fast_only(RECORDED, ["p-eagle", "mtp of mimo, three layers"]))
 def test_recorded_rounds_answer_as_eager_ones(root: Path, name: str) -> None:
     """On the simulated device, in one recording and without a wait within a round."""
     with SimulatedDevice() as device:
@@ -299,14 +297,14 @@ def test_recorded_rounds_answer_as_eager_ones(root: Path, name: str) -> None:
             generator = torch.Generator(device=SIM).manual_seed(0)
             prompts = PROMPTS if greedy else PROMPTS[:1]  # an eager batch draws fewer numbers once a row has left it
             return decode(
-                whole, small, parse_rule("exact"), Request(prompts, 12, greedy, generator=generator)
+                whole, small, parse_rule("exact"), Request(prompts, NEW, greedy, generator=generator)
             ).sequences
 
         wanted = [run(greedy) for greedy in (True, False)]
         recorder = SimRecorder(device)
         for model in (whole, small):
             model.use_graphs(recorder)
-        assert [run(greedy) for greedy in (True, False)] == wanted and wanted[0] == plain(name, 12)
+        assert [run(greedy) for greedy in (True, False)] == wanted and wanted[0] == plain(name, NEW)
         assert whole.recorded is not None and whole.recorded.refused is None
         assert len(recorder.graphs) == 2 and recorder.replayed > 4
 
@@ -318,8 +316,12 @@ DSPARK = "dspark of speculators"  # tests/test_block_training.py trains and expo
 
 def layouts_of(test: Any, named: str = "name", prefix: str = "") -> set[str]:
     """The layouts that a test is run with."""
-    (given,) = [mark.args[1] for mark in test.pytestmark if mark.name == "parametrize" and mark.args[0] == named]
-    return {prefix + (case if isinstance(case, str) else case.values[0]) for case in given}
+    (given,) = [
+        mark.args[1]
+        for mark in test.pytestmark
+        if mark.name == "parametrize" and named in (mark.args[0], mark.args[0][0])
+    ]
+    return {prefix + (case if isinstance(case, str) else getattr(case, "values", case)[0]) for case in given}
 
 
 def test_the_table_marks_what_is_tested(repo_root: Path) -> None:

@@ -25,7 +25,7 @@ Call = tuple[str, str, str]  # from a file, to a file's function
 
 
 @contextmanager
-def traced(root: Path, calls: set[Call]) -> Iterator[None]:
+def traced(root: Path, calls: set[Call], packages: tuple[str, ...] = PACKAGES) -> Iterator[None]:
     """Note every call of a function of ours from another file of ours, through torch and transformers if need be.
 
     What a backend puts in the place of a function or a module counts as that.
@@ -33,7 +33,7 @@ def traced(root: Path, calls: set[Call]) -> Iterator[None]:
 
     def file_of(frame: FrameType) -> str:
         file = frame.f_code.co_filename.removeprefix(f"{root}/")
-        return file if file.startswith(PACKAGES) and not file.startswith(BACKENDS) else ""
+        return file if file.startswith(packages) and not file.startswith(BACKENDS) else ""
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and file_of(frame):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -114,29 +117,96 @@ def test_a_run_is_not_overwritten(toys: Path, tmp_path: Path, capsys: pytest.Cap
     assert (run.head / "model.safetensors").read_bytes() != head
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_saves_and_the_same_command_goes_on(
-    toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals,
+    toys: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The weights at the end are those of a run that nobody interrupted."""
+    """The weights at the end are those of a run that nobody interrupted, also after a scheduler's SIGTERM."""
     whole, run = Run(toys, tmp_path / "whole", capsys), Run(toys, tmp_path / "run", capsys)
     assert whole.fit(4)[0] == 0
     step = EagleModule.training_step
 
     def interrupted(self: Any, *args: Any) -> Any:
         if self.trainer.global_step == 2:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         return step(self, *args)
 
     monkeypatch.setattr(EagleModule, "training_step", interrupted)
     status, err = run.fit(4)
     saved = run.checkpoints / "interrupted.ckpt"
     assert status == 130 and err.splitlines()[-1] == "fsd-train fit: interrupted"
-    assert "ending after this step" in err and f"the same command goes on from {saved}" in err
+    assert "ending after this step" in err or number == signal.SIGTERM
+    assert f"the same command goes on from {saved}" in err
     assert run.step("interrupted.ckpt") == 3 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     monkeypatch.setattr(EagleModule, "training_step", step)
     status, err = run.fit(4)
     assert status == 0 and f"resuming {saved}" in err and run.step() == 4
     assert torch.equal(load_head(run.head).fc.weight, load_head(whole.head).fc.weight)
+
+
+def test_ctrl_c_before_the_first_checkpoint_says_how_to_start_again(
+    toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that was exported before is protected, so the same command alone would not start again."""
+    run = Run(toys, tmp_path / "run", capsys)
+
+    def at_once(self: Any, *args: Any) -> Any:
+        run.head.mkdir()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(EagleModule, "training_step", at_once)
+        status, err = run.fit(2)
+    assert status == 130 and f"{run.head} is there, but no checkpoint: --overwrite true starts again" in err
+    assert run.fit(2)[0] == 2 and run.fit(2, "--overwrite", "true")[0] == 0
+
+
+def test_checkpoints_are_written_beside_their_place(
+    toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They need no room elsewhere, and a full disk leaves the earlier ones, whole."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
+    run = Run(toys, tmp_path / "run", capsys)
+    assert run.fit(2)[0] == 0
+    save, before = torch.save, (run.checkpoints / "last.ckpt").read_bytes()
+
+    def full(state: Any, place: Any, *args: Any) -> None:
+        if not hasattr(place, "name") or ".ckpt" not in place.name or state["global_step"] < 4:
+            return save(state, place, *args)
+        place.write(before[:1000])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(torch, "save", full)
+    status, err = run.fit(4)
+    assert status == 2 and err.strip().endswith("ckpt: No space left on device")
+    assert (run.checkpoints / "last.ckpt").read_bytes() == before
+    assert [path.name for path in run.root.rglob("*.partial")] == []
+
+
+def test_two_runs_do_not_write_one_directory(
+    toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is refused while the first trains, and what a killed run left of a checkpoint is removed."""
+    first, second = (Run(toys, tmp_path / "run", capsys) for _ in range(2))
+    first.checkpoints.mkdir()
+    torn = first.checkpoints / ".step-2.ckpt.1-1.partial"
+    torn.write_bytes(b"torn")
+    step, refused = EagleModule.training_step, list[tuple[int, str]]()
+
+    def beside(self: Any, *args: Any) -> Any:
+        if not refused:
+            refused.append(second.fit(2))
+        return step(self, *args)
+
+    monkeypatch.setattr(EagleModule, "training_step", beside)
+    assert first.fit(2)[0] == 0 and not torn.exists()
+    (status, err), *_ = refused
+    assert status == 2 and f"another run is writing {first.checkpoints}" in err
+    assert first.fit(4)[0] == 0  # the lock ends with the run
 
 
 def test_auto_takes_the_newest_that_is_whole(toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,6 +262,29 @@ def test_unwritable_directories(place: str, toys: Path, tmp_path: Path, capsys: 
     run = Run(toys, tmp_path / "run", capsys, **elsewhere)
     status, err = run.fit(5)
     assert status == 2 and err.count("\n") == 1 and f"{tmp_path / 'file'} is a file" in err
+
+
+def test_an_export_replaces_no_model_and_no_checkpoints(
+    toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A head's directory is replaced as a whole, and so are the files that `export` writes."""
+    for head in (tmp_path / "run", tmp_path / "run" / "checkpoints", tmp_path / "run" / "best"):
+        run = Run(toys, tmp_path / "run", capsys, head=head, best=tmp_path / "run" / "best" / "best")
+        status, err = run.fit(2)
+        assert status == 2 and f"{head} is replaced by each export, and " in err
+    copy = Path(shutil.copytree(toys / "target", tmp_path / "copy"))
+    before = (copy / "model.safetensors").read_bytes()
+    said = f"{copy} holds a model, which the export would replace"
+    status, err = Run(toys, tmp_path / "other", capsys, head=copy).fit(2, "--overwrite", "true")
+    assert status == 2 and said in err
+    run = Run(toys, tmp_path / "third", capsys)
+    assert run.fit(2)[0] == 0
+    for more in ([], ["--to", "eagle"]):
+        source = str(run.checkpoints / "last.ckpt")
+        status, err = run.call(["export", source, str(copy), *more])
+        assert status == 2 and said in err and (copy / "model.safetensors").read_bytes() == before
+        for _ in range(2):  # a head may be written again
+            assert run.call(["export", source, str(tmp_path / "written"), *more])[0] == 0
 
 
 def test_quickstart_compares_the_methods(

@@ -175,8 +175,8 @@ def test_values_of_the_wrong_type_are_named(given: Any, said: str, tmp_path: Pat
 
 
 def test_options_take_precedence(tmp_path: Path) -> None:
-    words, modules = written_out(["--config", written(tmp_path, SHORT), "--import=mine", "--strict"])
-    assert words[-1] == "--data.strict=true" and modules == ["mine"]
+    words, modules = written_out(["--config", written(tmp_path, SHORT), "--import=mine", "--import+=too", "--strict"])
+    assert words[-1] == "--data.strict=true" and modules == ["mine", "too"]
 
 
 def test_a_warm_up_by_share_ends_there() -> None:

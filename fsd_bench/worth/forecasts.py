@@ -287,7 +287,7 @@ def _decode(
         if rule == exact:
             decoded.add(stats, len(decoder.encode(prompt, options["apply_chat_template"])))
     if not decoded.rounds:
-        raise FsdError("every answer ended with its first token: give other prompts.")
+        raise FsdError("every answer ended with its first token: give other prompts, or more --max-new-tokens.")
     return decoded
 
 

@@ -130,6 +130,9 @@ class FuzzyConfig(GenerationConfig):
         BeamOptions.of(self.beams)
         if self.max_cache_bytes is not None and not is_whole(self.max_cache_bytes):
             raise FsdError(f"max_cache_bytes is a whole number of bytes, got {self.max_cache_bytes!r:.60}.")
+        for name in ("apply_chat_template", "measure_log_likelihood"):
+            if not isinstance(value := getattr(self, name), (bool, type(None))):  # "no" would count as true
+                raise FsdError(f"{name} is True or False, got {value!r:.60}.")
         if self.seed is not None and not is_whole(self.seed, -(2**63), 2**64 - 1):
             raise FsdError(f"seed must be a whole number of at most 64 bits, got {self.seed!r}.")
 

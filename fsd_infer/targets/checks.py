@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import os
 import re
@@ -21,7 +22,10 @@ from fsd_infer.device.cache import RECURRENT, WITHOUT_KEYS
 from fsd_infer.recurrent.mixers import read_past_forward, read_trees
 from fsd_infer.targets.kinds import auto_class, check_sight
 from fsd_infer.targets.masks import layer_types, layer_windows, max_positions
-from fsd_infer.targets.weights import stay_plain
+from fsd_infer.targets.token_ids import eos_ids
+from fsd_infer.targets.weights import shape_of, stay_plain
+
+log = logging.getLogger(__name__)
 
 MOST = 2**53  # of a whole number in a config, with room for sums in 64 bits
 _TABLE = re.compile(r"(^|\.)(embed_tokens|embeddings|lm_head)\.weight$")
@@ -219,12 +223,24 @@ def check_decodable(model: Any, name: str) -> None:
             "needs siblings at one position. Use another target."
         )
     _check_reading(kind, config)
+    _name_foreign_ends(model, name)
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(places) > 1:
         raise ModelLoadError(
             f"{name} lies on several devices ({', '.join(sorted(places))}), layer by layer, but a cache lies on one. "
             'Load it on one device, or by tp_plan="auto" on one per process (docs/performance.md).'
         )
+
+
+def _name_foreign_ends(model: Any, name: str) -> None:
+    """Warn of EOS tokens that no answer can end with."""
+    size = shape_of(model.get_output_embeddings())[0]
+    foreign = sorted(token for token in eos_ids(model.generation_config) if not 0 <= token < size)
+    if foreign:
+        log.warning(
+            "%s ends answers with token %s, which its vocabulary of %d lacks: correct eos_token_id in its config.",
+            name, ", ".join(map(str, foreign)), size,
+        )  # fmt: skip
 
 
 def _check_reading(kind: str, config: Any) -> None:

@@ -22,7 +22,7 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     try:
-        return _DTYPES[dtype.removeprefix("torch.")]
+        return _DTYPES[str(dtype).removeprefix("torch.")]
     except KeyError:
         raise UnknownNameError(f"unknown dtype {dtype!r}. Known: {', '.join(sorted(_DTYPES))}.") from None
 

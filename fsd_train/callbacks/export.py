@@ -12,9 +12,14 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 
+from fsd_core.errors import DataError
+from fsd_infer.heads.formats import CONFIG, read_config
+from fsd_infer.heads.hub import find_head
 from fsd_train.callbacks.safety import check_finite
-from fsd_train.checkpoints import callbacks_of
+from fsd_train.checkpoints import RECORD, callbacks_of
 from fsd_train.strategies import whole_head
+
+_OF_DRAFTS = {"training", "speculators_model_type"}  # in configs of exported drafters, and of no model
 
 
 class ExportHead(Callback):
@@ -62,6 +67,17 @@ class ExportHead(Callback):
             os.replace(directory, old)
         os.replace(draft, directory)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def check_output(directory: Path) -> None:
+    """Raise DataError for a directory with a model that no export wrote, since an export replaces its files.
+
+    Raises CheckpointError for a directory whose config is malformed.
+    """
+    if not (directory / CONFIG).is_file() or (directory / RECORD).is_file():
+        return
+    if not read_config(directory).keys() & _OF_DRAFTS and find_head(directory.absolute()) is None:
+        raise DataError(f"{directory} holds a model, which the export would replace. Give another directory.")
 
 
 def log_dir(trainer: Trainer) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
 import shutil
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fsd_core.errors import CheckpointError, DataError
 from fsd_train.callbacks.decoded import DecodedTau
-from fsd_train.callbacks.export import ExportHead
+from fsd_train.callbacks.export import ExportHead, check_output
 from fsd_train.checkpoints import callbacks_of, check_checkpoint, read_checkpoint
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,8 @@ AUTO = "auto"
 class RunDirectory(Callback):
     """The directories of a run, protected from those of another run, and what Ctrl-C leaves in them.
 
-    In one process, the first Ctrl-C ends the run after its step, with a checkpoint; the second ends it at once.
+    In one process, the first Ctrl-C ends the run after its step, with a checkpoint; the second ends it at once. So
+    does SIGTERM, which schedulers and containers send before they kill.
 
     Args:
         trainer: trainer whose callbacks name the directories of checkpoints and heads.
@@ -45,6 +47,7 @@ class RunDirectory(Callback):
         self.overwrite = overwrite
         self._stale: list[Path] = []
         self._asked = False  # to end by Ctrl-C
+        self._held: list[int] = []  # descriptors of the directories, locked
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -126,12 +129,48 @@ class RunDirectory(Callback):
         return sorted(name for name in settings.keys() & theirs.keys() if repr(settings[name]) != repr(theirs[name]))
 
     def check_writable(self, trainer: Trainer) -> None:
-        """Raise DataError unless the run can write to all of its directories."""
-        loggers = [logger.save_dir for logger in trainer.loggers if logger.save_dir is not None]
-        for path in [*self.directories, *self.heads, Path(trainer.default_root_dir), *map(Path, loggers)]:
+        """Raise DataError unless the run can write to all of its directories, and a head's can be replaced."""
+        loggers = [Path(logger.save_dir) for logger in trainer.loggers if logger.save_dir is not None]
+        others = [*self.directories, Path(trainer.default_root_dir), *loggers]
+        self._check_heads(others)
+        for path in [*others, *self.heads]:
             there = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
             if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
                 raise DataError(f"{path} cannot be written: {there} is {'read-only' if there.is_dir() else 'a file'}.")
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and trainer.is_global_zero:
+            for directory in self.directories:
+                self._hold(directory)
+
+    def _hold(self, directory: Path) -> None:
+        """Lock a directory until the run ends, and remove what killed runs left of checkpoints that they were writing.
+
+        Raises DataError if another run holds it.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        self._held.append(os.open(directory, os.O_RDONLY))
+        try:
+            fcntl.flock(self._held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"another run is writing {directory}. Wait for it, or choose another directory.") from None
+        except OSError:  # a file system without locks
+            return
+        for draft in directory.glob(".*.ckpt.*.partial"):
+            draft.unlink(missing_ok=True)
+
+    def _let_go(self) -> None:
+        while self._held:
+            os.close(self._held.pop())
+
+    def _check_heads(self, others: Sequence[Path]) -> None:
+        """Raise DataError for a head's directory that holds a model, or another of the run's directories."""
+        for head in self.heads:
+            check_output(head)
+            within = [path for path in [*others, *self.heads] if head.resolve() in path.resolve().parents]
+            within += [path for path in others if head.resolve() == path.resolve()]
+            if within:
+                raise DataError(f"{head} is replaced by each export, and {within[0]} with it: give the head another.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
@@ -151,7 +190,8 @@ class RunDirectory(Callback):
         self._before = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if self._asked and trainer.global_step > self._before:  # not amid accumulated batches, whose gradient is lost
+        asked = self._asked or trainer.world_size == 1 and trainer.received_sigterm
+        if asked and trainer.global_step > self._before:  # not amid accumulated batches, whose gradient is lost
             if self.directories:
                 path = self.directories[0] / "interrupted.ckpt"
                 trainer.save_checkpoint(path)
@@ -161,10 +201,17 @@ class RunDirectory(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._ignore_signals()
 
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._let_go()
+
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._ignore_signals()
+        self._let_go()
         if isinstance(exception, KeyboardInterrupt) and trainer.is_global_zero:
-            newest = self.checkpoints[:1]
+            newest, heads = self.checkpoints[:1], [path for path in self.heads if path.exists()]
+            if not newest and heads:
+                log.info("%s is there, but no checkpoint: --overwrite true starts again", heads[0])
+                return
             log.info("the same command goes on from %s", newest[0] if newest else "the beginning: nothing is saved")
 
     def _ignore_signals(self) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsd_core.errors import NonFiniteLossError
+from fsd_core.files import replacing
 from fsd_train.checkpoints import callbacks_of, check_checkpoint
 
 
@@ -143,11 +144,15 @@ class CheckResume(Callback):
 
 class _Checked(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        try:
+        if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
-        except OSError as error:
-            error.filename = str(path)  # fsspec moves a temporary file, and the error names that one
-            raise
+            return
+        # Lightning's own writer fills memory and the system's temporary directory, and copies from there: it fails
+        # where only that is full, and a kill amid the copy leaves a torn file
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as draft, draft.open("wb") as file:
+            torch.save(checkpoint, file)
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         check_checkpoint(path)

@@ -25,6 +25,7 @@ from fsd_infer.heads.kinds import MTP, kind_of_head
 from fsd_infer.heads.weights import has_weights
 from fsd_infer.targets.loading import load_config, resolve_target
 from fsd_infer.targets.target import Target
+from fsd_train.callbacks.export import check_output
 from fsd_train.checkpoints import read_checkpoint
 from fsd_train.commands.stitch import stitch_mtp
 from fsd_train.data.answers import conclude, read_answers
@@ -91,6 +92,8 @@ def main(args: argparse.Namespace) -> int:
         return _export_mtp(Path(args.source), args)
     if (args.draft_vocab_size is None) != (args.data is None):
         raise DataError("--draft-vocab-size and --data go together.")
+    if args.to != "target":
+        check_output(Path(args.output))
     found = None if args.source.endswith(".ckpt") else find_head(args.source)
     if found is not None or Path(args.source).is_dir():
         if found is None:

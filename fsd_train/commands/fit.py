@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import re
 import signal
 import sys
@@ -39,6 +40,7 @@ from fsd_train.types import in_words
 
 log = logging.getLogger(__name__)
 
+CPU_PROCESSES = 8  # devices that a CPU of fewer cores may be asked for, to try a run out
 MOST_SAID = 800  # characters shown of a library's message
 HEAD = ("--model", "fsd_train.models.EagleModule")  # class of a model section without class_path
 # beginnings of Lightning's messages that ask for no action and have no setting and no category of their own
@@ -86,6 +88,7 @@ class TrainCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         options = self.config_init["trainer"]
+        check_trainer(options)
         if isinstance(options.get("strategy"), str):
             kwargs.setdefault("strategy", named_strategy(options["strategy"]))
         if (
@@ -112,6 +115,23 @@ class TrainCLI(LightningCLI):
         path = directory.resolve(self.config.get("ckpt_path"), self.model.hparams)
         self.trainer.callbacks.append(directory)  # type: ignore[attr-defined]
         return path
+
+
+# options that Lightning divides by, or reads as "off" below these
+_LEAST = {"accumulate_grad_batches": 1, "gradient_clip_val": 0, "log_every_n_steps": 0}
+
+
+def check_trainer(options: Namespace) -> None:
+    """Raise DataError for values of the trainer section that Lightning neither takes nor refuses."""
+    for name, least in _LEAST.items():
+        value = options.get(name)
+        if isinstance(value, int | float) and not value >= least:
+            raise DataError(f"trainer.{name}: expected a number >= {least}, got {value}.")
+    if options.get("val_check_interval") == 0:
+        raise DataError("trainer.val_check_interval is 0: give a number of steps, or trainer.limit_val_batches 0.")
+    devices, most = str(options.get("devices", "")), max(os.cpu_count() or 1, CPU_PROCESSES)
+    if devices.isdecimal() and int(devices) > most and on_cpu(options.get("accelerator") or "auto"):
+        raise DataError(f"trainer.devices is {devices}, a process each, but this CPU has {os.cpu_count()} cores.")
 
 
 def has_bf16_products() -> bool:

@@ -76,7 +76,7 @@ def written_out(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             named = value if equals else _following(option, rest)
             recipes[len(words)] = read_yaml(found := find_recipe(named))
             words.append(["--config", str(found) if os.path.isfile(found) else named])
-        elif option == "--import":
+        elif option in ("--import", "--import+"):  # modules add up either way
             modules.append(value if equals else _following(option, rest))
         elif option[:2] == "--" and option[2:] in SHORT:
             given[option[2:]] = _value(option[2:], value if equals else _following(option, rest))

@@ -191,7 +191,7 @@ class BatchSize:
     """Size of a training batch.
 
     Attributes:
-        tokens: tokens of the packed row.
+        tokens: tokens of the packed sequence.
         length: tokens of a row.
         steps: runs of the head. The first is over all tokens.
         answered: tokens of answers, which the later runs are over. None: all.

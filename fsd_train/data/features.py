@@ -29,7 +29,7 @@ from fsd_core.files import open_safetensors, read_json, replacing, write_json
 from fsd_infer.engine import Callback, RoundReport
 from fsd_infer.targets.target import Target
 from fsd_train.data.sampler import PackingSampler
-from fsd_train.packed import TextMask, read_packed
+from fsd_train.packed import TextMask, forward_packed
 
 FORMAT = "fsd-features"
 VERSION = 3
@@ -246,7 +246,7 @@ def _write_shard(target: Target, texts: _Texts, directory: Path, batch_tokens: i
         ids = [torch.as_tensor(texts[keys[row]], dtype=torch.long) for row in batch]
         mask = TextMask(tuple(map(len, ids)), target.device)
         with torch.inference_mode():
-            out = read_packed(target.features, target.model, torch.cat(ids)[None].to(target.device), mask)
+            out = forward_packed(target.features, target.model, torch.cat(ids)[None].to(target.device), mask)
         parts = out[0].to(torch.bfloat16).cpu().split(mask.lengths)
         rows.update({keys[row]: made.clone() for row, made in zip(batch, parts, strict=True)})
         bar.update(sum(mask.lengths))

@@ -53,7 +53,7 @@ class FeatureWriter:
         threading.Thread(target=self._write, daemon=True, name="features").start()
 
     def add(self, texts: Sequence[Tensor], features: Tensor) -> None:
-        """Keep the features [1, M, F] of a packed row that begins with these conversations.
+        """Keep the features [1, M, F] of a packed sequence that begins with these conversations.
 
         Raises what stopped the thread, for example a full disk.
         """

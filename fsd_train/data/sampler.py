@@ -1,4 +1,4 @@
-"""The order of training batches: which rows share a packed row, and when; resumable within an epoch."""
+"""The order of training batches: which rows share a packed sequence, and when; resumable within an epoch."""
 
 from __future__ import annotations
 

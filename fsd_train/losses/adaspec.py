@@ -28,17 +28,17 @@ def largest(values: Tensor, rows: LossIndex, keep: float) -> Tensor:
 
     Args:
         values: [R].
-        rows: the rows; those that only fill slots are never marked.
+        rows: the rows; padding is never marked.
         keep: share of each step's rows, in (0, 1], rounded up to whole rows.
 
     Returns:
         [R] bool.
     """
     # by step, each step's largest values first; counts stay on the device, which nothing waits for
-    order = values.masked_fill(~rows.taken, -torch.inf).argsort(descending=True, stable=True)
+    order = values.masked_fill(~rows.counted, -torch.inf).argsort(descending=True, stable=True)
     order = order[rows.step[order].argsort(stable=True)]
     counts = rows.sum_by_step(torch.ones_like(values, dtype=torch.float64))
-    wanted = (keep * rows.sum_by_step(rows.taken.to(counts.dtype)) - 1e-9).ceil()
+    wanted = (keep * rows.sum_by_step(rows.counted.to(counts.dtype)) - 1e-9).ceil()
     begins = counts.cumsum(0) - counts
     step = rows.step[order]
     ranks = torch.arange(len(order), device=values.device) - begins[step]  # within the step

@@ -86,11 +86,11 @@ class LossIndex:
     """The supervised rows of a batch: R drafts, each of one chain step at one of N positions, sorted by position.
 
     A row at position i predicts token i+2 from the estimate of feature i+1 (:mod:`fsd_train.models.unroll` defines the
-    indexing). Every position has a row of step 0. Rows and positions of weight 0 fill the slots of
-    :attr:`DraftBatch.compiled`; losses leave them out.
+    indexing). Every position has a row of step 0. Rows and positions of weight 0 are padding to
+    static shapes (:attr:`DraftBatch.compiled`); losses leave them out.
 
     Attributes:
-        position: [N] index i in the packed row, ascending.
+        position: [N] index i in the packed sequence, ascending.
         feature: [R] index of each row's position among the N, ascending.
         step: [R] chain step, from 0.
         weight: [R] fp32.
@@ -123,8 +123,8 @@ class LossIndex:
         return replace(self, **moved)
 
     @property
-    def taken(self) -> Tensor:
-        """[R] bool, False for rows that only fill slots."""
+    def counted(self) -> Tensor:
+        """[R] bool, False for padding and for rows that :meth:`DraftBatch.only` leaves out."""
         return self.weight > 0
 
     def sum_by_step(self, values: Tensor) -> Tensor:

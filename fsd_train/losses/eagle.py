@@ -17,12 +17,13 @@ def _cross_entropy(p: Tensor, log_q: Tensor) -> Tensor:
     return -torch.linalg.vecdot(p, log_q)[None]
 
 
-def _slope(p: Tensor, log_q: Tensor) -> Tensor:
+def _grad(p: Tensor, log_q: Tensor) -> Tensor:
+    """Return q − p, the gradient on the logits of q, in place of log q."""
     return log_q.exp_().sub_(p)
 
 
 # −Σ_v p(v) log q(v) in nats; alive at the peak: p, logits, q and temporaries of a soft cap's gradient
-CROSS_ENTROPY = RowFunction(_cross_entropy, slope=_slope, of_p=True, live=5)
+CROSS_ENTROPY = RowFunction(_cross_entropy, grad=_grad, takes_p=True, live=5)
 
 
 @LOSSES.register("eagle")

@@ -83,24 +83,25 @@ class FsdLoss(Loss):
         if self.width is None:
             if self.temperature != 1.0:
                 log_q = (log_q / self.temperature).log_softmax(-1)
-            passed = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
+            exact = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
         else:  # 1−(1−q)^k, precise for tiny q and finite for q that rounds to 1; children are drawn from raw q
             missed = torch.expm1(self.width * torch.log1p(-log_q.exp().clamp_max(_ALMOST_ONE)))
-            passed = -torch.linalg.vecdot(log_p.exp(), missed)
-        return torch.stack([distance, passed, _kl_pq(log_p, log_q)])
+            exact = -torch.linalg.vecdot(log_p.exp(), missed)
+        return torch.stack([distance, exact, _kl_pq(log_p, log_q)])
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
-        rows, chains = batch.rows, batch.rows.chains
-        values, agree = chunked_rows(self._function, batch, self.chunk_size)
-        distance, passed = values[0][chains], values[1][chains]  # [S, C] each
-        parts = {"acceptance": batch_mean(values[1], rows), "kl_pq_loss": batch_mean(values[2], rows)}
-        loss = self.anchor * weighted_mean(values[2], rows)
+        rows, chains = batch.rows, batch.rows.chains  # chains: [S, C]
+        values, agree = chunked_rows(self._function, batch, self.chunk_size)  # [3, R], [R]
+        distance, exact, kl = values[0], values[1], values[2]  # D, e and the anchor's KL
+        parts = {"acceptance": batch_mean(exact, rows), "kl_pq_loss": batch_mean(kl, rows)}
+        loss = self.anchor * weighted_mean(kl, rows)
+        distance, exact = distance[chains], exact[chains]  # [S, C] each
         for threshold in self.thresholds if chains.numel() else ():
-            gate = soft_gate(distance, threshold, self.softness)
-            lengths = expected_length(passed + (1 - passed) * gate)
-            tiny = torch.finfo(lengths.dtype).tiny
-            chances = (lengths / len(chains)).clamp_min(tiny).log() * rows.stands_for
-            loss = loss - chances.sum() / (rows.chain_total.clamp_min(TINY) * len(self.thresholds))
-            chains_of = rows.stands_for / rows.stands_for.sum().clamp_min(TINY)  # 0 where a slot is free
-            parts[f"soft_tau_{threshold:g}"] = 1 + (lengths.detach() * chains_of).sum()
+            gate = soft_gate(distance, threshold, self.softness)  # [S, C]
+            lengths = expected_length(exact + (1 - exact) * gate)  # [C]
+            log_share = (lengths / len(chains)).clamp_min(torch.finfo(lengths.dtype).tiny).log()  # ln(L/S)
+            total = rows.chain_total.clamp_min(TINY) * len(self.thresholds)
+            loss = loss - (log_share * rows.stands_for).sum() / total
+            weight = rows.stands_for / rows.stands_for.sum().clamp_min(TINY)  # [C], 0 in padding
+            parts[f"soft_tau_{threshold:g}"] = 1 + (lengths.detach() * weight).sum()
         return with_features(self.w_feature, batch, LossOutput(loss, parts, agree))

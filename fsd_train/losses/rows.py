@@ -36,16 +36,16 @@ class RowFunction:
     Attributes:
         values: function of log p and log q [n, Vd] that returns [K, n]; differentiable in log q.
         count: K.
-        slope: for K = 1, a function of the same arguments that returns the gradient [n, Vd] on the logits of q and may
+        grad: for K = 1, a function of the same arguments that returns the gradient [n, Vd] on the logits of q and may
             overwrite them; None: use autograd.
-        of_p: take p instead of log p.
+        takes_p: take p instead of log p.
         live: number of block-sized tensors alive at the peak.
     """
 
     values: Distributions
     count: int = 1
-    slope: Distributions | None = None
-    of_p: bool = False
+    grad: Distributions | None = None
+    takes_p: bool = False
     live: int = LIVE
 
     @cached_property
@@ -61,7 +61,7 @@ class RowFunction:
             at: [n] position of each row.
             logits: [n, Vd] logits of q; differentiable.
         """
-        p = (target.softmax(-1) if self.of_p else target.log_softmax(-1)).index_select(0, at)
+        p = (target.softmax(-1) if self.takes_p else target.log_softmax(-1)).index_select(0, at)
         values = self.values(p, logits.log_softmax(-1))
         return values, logits.detach().argmax(-1) == target.argmax(-1).index_select(0, at)
 
@@ -99,7 +99,7 @@ def blocks(ends: Sequence[int], size: int) -> list[Block]:
 
 
 def equal_blocks(ends: Sequence[int], size: int) -> list[Block]:
-    """Divide rows in fixed slots (:attr:`.DraftBatch.compiled`) into blocks of the same shape.
+    """Divide padded rows (:attr:`.DraftBatch.compiled`) into blocks of the same shape.
 
     Args:
         ends: multiples of the rows of a position.
@@ -131,44 +131,45 @@ class _RowValues(torch.autograd.Function):
     """See :func:`chunked_rows` and :func:`mean_of_rows`.
 
     Forward takes the gradient while a block's logits are at hand if it knows the weights of the values in the loss:
-    with ``share``, or with one value per row and a frozen LM head, whose rows backward scales. Otherwise backward
+    with ``row_weights``, or with one value per row and a frozen LM head, whose rows backward scales. Otherwise backward
     makes a second pass over the blocks.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, estimates: Tensor, weight: Tensor | None, share: Tensor | None, batch: DraftBatch,
+        ctx: Any, estimates: Tensor, lm_weight: Tensor | None, row_weights: Tensor | None, batch: DraftBatch,
         function: RowFunction, groups: Groups,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        wanted, trained = ctx.needs_input_grad[0] or ctx.needs_input_grad[1], ctx.needs_input_grad[1]
-        ctx.done = wanted and (share is not None or (function.count == 1 and not trained))
-        weights = share if share is not None else estimates.new_ones(len(estimates), dtype=torch.float32)
-        known = weights[None] if ctx.done else None
-        values, agree, found = _sweep(batch, function, groups, known, trained and ctx.done)
-        ctx.settings = None if ctx.done else (batch, function, groups)
-        ctx.save_for_backward(*(found if ctx.done else ()))
-        ctx.trained = trained
+        ctx.by_row, ctx.trains_lm_head = row_weights is None, ctx.needs_input_grad[1]
+        wanted, one_value = any(ctx.needs_input_grad[:2]), function.count == 1 and not ctx.trains_lm_head
+        ctx.one_pass = wanted and (row_weights is not None or one_value)
+        weights = estimates.new_ones(len(estimates), dtype=torch.float32) if row_weights is None else row_weights  # [R]
+        if ctx.one_pass:
+            values, agree, grads = _evaluate(batch, function, groups, weights[None], ctx.trains_lm_head)
+            ctx.save_for_backward(*grads)
+        else:
+            values, agree, _ = _evaluate(batch, function, groups, None, False)
+            ctx.second_pass = batch, function, groups
         total = (values[0] * weights).sum()
-        ctx.by_row = share is None
         ctx.mark_non_differentiable(agree, total if ctx.by_row else values)
         return values, agree, total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        values, _, total = grads
-        if ctx.done:
-            factor = values[0, :, None] if ctx.by_row else total
+        values_grad, _, total_grad = grads  # [K, R], scalar
+        if ctx.one_pass:
+            factor = values_grad[0, :, None] if ctx.by_row else total_grad
             found = [(factor * each).to(each.dtype) for each in ctx.saved_tensors]
         else:
-            batch, function, groups = ctx.settings
-            found = _sweep(batch, function, groups, values, ctx.trained)[2]
+            batch, function, groups = ctx.second_pass
+            found = _evaluate(batch, function, groups, values_grad, ctx.trains_lm_head)[2]
         return found[0], found[1] if len(found) > 1 else None, None, None, None, None
 
 
 @torch.no_grad()
-def _sweep(
-    batch: DraftBatch, function: RowFunction, groups: Groups, weights: Tensor | None, trained: bool
+def _evaluate(
+    batch: DraftBatch, function: RowFunction, groups: Groups, weights: Tensor | None, trains_lm_head: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Evaluate all rows, block by block, and accumulate gradients.
 
@@ -177,40 +178,42 @@ def _sweep(
         function: K values per row.
         groups: blocks by group. Each group adds once to the LM head's fp32 gradient, which costs a pass over [Vd, H].
         weights: [K, R] weights of the values in the loss; None: compute no gradient.
-        trained: also compute the gradient on the LM head's weight.
+        trains_lm_head: also compute the gradient on the LM head's weight.
 
     Returns:
-        (values [K, R] fp32, agreement [R], gradients on the estimates and, if trained, on the LM head's weight)
+        (values [K, R] fp32, agreement [R], gradients on the estimates [R, H] and, if trained, on the LM head's weight)
     """
     estimates, head = batch.estimates, batch.draft_head
+    evaluate = _compiled_block if batch.compiled else _block
     values = torch.zeros(function.count, len(estimates), dtype=torch.float32, device=estimates.device)
     agree = torch.zeros(len(estimates), dtype=torch.bool, device=estimates.device)
     grad = torch.zeros_like(estimates)
-    grad_weight = torch.zeros_like(head.weight, dtype=torch.float32) if trained else None
+    weight_grad = torch.zeros_like(head.weight, dtype=torch.float32) if trains_lm_head else None  # [Vd, H]
     with full_precision(estimates.device):
         for group in groups:
             rows = slice(group[0].rows.start, group[-1].rows.stop)
-            slopes = head.weight.new_empty(rows.stop - rows.start, len(head.weight)) if trained else None
+            # of the LM head's products h Wᵀ at the group's rows: [n, Vd]
+            products_grad = head.weight.new_empty(rows.stop - rows.start, len(head.weight)) if trains_lm_head else None
             for block in group:
                 here = block.rows
-                known = None if weights is None else weights[:, here]
-                values[:, here], slope, logits, agree[here] = (_compiled if batch.compiled else _plain)(
-                    function, batch, block, known
+                values[:, here], logits_grad, logits, agree[here] = evaluate(
+                    function, batch, block, None if weights is None else weights[:, here]
                 )
-                if slope is not None and slopes is None:
-                    grad[here] = head.grad_hidden(logits, slope).to(grad.dtype)
-                elif slope is not None and slopes is not None:
-                    slopes[here.start - rows.start : here.stop - rows.start] = head.grad_products(logits, slope)
-                del logits, slope  # or they live on beside the next block's
-            if grad_weight is not None and slopes is not None:
-                grad[rows] = (slopes @ head.weight).to(grad.dtype)
-                inputs = estimates[rows].to(slopes.dtype)
-                for part in range(0, len(grad_weight), _PART):
-                    grad_weight[part : part + _PART] += slopes[:, part : part + _PART].mT @ inputs
-    return values, agree, [grad] if grad_weight is None else [grad, grad_weight.to(head.weight.dtype)]
+                if logits_grad is not None and products_grad is None:
+                    grad[here] = head.grad_hidden(logits, logits_grad).to(grad.dtype)
+                elif logits_grad is not None and products_grad is not None:
+                    in_group = slice(here.start - rows.start, here.stop - rows.start)
+                    products_grad[in_group] = head.grad_products(logits, logits_grad)
+                del logits, logits_grad  # or they live on beside the next block's
+            if weight_grad is not None and products_grad is not None:
+                grad[rows] = (products_grad @ head.weight).to(grad.dtype)
+                inputs = estimates[rows].to(products_grad.dtype)
+                for part in range(0, len(weight_grad), _PART):
+                    weight_grad[part : part + _PART] += products_grad[:, part : part + _PART].mT @ inputs
+    return values, agree, [grad] if weight_grad is None else [grad, weight_grad.to(head.weight.dtype)]
 
 
-def _logits(batch: DraftBatch, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+def _logits_of(batch: DraftBatch, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     """Return p's logits [m, Vd] at a block's positions, the position [n] of its rows, and q's logits [n, Vd] there.
 
     If both share an LM head, one product computes them, because a block has too few positions for full speed.
@@ -227,10 +230,10 @@ def _logits(batch: DraftBatch, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     return target, batch.rows.feature[block.rows] - block.positions.start, draft
 
 
-_Found = tuple[Tensor, Tensor | None, Tensor, Tensor]
+_BlockResult = tuple[Tensor, Tensor | None, Tensor, Tensor]
 
 
-def _plain(function: RowFunction, batch: DraftBatch, block: Block, weights: Tensor | None) -> _Found:
+def _block(function: RowFunction, batch: DraftBatch, block: Block, weights: Tensor | None) -> _BlockResult:
     """Evaluate a block.
 
     Args:
@@ -240,30 +243,32 @@ def _plain(function: RowFunction, batch: DraftBatch, block: Block, weights: Tens
     Returns:
         (values [K, n], the logits' gradient [n, Vd] of the weighted sum or None, q's logits [n, Vd], agreement [n])
     """
-    target, at, logits = _logits(batch, block)
+    target, at, logits = _logits_of(batch, block)  # [m, Vd], [n], [n, Vd]
     agree = logits.argmax(-1) == target.argmax(-1).index_select(0, at)
-    p = target.softmax(-1) if function.of_p else target.log_softmax(-1)
+    p = target.softmax(-1) if function.takes_p else target.log_softmax(-1)  # [m, Vd]
     del target
-    return *_values(function, p.index_select(0, at), logits, weights), logits, agree
+    return *_values_and_grad(function, p.index_select(0, at), logits, weights), logits, agree
 
 
-def _compiled(function: RowFunction, batch: DraftBatch, block: Block, weights: Tensor | None) -> _Found:
-    """As :func:`_plain`, in one kernel or a few."""
-    target, at, logits = _logits(batch, block)
+def _compiled_block(function: RowFunction, batch: DraftBatch, block: Block, weights: Tensor | None) -> _BlockResult:
+    """As :func:`_block`, in one kernel or a few."""
+    target, at, logits = _logits_of(batch, block)
     leaf = logits.requires_grad_(weights is not None)
     with torch.set_grad_enabled(weights is not None), many_shapes():
         values, agree = function.compiled(target, at, leaf)
-    slope = None if weights is None else torch.autograd.grad(values, leaf, weights)[0]
-    return values.detach(), slope, logits.detach(), agree
+    grad = None if weights is None else torch.autograd.grad(values, leaf, weights)[0]
+    return values.detach(), grad, logits.detach(), agree
 
 
-def _values(function: RowFunction, p: Tensor, logits: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return a block's values [K, n] and gradient as :func:`_plain`, given p (or log p) [n, Vd] and q's logits."""
+def _values_and_grad(
+    function: RowFunction, p: Tensor, logits: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return a block's values and gradient as :func:`_block`, given p (or log p) and q's logits, [n, Vd] each."""
     if weights is None:
         return function.values(p, logits.log_softmax(-1)), None
-    if function.slope is not None:
+    if function.grad is not None:
         log_q = logits.log_softmax(-1)
-        return function.values(p, log_q), function.slope(p, log_q).mul_(weights[0, :, None])
+        return function.values(p, log_q), function.grad(p, log_q).mul_(weights[0, :, None])
     leaf = logits.detach().requires_grad_()
     with torch.enable_grad():
         values = function.values(p, leaf.log_softmax(-1))
@@ -294,24 +299,29 @@ def mean_of_rows(function: RowFunction, batch: DraftBatch, chunk_size: int | Non
     Args:
         function, batch, chunk_size: as of :func:`chunked_rows`, with K = 1.
     """
-    share = batch.weights.float() / batch.rows.total.clamp_min(TINY)
-    _, agree, mean = _apply(function, batch, chunk_size, share)
+    row_weights = batch.rows.weight.float() / batch.rows.total.clamp_min(TINY)
+    _, agree, mean = _apply(function, batch, chunk_size, row_weights)
     return mean, agree
 
 
 def _apply(
-    function: RowFunction, batch: DraftBatch, chunk_size: int | None, share: Tensor | None
+    function: RowFunction, batch: DraftBatch, chunk_size: int | None, row_weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Divide the rows into blocks and evaluate them.
+
+    Returns:
+        (values [K, R], agreement [R], scalar Σ w·x of the first values with ``row_weights`` [R], by default 1)
+    """
     if chunk_size is None:
         chunk_size = default_chunk_size(batch.estimates.device.type, len(batch.head.weight))
-    own = None if batch.own_head is None else batch.own_head.weight
     divided = equal_blocks if batch.compiled else blocks
-    if own is None:
-        groups = [[block] for block in divided(batch.rows.ends, max(1, chunk_size // function.live))]
+    if batch.own_head is None:
+        lm_weight, groups = None, [[block] for block in divided(batch.rows.ends, max(1, chunk_size // function.live))]
     else:  # a quarter of the memory for the gradients of a group
-        size = chunk_size * 4 // own.element_size()
-        groups = grouped(divided(batch.rows.ends, max(1, chunk_size * 3 // 4 // function.live)), size // 4)
-    values, agree, total = _RowValues.apply(batch.estimates, own, share, batch, function, groups)
+        lm_weight = batch.own_head.weight
+        pieces = divided(batch.rows.ends, max(1, chunk_size * 3 // 4 // function.live))
+        groups = grouped(pieces, chunk_size * 4 // lm_weight.element_size() // 4)
+    values, agree, total = _RowValues.apply(batch.estimates, lm_weight, row_weights, batch, function, groups)
     return values, agree, total
 
 

@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import AdamW
 
-from fsd_core.errors import DataError
 from fsd_core.files import disk_errors, replacing, write_text
 from fsd_core.tensors import to_device
 from fsd_infer.drafters import BlockDrafter, TreeShape
@@ -163,93 +162,105 @@ class BlockModule(DistillationModule):
         return found
 
     def _load_target(self) -> Target:
-        target, store = super()._load_target(), self._feature_store
-        wanted = self.options.read_layers(target)
-        if store is None:
-            if self._runs_target or self._attached is None:
-                target.capture_layers(wanted)
-        elif missing := sorted(set(wanted) - set(store.layers)):
-            raise DataError(
-                f"the head reads inner layers {wanted}, but the cached features lack {missing}. Cache them again with "
-                f"`--layers {' '.join(map(str, wanted))}`."
-            )
-        else:
-            target.captured_layers = tuple(store.layers)
+        target = super()._load_target()
+        self._capture_layers(target, self.options.read_layers(target))
         return target
 
     # steps ---------------------------------------------------------------------------------------------------------
 
     def _uncompilable(self) -> str | None:
-        return "the rows of a block head fill no slots of a fixed number"
+        return "the rows of a block head are not padded to static shapes"
 
     def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch:
         """Run blocks of a batch and return the supervised rows."""
-        plan = plan_blocks(on_host(batch, "loss_mask")[0], self.block_size, self.blocks, self.step_decay, self._draws())
-        text, rows = self._text(batch), plan.rows.to(self.device)
-        raw = self._features(batch, text)
-        states, before = self._blocks(batch["input_ids"][0], raw, text, to_device(plan.roots, self.device))
-        estimates, table = self._corrected(states, before)
-        source = to_device(plan.source, self.device)
-        final = raw[0, :, : self.target.hidden_size]
-        sure = self.head.confidence(states, before) if self.head.config.confidence is not None else None
+        plan = plan_blocks(
+            on_host(batch, "loss_mask")[0], self.block_size, self.blocks, self.step_decay, self._root_generator()
+        )
+        rows, mask, roots = plan.rows.to(self.device), self._mask_of(batch), to_device(plan.roots, self.device)
+        features = self._target_features(batch, mask)  # [1, M, F]
+        hidden, previous = self._blocks(batch["input_ids"][0], features, mask, roots)  # [B, K, H], [B, K]
+        estimates, weight = self._with_markov(hidden, previous)  # [B, K, H + r], [Vd, H + r]
+        output = to_device(plan.output, self.device)  # [R]
+        final = features[0, :, : self.target.hidden_size]  # [M, H]
+        confidence: Tensor | None = None
+        if self.head.config.confidence is not None:
+            confidence = self.head.confidence(hidden, previous).flatten().index_select(0, output)  # [R]
         return DraftBatch(
-            estimates=estimates.flatten(0, 1).index_select(0, source),  # [R, H + r]
+            estimates=estimates.flatten(0, 1).index_select(0, output),  # [R, H + r]
             features=final.index_select(0, rows.position + 1).to(estimates.dtype),  # [N, H]
             rows=rows,
             head=self.lm_head(),
-            own_head=LMHead(table.to(self.target.dtype), ids=self.head.draft_ids),
-            confidence=None if sure is None else sure.flatten().index_select(0, source),
+            own_head=LMHead(weight.to(self.target.dtype), ids=self.head.draft_ids),
+            confidence=confidence,
         )
 
-    def _corrected(self, states: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the LM head reads [N, K, H + r], and its weight [Vd, H + r].
+    def _with_markov(self, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        """Append what the Markov head reads: the LM head's inputs [B, K, H + r], and its weight [Vd, H + r].
 
         Args:
-            states: [N, K, H] of blocks.
-            before: [N, K] the token before each estimate.
+            hidden: [B, K, H] of B blocks.
+            previous: [B, K] the token before each estimate.
         """
         lm_head, config = self.head.lm_head, self.head.config
         assert lm_head is not None
         if config.correction is None:
-            return states, lm_head.weight
-        markov, known = self.head.markov_head, list[Tensor]()
-        state = states.new_zeros(len(states), self.head.state_size)
-        for tokens, slot in zip(before.unbind(1), states.unbind(1), strict=True):
+            return hidden, lm_head.weight
+        markov, inputs = self.head.markov_head, list[Tensor]()
+        state = hidden.new_zeros(len(hidden), self.head.state_size)
+        for tokens, slot in zip(previous.unbind(1), hidden.unbind(1), strict=True):  # [B], [B, H]
             read, state = markov.read(tokens, slot, state)
-            known.append(read.to(states.dtype))
-        return torch.cat([states, torch.stack(known, 1)], -1), torch.cat([lm_head.weight, markov.markov_w2.weight], 1)
+            inputs.append(read.to(hidden.dtype))  # [B, r]
+        weight = torch.cat([lm_head.weight, markov.markov_w2.weight], 1)
+        return torch.cat([hidden, torch.stack(inputs, 1)], -1), weight
 
-    def _draws(self) -> torch.Generator:
+    def _root_generator(self) -> torch.Generator:
         """Return a generator of the roots: in validation the same each time."""
         number = self._batch_number if self.training else 0
         return torch.Generator().manual_seed((self.seed * 1_000_003 + number) * 4096 + self.global_rank)
 
-    def _blocks(self, ids: Tensor, features: Tensor, text: TextMask, roots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the states [N, K, H] of blocks with roots [N] in a packed row, and the tokens [N, K] before each."""
-        head, size, count = self.head, self.block_size, len(roots)
-        places = (roots[:, None] + torch.arange(size, device=self.device)).clamp_max(len(ids) - 1)
+    def _blocks(self, ids: Tensor, features: Tensor, mask: TextMask, roots: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the head over B blocks side by side.
+
+        Args:
+            ids: [M] of the packed sequence.
+            features: [1, M, F] of the target.
+            mask: its mask.
+            roots: [B] places of the blocks' roots.
+
+        Returns:
+            (hidden states [B, K, H] of the blocks' slots, tokens [B, K] before each slot's estimate)
+        """
+        head, size = self.head, self.block_size
+        steps = torch.arange(size, device=self.device)
+        places = (roots[:, None] + steps).clamp_max(len(ids) - 1)  # [B, K]
         inner = self.target.features_of(features, head.config.layers)[..., self.target.hidden_size :]
-        context = head.context(inner.to(head.fc.weight.dtype))
-        tokens = torch.full_like(places, head.config.mask_token_id)
+        context = head.context(inner.to(head.fc.weight.dtype))  # [1, M, H]
+        tokens = torch.full_like(places, head.config.mask_token_id)  # [B, K]: the root, then mask tokens
         tokens[:, 0] = ids[roots]
         with torch.no_grad():
-            embeds = self.target.embed(tokens).to(context.dtype)
-        positions = text.positions[0, roots][:, None] + torch.arange(size, device=self.device)
-        known = torch.arange(len(ids), device=self.device)
-        begins = known - text.positions[0]  # first place of each place's conversation
-        sees = (known < roots[:, None]) & (begins == begins[roots][:, None])
-        own = torch.eye(count, dtype=torch.bool, device=self.device)
-        mask = torch.cat(
-            [sees.repeat_interleave(size, 0), own.repeat_interleave(size, 0).repeat_interleave(size, 1)], 1
-        )
+            embeds = self.target.embed(tokens).to(context.dtype)  # [B, K, E]
+        positions = mask.positions[0, roots][:, None] + steps  # [B, K]
+        visible = self._visible(mask, roots)  # [B·K, M + B·K]
 
-        def joined(index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            before = head.keys_values(index, context, text.positions)
-            return torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2)
+        def keys_values(index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            """Return a layer's keys and values of the text, then those of the blocks: [1, heads, M + B·K, D] each."""
+            text = head.keys_values(index, context, mask.positions)
+            return torch.cat([text[0], keys], 2), torch.cat([text[1], values], 2)
 
-        flat = embeds.reshape(1, count * size, embeds.shape[-1])
-        states = head(flat, positions.reshape(1, -1), [mask[None]] * head.config.num_layers, joined)
-        return states.view(count, size, -1), ids[places]
+        hidden = head(
+            embeds.flatten(0, 1)[None], positions.reshape(1, -1), [visible[None]] * head.config.num_layers, keys_values
+        )  # [1, B·K, H]
+        return hidden.view(len(roots), size, -1), ids[places]
+
+    def _visible(self, mask: TextMask, roots: Tensor) -> Tensor:
+        """Return what slots see, [B·K, M + B·K] bool: their conversation before the root [B], and their own block."""
+        place = torch.arange(mask.shape[1], device=self.device)  # [M]
+        start = place - mask.positions[0]  # [M] first place of each place's conversation
+        text = (place < roots[:, None]) & (start == start[roots][:, None])  # [B, M]
+        own = torch.eye(len(roots), dtype=torch.bool, device=self.device)  # [B, B]
+        size = self.block_size
+        slots = own.repeat_interleave(size, 0).repeat_interleave(size, 1)  # [B·K, B·K]
+        return torch.cat([text.repeat_interleave(size, 0), slots], 1)
 
     def make_drafter(self, target: Target, tree: TreeShape | None = None) -> BlockDrafter:
         head = copy.deepcopy(self.head).requires_grad_(False).eval()
@@ -300,13 +311,13 @@ class BlockPlan:
     """The blocks of a batch, in host memory.
 
     Attributes:
-        roots: [N] places of their roots.
-        source: [R] index of each row's slot among the blocks' N·K.
+        roots: [B] places of their roots.
+        output: [R] index of each row's slot among the blocks' B·K.
         rows: the rows.
     """
 
     roots: Tensor
-    source: Tensor
+    output: Tensor
     rows: LossIndex
 
 
@@ -320,25 +331,32 @@ def plan_blocks(loss_mask: Tensor, size: int, most: int, decay: float, generator
         decay: base of the weight decay^k of slot k.
         generator: of the choice.
     """
-    wanted = supervised(loss_mask, size)
+    wanted = supervised(loss_mask, size)  # [K, M]
     possible = wanted[0].nonzero().squeeze(1)
-    chosen = possible[torch.randperm(len(possible), generator=generator)[:most].sort().values]
-    if not len(chosen):  # other ranks may wait for this one's gradients
-        chosen = torch.zeros(1, dtype=torch.long)
+    first = possible[torch.randperm(len(possible), generator=generator)[:most].sort().values]  # [B] of slot 0
+    if not len(first):  # other ranks may wait for this one's gradients
+        first = torch.zeros(1, dtype=torch.long)
     slots = torch.arange(size)
-    places = chosen[:, None] + slots
-    there = wanted[slots, places.clamp_max(wanted.shape[1] - 1)] & (places < wanted.shape[1])
-    block, slot = there.nonzero().unbind(1)
+    places = first[:, None] + slots  # [B, K]
+    is_row = wanted[slots, places.clamp_max(wanted.shape[1] - 1)] & (places < wanted.shape[1])  # [B, K]
+    # the R rows, sorted by place
+    block, slot = is_row.nonzero().unbind(1)
     order = places[block, slot].argsort(stable=True)
     block, slot = block[order], slot[order]
-    place = places[block, slot]
-    position, feature = place.unique(return_inverse=True)
+    position, feature = places[block, slot].unique(return_inverse=True)  # [N], [R]
     weight = decay ** slot.float()
-    row = torch.full(there.shape, -1).index_put((block, slot), torch.arange(len(place)))
-    whole = there.all(1)
-    ends = [0, *torch.bincount(feature, minlength=len(position)).cumsum(0).tolist()]
-    total = weight.sum().clamp_min(TINY)
+    # whole blocks are chains
+    number = torch.full(is_row.shape, -1).index_put((block, slot), torch.arange(len(slot)))  # of each row: [B, K]
+    whole = is_row.all(1)
     rows = LossIndex(
-        position, feature, slot, weight, row[whole].T, torch.ones(int(whole.sum())), ends, total, whole.sum()
+        position,
+        feature=feature,
+        step=slot,
+        weight=weight,
+        chains=number[whole].T,
+        stands_for=torch.ones(int(whole.sum())),
+        ends=[0, *torch.bincount(feature, minlength=len(position)).cumsum(0).tolist()],
+        total=weight.sum().clamp_min(TINY),
+        chain_total=whole.sum(),
     )
-    return BlockPlan(chosen + 1, block * size + slot, rows)
+    return BlockPlan(first + 1, block * size + slot, rows)

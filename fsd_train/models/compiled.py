@@ -1,8 +1,8 @@
-"""What `model.compile` compiles: decoder layers over packed rows, beside the losses' functions of rows.
+"""What `model.compile` compiles: decoder layers over packed sequences, beside the losses' functions of rows.
 
-torch.compile makes a kernel for each shape that it meets. A packed row has one length, and supervised rows come in
-:func:`fixed` numbers, so few shapes occur. Attention stays as it is: FlexAttention compiles itself, and masks keep the
-keys of earlier steps, so no shape in a layer depends on the step.
+torch.compile makes a kernel for each shape that it meets. A packed sequence has one length, and supervised rows are
+padded to one of eight numbers (:func:`padded_count`), so few shapes occur. Attention stays as it is: FlexAttention
+compiles itself, and masks keep the keys of earlier steps, so no shape in a layer depends on the step.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fsd_train.losses import rows
 from fsd_train.shapes import many_shapes
 
 EIGHTHS = 8
-_UNIT = 128  # numbers of slots are multiples where rows are long: whole blocks of FlexAttention and of losses
+_UNIT = 128  # where rows are long, the numbers are multiples: whole blocks of FlexAttention and of losses
 
 
-def fixed(count: int, length: int) -> int:
-    """Round a number of rows up to the next eighth of the packed row's length, at least one eighth."""
+def padded_count(count: int, length: int) -> int:
+    """Round a number of rows up to the next eighth of the packed sequence's length, at least one eighth."""
     unit = _UNIT if length >= EIGHTHS * _UNIT else 1
     step = -(-length // (EIGHTHS * unit)) * unit
     return max(-(-count // step), 1) * step

@@ -22,7 +22,7 @@ from fsd_train.data.features import FeatureStore
 from fsd_train.data.packs import on_host
 from fsd_train.data.recording import FeatureWriter
 from fsd_train.data.serving import warn_of_differences
-from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput, as_loss
+from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput, as_loss, reference_of
 from fsd_train.losses.base import LossIndex
 from fsd_train.losses.confidence import with_confidence
 from fsd_train.losses.metrics import DEFAULT_RULES, ValidationMetrics, compare
@@ -31,7 +31,7 @@ from fsd_train.models.optim import WarmupCosine
 from fsd_train.models.run import RunModule
 from fsd_train.models.slim import load_slim, move
 from fsd_train.models.work import Operations
-from fsd_train.packed import TextMask, read_packed, reads_packed_rows
+from fsd_train.packed import TextMask, forward_packed, supports_packing
 from fsd_train.types import ChainSteps, EvalSteps, Seed, Share
 
 PRECISIONS = ("bf16-mixed", "16-mixed", "32-true")
@@ -42,8 +42,8 @@ class _Frozen:
 
     def __init__(self) -> None:
         self.target: Target | None = None
-        self.draft_head: LMHead | None = None
-        self.full_head: LMHead | None = None
+        self.lm_head: LMHead | None = None  # the target's over the draft vocabulary
+        self.full_lm_head: LMHead | None = None  # and over its own
         self.reference: Any = None  # the reference drafter of DraftBatch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Frozen:
@@ -53,7 +53,7 @@ class _Frozen:
 class DistillationModule(RunModule, ABC):
     """LightningModule that trains the drafter ``head`` on the features of a frozen target.
 
-    Batches are packed rows of conversations (:class:`fsd_train.data.packs.Batch`). Without cached ``features`` the
+    Batches are packed sequences of conversations (:class:`fsd_train.data.packs.Batch`). Without cached ``features`` the
     target runs in the step.
 
     Args:
@@ -68,7 +68,7 @@ class DistillationModule(RunModule, ABC):
         eval_rules: acceptance rules whose gates and expected acceptance length are logged in validation (see
             :class:`fsd_train.losses.metrics.ValidationMetrics`); default "exact" and "fuzzy:js:0.3".
         seed: seed of initial weights and all draws.
-        compile: compile decoder layers and losses with torch.compile, for rows in a fixed number of slots
+        compile: compile decoder layers and losses with torch.compile, for rows padded to static shapes
             (:mod:`fsd_train.models.compiled`). None: with CUDA on one device or with ddp, where nothing speaks against.
         target_kwargs: keywords of :func:`fsd_infer.targets.loading.load_target`: ``quantization_config`` with its
             ``quant_method``, ``revision``, ``subfolder`` ...
@@ -109,6 +109,7 @@ class DistillationModule(RunModule, ABC):
         self.unroll_steps, self.step_decay, self.compile_option = unroll_steps, step_decay, compile
         self._compiled_layers = CompiledLayers()
         self.loss = as_loss(loss)
+        self.reference = reference_of(self.loss)  # directory of a drafter, which some losses compare with
         self.depths = max(unroll_steps, eval_steps)
         told_apart = self.depths if self.steps_differ else 1
         self.validation = ValidationMetrics(DEFAULT_RULES if eval_rules is None else eval_rules, told_apart)
@@ -170,20 +171,34 @@ class DistillationModule(RunModule, ABC):
         return self._frozen.target
 
     def _load_target(self) -> Target:
-        dtype = torch.bfloat16 if self._half else torch.float32
+        dtype = torch.bfloat16 if self._in_bf16 else torch.float32
         slim = None if self._runs_target or self.target_kwargs else load_slim(self.target_name, dtype)
         if slim is not None:
             return slim
-        target = self.whole_target(dtype, self._place)
+        target = self.whole_target(dtype, self._target_device)
         target.check_lm_head()
         return target
 
     @property
-    def _place(self) -> torch.device | str:
+    def _target_device(self) -> torch.device | str:
         """Where the target is loaded. Weights that are quantised as they are loaded cannot be moved afterwards."""
         if self._attached is None or not self.target_kwargs.get("quantization_config"):
             return "cpu"
         return self.trainer.strategy.root_device
+
+    def _capture_layers(self, target: Target, layers: list[int]) -> None:
+        """Let the target's features hold inner layers. Raises DataError if the cached features lack one."""
+        store = self._feature_store
+        if store is None:
+            if not any(parameter.is_meta for parameter in target.model.parameters()):
+                target.capture_layers(layers)
+        elif missing := sorted(set(layers) - set(store.layers)):
+            raise DataError(
+                f"the head reads inner layers {layers}, but the cached features lack {missing}. Cache them again with "
+                f"`--layers {' '.join(map(str, layers))}`."
+            )
+        else:
+            target.captured_layers = tuple(store.layers)
 
     def whole_target(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Target:
         """Load another copy of the target, with its layers."""
@@ -237,7 +252,7 @@ class DistillationModule(RunModule, ABC):
 
     @property
     def compiles(self) -> bool:
-        """Whether this batch's rows fill slots, and layers and losses run compiled: in training, if that is chosen."""
+        """Whether rows are padded to static shapes, and layers and losses run compiled: in training, if chosen."""
         if not self.training or self.compile_option is False:
             return False
         return bool(self.compile_option) or (self.device.type == "cuda" and self._uncompilable() is None)
@@ -263,15 +278,20 @@ class DistillationModule(RunModule, ABC):
 
     def lm_head(self) -> LMHead:
         """The target's LM head over the draft vocabulary, on the module's device."""
-        if self._frozen.draft_head is None or self._frozen.draft_head.weight.device != self.device:
-            self._frozen.draft_head = self._new_lm_head()
-        return self._frozen.draft_head
+        if self._frozen.lm_head is None or self._frozen.lm_head.weight.device != self.device:
+            self._frozen.lm_head = self._new_lm_head()
+        return self._frozen.lm_head
 
-    def _text(self, batch: dict[str, Any]) -> TextMask:
-        """Return the mask of a batch's packed row."""
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the step runs the loss's reference drafter: in training, if the loss has one."""
+        return self.training and self.reference is not None
+
+    def _mask_of(self, batch: dict[str, Any]) -> TextMask:
+        """Return the mask of a batch's packed sequence."""
         return TextMask(tuple(batch["lengths"].tolist()), self.device)
 
-    def _features(self, batch: dict[str, Any], text: TextMask) -> Tensor:
+    def _target_features(self, batch: dict[str, Any], mask: TextMask) -> Tensor:
         """Return the target's features [1, M, F]."""
         cached: Tensor | None = batch.get("features")
         if cached is not None:
@@ -283,10 +303,10 @@ class DistillationModule(RunModule, ABC):
             )
         target = self.target
         layers: Sequence[nn.Module] = ()
-        if self.compiles and not self.target_kwargs and reads_packed_rows(target.features, target.model):
+        if self.compiles and not self.target_kwargs and supports_packing(target.features, target.model):
             layers = target.layers(range(int(target.config.num_hidden_layers)))
         with self._compiled(layers):
-            features = read_packed(target.features, target.model, batch["input_ids"], text)
+            features = forward_packed(target.features, target.model, batch["input_ids"], mask)
         writer: FeatureWriter | None = getattr(self._datamodule, "writer", None)
         if writer is not None:
             texts = on_host(batch, "input_ids")[0].split(batch["lengths"].tolist())
@@ -294,39 +314,38 @@ class DistillationModule(RunModule, ABC):
         return features
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        drafts = self.draft(batch, self.unroll_steps)
-        out = self.loss(replace(drafts, progress=self.progress, step=self.global_step))
-        out = with_confidence(drafts, out)
+        drafts = replace(self.draft(batch, self.unroll_steps), progress=self.progress, step=self.global_step)
+        out = with_confidence(drafts, self.loss(drafts))
         self._log_step(out, drafts.rows)
         return out.loss
 
     def _log_step(self, out: LossOutput, rows: LossIndex) -> None:
         """Log a batch's loss, its parts and agreements; loss and agreements cover all ranks at log steps."""
         steps = self.unroll_steps if self.steps_differ else 1
-        seen = torch.zeros(2 + 2 * steps, device=self.device)  # loss, ranks, agreeing rows, counted rows
-        seen[0], seen[1] = out.loss.detach(), 1
+        sums = torch.zeros(2 + 2 * steps, device=self.device)  # loss, ranks, agreeing rows by step, rows by step
+        sums[0], sums[1] = out.loss.detach(), 1
         if out.agreement is not None:
-            taken = rows.taken
-            each = (rows.sum_by_step((out.agreement & taken).float()), rows.sum_by_step(taken.float()))
-            seen[2:] = torch.cat([values[:steps] for values in each])
+            counted = rows.counted  # [R]
+            sums[2 : 2 + steps] = rows.sum_by_step((out.agreement & counted).float())[:steps]
+            sums[2 + steps :] = rows.sum_by_step(counted.float())[:steps]
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
-        if not self._alone and (self.global_step + 1) % every == 0:
-            seen = self.trainer.strategy.reduce(seen, reduce_op="sum")
-        self.log("loss", seen[0] / seen[1], prog_bar=True)
+        if not self._single_process and (self.global_step + 1) % every == 0:
+            sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
+        self.log("loss", sums[0] / sums[1], prog_bar=True)
         for name, value in out.parts.items():
             self.log(name, value)
         if out.agreement is not None:
-            agreeing, counts = seen[2:].chunk(2)
+            agreeing, counts = sums[2:].chunk(2)
             for step, share in enumerate(agreeing / counts.clamp_min(1)):
                 self.log(f"agreement_{step}", share, prog_bar=step == 0)
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         drafts = self.draft(batch, self.depths)
         out = self.loss(drafts)
-        if self._frozen.full_head is None or self._frozen.full_head.weight.device != self.device:
-            self._frozen.full_head = LMHead.of(self.target)
-        seen = compare(drafts, self._frozen.full_head, drafts.head.ids, self.validation.divergences)
-        self.validation.update(seen, drafts.rows, out.loss)
+        if self._frozen.full_lm_head is None or self._frozen.full_lm_head.weight.device != self.device:
+            self._frozen.full_lm_head = LMHead.of(self.target)
+        agreement = compare(drafts, self._frozen.full_lm_head, drafts.head.ids, self.validation.divergences)
+        self.validation.update(agreement, drafts.rows, out.loss)
 
     def on_validation_epoch_end(self) -> None:
         for name, value in self.validation.compute().items():  # exchanges counts, so every rank computes

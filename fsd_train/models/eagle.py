@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,11 @@ from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
 from fsd_train.data.packs import on_host
-from fsd_train.losses import DraftBatch, LMHead, has_feature_term, reference_of
+from fsd_train.losses import DraftBatch, LMHead, has_feature_term
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.head_options import HeadOptions
-from fsd_train.models.start import choose, choose_draft_ids, continue_from, initialise_from
-from fsd_train.models.unroll import ChainIndex, plan_chains, unroll
+from fsd_train.models.start import choose_draft_ids, continue_from, initialise_from, set_draft_vocabulary
+from fsd_train.models.unroll import ChainPlan, plan_chains, unroll
 from fsd_train.models.work import Operations, head_operations
 from fsd_train.packed import TextMask
 from fsd_train.types import NonNegativeFloat, PositiveInt, Share
@@ -90,13 +89,13 @@ class EagleModule(DistillationModule):
             if self._in_training:
                 counts = None if head.draft_ids is None else self._answer_counts("draft_vocab_size")
                 ids = None if counts is None else choose_draft_ids(counts, len(head.draft_ids), self.always_drafted())
-                choose(head, ids, target)
+                set_draft_vocabulary(head, ids, target)
             self.head = head
             if self.initial_head:
                 self._continue(self.initial_head)
 
     def _uncompilable(self) -> str | None:
-        if self.chain_share < 1:  # slots for all chains would undo its gain
+        if self.chain_share < 1:  # padding to all chains would undo its gain
             return f"model.chain_share is {self.chain_share:g}, which leaves out rows of most positions: set it to 1"
         if self.context_ids:
             return "model.context_ids changes the draft vocabulary with every batch: set it to false"
@@ -115,7 +114,7 @@ class EagleModule(DistillationModule):
                 "a head of layout eagle3 with its own LM head estimates no features. Set the loss's w_feature to 0, or "
                 "head.own_lm_head to false."
             )
-        if config.own_lm_head and reference_of(self.loss) is not None:
+        if config.own_lm_head and self.reference is not None:
             raise DataError("adaspec compares heads by the target's LM head. Set head.own_lm_head to false.")
 
     @property
@@ -145,48 +144,36 @@ class EagleModule(DistillationModule):
 
     def _load_target(self) -> Target:
         target = super()._load_target()
-        store = self._feature_store
-        self._agree_on_layers(target, None if store is None else store.layers)
+        self._capture_layers(target, self.head_options.capture_layers(target))
         return target
-
-    def _agree_on_layers(self, target: Target, cached: list[int] | None) -> None:
-        """Set the inner layers of the target's features, or check them against the cached ones."""
-        wanted = self.head_options.capture_layers(target)
-        if cached is None:
-            if not any(parameter.is_meta for parameter in target.model.parameters()):
-                target.capture_layers(wanted)
-        elif missing := sorted(set(wanted) - set(cached)):
-            raise DataError(
-                f"the head reads inner layers {wanted}, but the cached features lack {missing}. Cache them again with "
-                f"`--layers {' '.join(map(str, wanted))}`."
-            )
-        else:
-            target.captured_layers = tuple(cached)
 
     # steps ---------------------------------------------------------------------------------------------------------
 
     def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch:
         """Run the head over a batch and return the supervised rows."""
-        share = self.chain_share if self.training else 1.0
-        generator = self._generator() if share < 1.0 else None
-        counts = batch.get("supervised") if self.training else None
-        slots = self.compiles
-        plan = plan_chains(on_host(batch, "loss_mask")[0], steps, self.step_decay, share, generator, counts, slots)
-        rows, text = plan.rows.to(self.device), self._text(batch)
-        raw = self._features(batch, text)  # [1, M, F]
-        inputs = self._inputs(self.head, raw)
+        head, device = self.head, self.device
+        plan = plan_chains(
+            on_host(batch, "loss_mask")[0], steps, self.step_decay,
+            share=self.chain_share if self.training else 1.0, generator=self._generator(),
+            supervised_rows=batch.get("supervised") if self.training else None, static_shapes=self.compiles,
+        )  # fmt: skip
+        rows, mask = plan.rows.to(device), self._mask_of(batch)
+        features = self._target_features(batch, mask)  # [1, M, F]
+        inputs = self._inputs(head, features)  # [1, M, F']
         with torch.no_grad():  # of the next token, [1, M, E]; the last one's is never read
             embeds = self.target.embed(batch["input_ids"].roll(-1, 1)).to(inputs.dtype)
-        final = raw[0, :, : self.head.config.target_hidden_size]
+        noisy = inputs + self._noise_of(inputs) if self.noise and self.training else inputs
+        final = features[0, :, : head.config.target_hidden_size]  # [M, H]
+        own = head.lm_head
         return DraftBatch(
-            estimates=self._estimates(self.head, embeds, self._noisy(inputs), text, plan),  # [R, H]
+            estimates=self._estimates(head, embeds, noisy, mask, plan),  # [R, H]
             features=final.index_select(0, rows.position + 1).to(inputs.dtype),  # [N, H]
             rows=rows,
-            head=self._lm_head_of(batch),
-            feature_scale=self.head.feature_scale,
-            own_head=self._own_head(),
-            reference=self._reference_estimates(embeds, raw, text, plan),
-            compiled=slots,
+            head=self._lm_head_of(batch) if self.context_ids else self.lm_head(),
+            feature_scale=head.feature_scale,
+            own_head=None if own is None else LMHead(own.weight.to(self.target.dtype), ids=head.draft_ids),
+            reference=self._reference_estimates(embeds, features, mask, plan) if self.uses_reference else None,
+            compiled=self.compiles,
         )
 
     def operations(self, batch: dict[str, Any]) -> Operations:
@@ -196,32 +183,29 @@ class EagleModule(DistillationModule):
         """Return those of the target's features [1, M, F] that a head reads, in the precision of the weights."""
         return self.target.features_of(features, head.config.fused_layers).to(self.head.fc.weight.dtype)
 
-    def _noisy(self, inputs: Tensor) -> Tensor:
-        """Add noise to the final features among inputs [1, M, F']; none in validation.
-
-        In later steps the head's outputs replace these, not the inner layers' features.
-        """
-        if not (self.noise and self.training):
-            return inputs
-        size = self.head.config.target_hidden_size
-        noise = self._draw_noise((*inputs.shape[:-1], size))
-        return inputs + torch.nn.functional.pad(noise, (0, inputs.shape[-1] - size))
-
-    def _estimates(self, head: EagleHead, embeds: Tensor, inputs: Tensor, text: TextMask, plan: ChainIndex) -> Tensor:
+    def _estimates(self, head: EagleHead, embeds: Tensor, inputs: Tensor, mask: TextMask, plan: ChainPlan) -> Tensor:
         """Return the inputs of the LM head at the rows of a plan, [R, H]."""
         with self._compiled(head.layers):
-            outputs = unroll(head, embeds, inputs, text, len(plan.rows.chains), plan.roots)
-        return head.readout(torch.cat(outputs, dim=1)[0].index_select(0, to_device(plan.source, self.device)))
+            by_step = unroll(head, embeds, inputs, mask, len(plan.rows.chains), plan.roots)
+        outputs = torch.cat(by_step, dim=1)[0]  # [M + (S-1)·K, H]
+        return head.readout(outputs.index_select(0, to_device(plan.output, self.device)))
 
-    def _own_head(self) -> LMHead | None:
-        """Return the head's own LM head in the target's precision; None if it shares the target's."""
-        own = self.head.lm_head
-        return None if own is None else LMHead(own.weight.to(self.target.dtype), ids=self.head.draft_ids)
+    def _noise_of(self, inputs: Tensor) -> Tensor:
+        """Draw noise for the final features among inputs [1, M, F'], 0 for the inner layers' features.
+
+        In later steps the head's outputs replace the final features.
+        """
+        size, scale = self.head.config.target_hidden_size, self.head.feature_scale
+        shape, generator = (*inputs.shape[:-1], size), self._generator(self.device)
+        noise = torch.rand(shape, generator=generator, device=self.device)  # [1, M, H]
+        noise = noise * (2 * self.noise) - self.noise
+        noise = noise if scale is None else noise * scale
+        return torch.nn.functional.pad(noise, (0, inputs.shape[-1] - size))
 
     def _lm_head_of(self, batch: dict[str, Any]) -> LMHead:
-        """Return the LM head over the draft vocabulary and, with ``context_ids``, the ids of the batch's prompts."""
+        """Return the LM head over the draft vocabulary and the ids of the batch's prompts."""
         head = self.lm_head()
-        if self.head.draft_ids is None or not self.context_ids:
+        if self.head.draft_ids is None:
             return head
         if self._own_ids is None:
             self._own_ids = self.head.draft_ids.cpu()
@@ -234,28 +218,26 @@ class EagleModule(DistillationModule):
         return head.joined(LMHead.of(self.target, to_device(ids, self.device))) if len(ids) else head
 
     @torch.no_grad()
-    def _reference_estimates(self, embeds: Tensor, features: Tensor, text: TextMask, plan: ChainIndex) -> Tensor | None:
-        """Return the reference head's estimates [R, H] on features without noise; None in validation or without one."""
-        directory = reference_of(self.loss)
-        if directory is None or not self.training:
-            return None
+    def _reference_estimates(self, embeds: Tensor, features: Tensor, mask: TextMask, plan: ChainPlan) -> Tensor:
+        """Return the reference head's estimates [R, H], on features without noise."""
         if self._frozen.reference is None:
-            reference = EagleHead.from_pretrained(directory, self.target, dtype=torch.float32)
-            self._frozen.reference = reference.requires_grad_(False)
-            if self._frozen.reference.lm_head is not None:
-                raise DataError(f"the reference head {directory} has its own LM head. Use one without.")
-            if lacking := sorted(set(self._frozen.reference.config.fused_layers) - set(self.target.captured_layers)):
-                raise DataError(
-                    f"the reference head {directory} reads inner layers {lacking}, which the trained head does not. "
-                    "Add them to head.fused_layers, or use another reference."
-                )
+            self._frozen.reference = self._load_reference()
         head = self._frozen.reference.to(self.device)
-        return self._estimates(head, embeds, self._inputs(head, features), text, plan)
+        return self._estimates(head, embeds, self._inputs(head, features), mask, plan)
 
-    def _draw_noise(self, shape: Sequence[int]) -> Tensor:
-        noise = torch.rand(tuple(shape), generator=self._generator(self.device), device=self.device)
-        noise = noise * (2 * self.noise) - self.noise
-        return noise if self.head.feature_scale is None else noise * self.head.feature_scale
+    def _load_reference(self) -> EagleHead:
+        """Load the loss's reference head. Raises DataError for one that cannot be compared with the trained head."""
+        directory = self.reference
+        assert directory is not None
+        reference = EagleHead.from_pretrained(directory, self.target, dtype=torch.float32).requires_grad_(False)
+        if reference.lm_head is not None:
+            raise DataError(f"the reference head {directory} has its own LM head. Use one without.")
+        if lacking := sorted(set(reference.config.fused_layers) - set(self.target.captured_layers)):
+            raise DataError(
+                f"the reference head {directory} reads inner layers {lacking}, which the trained head does not. "
+                "Add them to head.fused_layers, or use another reference."
+            )
+        return reference
 
     def _generator(self, device: torch.device | str = "cpu") -> torch.Generator:
         """Return a generator that depends only on seed, rank and batch number, so that a resumed run draws the same."""

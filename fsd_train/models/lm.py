@@ -23,13 +23,13 @@ from fsd_infer.drafters.lm import check_same_vocabulary, load_lm
 from fsd_infer.targets.target import Target
 from fsd_train.checkpoints import callbacks_of
 from fsd_train.data.packs import collate, keep_on_host, on_host
-from fsd_train.losses import DraftBatch, Loss, has_feature_term, reference_of
+from fsd_train.losses import DraftBatch, Loss, has_feature_term
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.small_lm import LogitsHead, SmallLM
 from fsd_train.models.start import choose_draft_ids
 from fsd_train.models.unroll import plan_positions
 from fsd_train.models.work import Operations, lm_operations
-from fsd_train.packed import TextMask, read_packed, reads_packed_rows
+from fsd_train.packed import TextMask, forward_packed, supports_packing
 from fsd_train.types import PositiveFloat, PositiveInt, ShareOrNone
 
 
@@ -154,50 +154,53 @@ class LMModule(DistillationModule):
         """Return the drafter's logits and the target's features at the supervised rows."""
         if self.training:
             batch = self.maybe_on_policy(batch)
-        counts = batch.get("supervised") if self.training else None
-        slots = self.compiles
-        rows = plan_positions(on_host(batch, "loss_mask")[0], steps, self.step_decay, counts, slots).to(self.device)
-        ids, text = batch["input_ids"], self._text(batch)
-        features = self._features(batch, text)[0, :, : self.target.hidden_size]  # [M, H]
+        rows = plan_positions(
+            on_host(batch, "loss_mask")[0], steps, self.step_decay,
+            supervised_rows=batch.get("supervised") if self.training else None, static_shapes=self.compiles,
+        ).to(self.device)  # fmt: skip
+        ids, mask = batch["input_ids"], self._mask_of(batch)
+        features = self._target_features(batch, mask)[0, :, : self.target.hidden_size]  # [M, H]
         places = rows.position + 1  # either model predicts token i+2 there: one position after a head's input
         return DraftBatch(
-            estimates=self._logits(ids, text, places),  # [N, Vd]
+            estimates=self._logits(ids, mask, places),  # [N, Vd]
             features=features.index_select(0, places),  # [N, H]
             rows=rows,
             head=self.lm_head(),
-            reference=self._reference_logits(ids, text, places),
-            compiled=slots,
+            reference=self._reference_logits(ids, mask, places) if self.uses_reference else None,
+            compiled=self.compiles,
         )
 
     def operations(self, batch: dict[str, Any]) -> Operations:
         return lm_operations(self, batch)
 
-    def _logits(self, ids: Tensor, text: TextMask, places: Tensor) -> Tensor:
-        with self._compiled(self.head.layers if reads_packed_rows(self.head.hidden, self.head.causal_lm) else ()):
-            logits: Tensor = self.head(ids, text, places)
+    def _logits(self, ids: Tensor, mask: TextMask, places: Tensor) -> Tensor:
+        with self._compiled(self.head.layers if supports_packing(self.head.hidden, self.head.causal_lm) else ()):
+            logits: Tensor = self.head(ids, mask, places)
         return logits
 
     @torch.no_grad()
-    def _reference_logits(self, ids: Tensor, text: TextMask, places: Tensor) -> Tensor | None:
-        """Return the reference's logits [N, Vd] at places [N]; None in validation or without a reference."""
-        directory = reference_of(self.loss)
-        if directory is None or not self.training:
-            return None
+    def _reference_logits(self, ids: Tensor, mask: TextMask, places: Tensor) -> Tensor:
+        """Return the reference's logits [N, Vd] at places [N]."""
         if self._frozen.reference is None:
-            reference = load_lm(directory, self.target)
-            check_same_vocabulary(reference, self.target)
-            if reference.vocab_size < self.head.common:
-                raise DataError(
-                    f"the reference {directory} has logits for {reference.vocab_size} tokens, the drafter for "
-                    f"{self.head.common}. Use a reference with the whole vocabulary."
-                )
-            reference.check_lm_head()
-            self._frozen.reference = reference
-        reference = self._frozen.reference
-        features = read_packed(reference.features, reference.model, ids, text)[0]  # [M, H]
-        logits = reference.lm_logits(features.index_select(0, places))
-        kept = self.head.draft_ids
-        return logits[..., : self.head.common] if kept is None else logits[..., kept]
+            self._frozen.reference = self._load_reference()
+        reference, draft_ids = self._frozen.reference, self.head.draft_ids
+        features = forward_packed(reference.features, reference.model, ids, mask)[0]  # [M, H']
+        logits = reference.lm_logits(features.index_select(0, places))  # [N, V']
+        return logits[..., : self.head.common] if draft_ids is None else logits[..., draft_ids]
+
+    def _load_reference(self) -> Target:
+        """Load the loss's reference. Raises DataError if it lacks tokens of the drafter."""
+        directory = self.reference
+        assert directory is not None
+        reference = load_lm(directory, self.target)
+        check_same_vocabulary(reference, self.target)
+        if reference.vocab_size < self.head.common:
+            raise DataError(
+                f"the reference {directory} has logits for {reference.vocab_size} tokens, the drafter for "
+                f"{self.head.common}. Use a reference with the whole vocabulary."
+            )
+        reference.check_lm_head()
+        return reference
 
     def maybe_on_policy(self, batch: dict[str, Any]) -> dict[str, Any]:
         """With probability ``on_policy`` replace the answers of a batch by samples of the drafter.

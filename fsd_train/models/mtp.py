@@ -113,22 +113,25 @@ class MtpModule(DistillationModule):
 
     def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch:
         """Run the layer over a batch and return the supervised rows."""
-        counts, slots = batch.get("supervised") if self.training else None, self.compiles
-        mask = on_host(batch, "loss_mask")[0]
-        plan = plan_chains(mask, steps, self.step_decay, supervised_rows=counts, slots=slots)
-        rows, text = plan.rows.to(self.device), self._text(batch)
         head: Any = self.head
-        final = self._features(batch, text)[..., : self.target.hidden_size].to(head.layers[0].eh_proj.weight.dtype)
+        plan = plan_chains(
+            on_host(batch, "loss_mask")[0], steps, self.step_decay,
+            supervised_rows=batch.get("supervised") if self.training else None, static_shapes=self.compiles,
+        )  # fmt: skip
+        rows, mask = plan.rows.to(self.device), self._mask_of(batch)
+        features = self._target_features(batch, mask)  # [1, M, F]
+        final = features[..., : self.target.hidden_size].to(head.layers[0].eh_proj.weight.dtype)  # [1, M, H]
         with torch.no_grad():  # of the next token, [1, M, H]; the last one's is never read
             embeds = self.target.embed(batch["input_ids"].roll(-1, 1)).to(final.dtype)
         with self._compiled([layer.block for layer in head.layers]):
-            outputs = torch.cat(unroll(head, embeds, final, text, len(rows.chains), plan.roots), dim=1)[0]
+            by_step = unroll(head, embeds, final, mask, len(rows.chains), plan.roots)
+        outputs = torch.cat(by_step, dim=1)[0]  # [M + (S-1)·K, H]
         return DraftBatch(
-            estimates=outputs.index_select(0, to_device(plan.source, self.device)),  # [R, H]
+            estimates=outputs.index_select(0, to_device(plan.output, self.device)),  # [R, H]
             features=final[0].index_select(0, rows.position + 1),  # [N, H]
             rows=rows,
             head=self.lm_head(),
-            compiled=slots,
+            compiled=self.compiles,
         )
 
     def make_drafter(self, target: Target, tree: TreeShape | None = None) -> MtpDrafter:

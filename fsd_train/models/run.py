@@ -58,11 +58,11 @@ class RunModule(LightningModule):
             return None
 
     @property
-    def _alone(self) -> bool:
+    def _single_process(self) -> bool:
         return self._attached is None or self.trainer.world_size == 1
 
     @property
-    def _half(self) -> bool:
+    def _in_bf16(self) -> bool:
         return self._attached is not None and "bf16" in str(self.trainer.precision)
 
     @property
@@ -96,17 +96,17 @@ class RunModule(LightningModule):
         except (ValueError, TypeError) as error:
             raise DataError(f"model.optimizer: {error}") from error
         if isinstance(scheduler, WarmupCosine):
-            scheduler.follow(self._passed)
+            scheduler.follow(self._completed_share)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def _passed(self, step: int) -> float:
+    def _completed_share(self, step: int) -> float:
         """Return the completed share of the run at the begin of a step, 0 to 1: the larger share of steps or time.
 
         Time counts with ``trainer.max_time`` in a run of one process. The clocks of several processes differ.
         """
         total = float(self.trainer.estimated_stepping_batches)
         shares = [step / total if 0 < total < math.inf else 0.0]
-        for timer in callbacks_of(self.trainer, Timer) if self._alone else ():
+        for timer in callbacks_of(self.trainer, Timer) if self._single_process else ():
             if (left := timer.time_remaining()) is not None:
                 spent = timer.time_elapsed()
                 shares.append(spent / max(spent + left, 1e-9))
@@ -115,7 +115,7 @@ class RunModule(LightningModule):
     @property
     def progress(self) -> float:
         """The completed share of the run, 0 to 1."""
-        return self._passed(self.global_step)
+        return self._completed_share(self.global_step)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._batches += 1

@@ -22,8 +22,9 @@ from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.masks import fixed_positions
 from fsd_infer.targets.target import Target, layer_list
 from fsd_infer.targets.token_ids import eos_ids, left_pad
+from fsd_train.checkpoints import RECORD
 from fsd_train.losses import LMHead
-from fsd_train.packed import TextMask, read_packed, reads_packed_rows
+from fsd_train.packed import TextMask, forward_packed, supports_packing
 
 EXPORT_DTYPE = torch.bfloat16
 LORA_DEFAULTS: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
@@ -50,10 +51,10 @@ class SmallLM(nn.Module):
     """A causal LM in training, with all weights or with a LoRA adapter.
 
     Args:
-        source: directory, hub id or built-in name, or "self:layers=..." for layers of ``another``.
+        source: directory, hub id or built-in name, or "self:layers=..." for layers of ``load_target_copy``.
         target: target with the same vocabulary.
         lora: options of ``peft.LoraConfig`` in addition to :data:`LORA_DEFAULTS`; None: train all weights.
-        another: loads another copy of the target in a dtype, with its layers.
+        load_target_copy: loads another copy of the target in a dtype, with its layers.
 
     Raises:
         VocabularyMismatchError: the vocabularies differ.
@@ -64,12 +65,16 @@ class SmallLM(nn.Module):
     draft_ids: Tensor | None
 
     def __init__(
-        self, source: str, target: Target, lora: Mapping[str, Any] | None, another: Callable[[torch.dtype], Target]
+        self,
+        source: str,
+        target: Target,
+        lora: Mapping[str, Any] | None,
+        load_target_copy: Callable[[torch.dtype], Target],
     ) -> None:
         super().__init__()
         model: Any
         if source.startswith(PREFIX):
-            part = _part_of(source, lora, another)
+            part = _part_of(source, lora, load_target_copy)
             model, self.tokenizer = part.model, part.tokenizer
         else:
             model, self.tokenizer = load_target(source, dtype=torch.float32, device="cpu")
@@ -87,7 +92,7 @@ class SmallLM(nn.Module):
         self.register_buffer("draft_ids", ids, persistent=False)
         self.common = common
         self._check_lm_head()
-        reads_packed_rows(self.hidden, self.causal_lm)  # found before the weights are sharded
+        supports_packing(self.hidden, self.causal_lm)  # found before the weights are sharded
 
     def _common(self, target: Target) -> int:
         """Return the number of tokens in both vocabularies. Raises VocabularyMismatchError."""
@@ -119,9 +124,9 @@ class SmallLM(nn.Module):
         head = self.causal_lm.get_output_embeddings()
         return head.weight, getattr(head, "bias", None)
 
-    def forward(self, ids: Tensor, text: TextMask, places: Tensor) -> Tensor:
-        """Return logits [N, Vd] at places [N] of a packed row of ids [1, M] with its mask."""
-        hidden = read_packed(self.hidden, self.causal_lm, ids, text)[0]  # [M, H']
+    def forward(self, ids: Tensor, mask: TextMask, places: Tensor) -> Tensor:
+        """Return logits [N, Vd] at places [N] of a packed sequence of ids [1, M] with its mask."""
+        hidden = forward_packed(self.hidden, self.causal_lm, ids, mask)[0]  # [M, H']
         return self.logits(hidden.index_select(0, places))
 
     def hidden(self, ids: Tensor, **inputs: Any) -> Tensor:
@@ -157,7 +162,7 @@ class SmallLM(nn.Module):
         directory.mkdir(parents=True, exist_ok=True)
         with disk_errors(directory):
             self._save(directory)
-        write_text(directory / "training.json", json.dumps(record, indent=2, default=str) + "\n")
+        write_text(directory / RECORD, json.dumps(record, indent=2, default=str) + "\n")
         return directory
 
     def _save(self, directory: Path) -> None:
@@ -216,14 +221,14 @@ class SmallLM(nn.Module):
             )
 
 
-def _part_of(source: str, lora: Mapping[str, Any] | None, another: Callable[[torch.dtype], Target]) -> Target:
+def _part_of(source: str, lora: Mapping[str, Any] | None, load_target_copy: Callable[[torch.dtype], Target]) -> Target:
     """Return some layers of another copy of the target, with tensors of their own."""
     itself = Itself.parse(source)
     if itself.bits is not None:
         raise DataError(f"model.drafter {source}: training does not keep weights of a few bits. Leave bits out.")
     if lora is not None:
         raise DataError(f"model.drafter {source} is no model that an adapter can name. Leave model.lora out.")
-    return itself.of(another(torch.float32), source)
+    return itself.of(load_target_copy(torch.float32), source)
 
 
 def _adapted(model: Any, source: str, lora: Mapping[str, Any]) -> Any:

@@ -53,7 +53,7 @@ def initialise_from(head: EagleHead, target: Target) -> None:
 
 
 @torch.no_grad()
-def choose(head: EagleHead, ids: Tensor | None, target: Target) -> None:
+def set_draft_vocabulary(head: EagleHead, ids: Tensor | None, target: Target) -> None:
     """Set the draft vocabulary to the ids [Vd], or all; a trained LM head starts with the target's rows."""
     if head.draft_ids is not None and ids is not None:
         head.draft_ids.copy_(ids)

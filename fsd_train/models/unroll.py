@@ -1,8 +1,9 @@
 """Indexing of draft training, and the head run on its own outputs ("training-time test").
 
 A conversation has tokens x_0 … x_{M-1}. The feature f_i enters the LM head at position i, so LMHead(f_i) is the
-target's distribution of x_{i+1}. m_j = 1 if x_j belongs to an answer. A packed row has several conversations; below, i
-counts places in the row. Nothing crosses from one conversation into the next, because each one's first token has m = 0.
+target's distribution of x_{i+1}. m_j = 1 if x_j belongs to an answer. A packed sequence has several conversations;
+below, i counts places in it. Nothing crosses from one conversation into the next, because each one's first token has
+m = 0.
 
 Step 0 at position i reads (embedding of x_{i+1}, f_i), attends to positions ≤ i and estimates f_{i+1}, hence the
 distribution of x_{i+2}. Step s ≥ 1 at position i reads (embedding of x_{i+1}, output of step s-1 at position i-1). It
@@ -32,8 +33,8 @@ from torch import Tensor
 from fsd_core.tensors import to_device
 from fsd_infer.heads.head import EagleHead
 from fsd_train.losses.base import LossIndex
-from fsd_train.models.compiled import fixed
-from fsd_train.packed import TextMask, attending
+from fsd_train.models.compiled import padded_count
+from fsd_train.packed import TextMask, use_packed_attention
 
 
 def supervised(loss_mask: Tensor, steps: int) -> Tensor:
@@ -81,7 +82,7 @@ def chain_roots(wanted: Tensor, share: float = 1.0, generator: torch.Generator |
 
 
 def unroll(
-    head: EagleHead, embeds: Tensor, features: Tensor, text: TextMask, steps: int, roots: Tensor
+    head: EagleHead, embeds: Tensor, features: Tensor, mask: TextMask, steps: int, roots: Tensor
 ) -> list[Tensor]:
     """Run the head at every position, then ``steps`` − 1 times along chains on its own last outputs.
 
@@ -89,7 +90,7 @@ def unroll(
         head: the draft head.
         embeds: [1, M, E], embedding of x_{i+1} at position i.
         features: [1, M, F], the target's f_i at position i.
-        text: mask of the packed row.
+        mask: mask of the packed sequence.
         steps: S ≥ 1.
         roots: [K] root positions of the chains, ascending, in host memory, see :func:`chain_roots`.
 
@@ -97,32 +98,34 @@ def unroll(
         S tensors: [1, M, H] of step 0, then [1, K, H] per step s, of chain k at position roots[k] + s. Outputs at
         positions beyond their conversation are undefined.
     """
-    text = text if steps == 1 else text.begin()
-    with attending(head):
-        outputs = [head(embeds, features, text.positions, attention_mask=text)]  # [1, M, H]
+    mask = mask if steps == 1 else mask.with_cache()
+    with use_packed_attention(head):
+        hidden = head(embeds, features, mask.positions, attention_mask=mask)  # [1, M, H]
+        outputs = [hidden]
         if steps == 1:
             return outputs
-        at = to_device(roots, embeds.device)  # [K]
-        source, positions = outputs[0].index_select(1, at), text.positions.index_select(1, at)
+        root = to_device(roots, embeds.device)  # [K]
+        hidden, positions = hidden.index_select(1, root), mask.positions.index_select(1, root)  # [1, K, H], [1, K]
         for step in range(1, steps):
-            here = embeds.index_select(1, (at + step).clamp_max(embeds.shape[1] - 1))  # [1, K, E]
-            source = head(here, source, positions + step, attention_mask=text.chains(roots, step, at))
-            outputs.append(source)  # [1, K, H]
+            tokens = embeds.index_select(1, (root + step).clamp_max(embeds.shape[1] - 1))  # [1, K, E]
+            visible = mask.chains(roots, step, root)
+            hidden = head(tokens, hidden, positions + step, attention_mask=visible)  # [1, K, H]
+            outputs.append(hidden)
     return outputs
 
 
 @dataclass(frozen=True)
-class ChainIndex:
+class ChainPlan:
     """The supervised rows of a batch and the chains that it runs for them, in host memory.
 
     Attributes:
         roots: [K] of :func:`chain_roots`; empty with one step.
-        source: [R] index of each row's output in the concatenated outputs of :func:`unroll`; 0 where a slot is free.
+        output: [R] index of each row's output in the concatenated outputs of :func:`unroll`; 0 in padding rows.
         rows: the rows.
     """
 
     roots: Tensor
-    source: Tensor
+    output: Tensor
     rows: LossIndex
 
 
@@ -133,8 +136,8 @@ def plan_chains(
     share: float = 1.0,
     generator: torch.Generator | None = None,
     supervised_rows: np.ndarray | None = None,
-    slots: bool = False,
-) -> ChainIndex:
+    static_shapes: bool = False,
+) -> ChainPlan:
     """Plan the chains of a batch and their rows.
 
     Args:
@@ -145,67 +148,72 @@ def plan_chains(
         generator: generator of their choice.
         supervised_rows: rows by chain step that the batch's optimizer step has per batch
             (:class:`fsd_train.data.sampler.ResumableLoader`). None: the batch's own.
-        slots: whether rows, positions and chains fill fixed numbers of slots (:attr:`.DraftBatch.compiled`).
+        static_shapes: pad rows, positions and chains to few different numbers (:attr:`.DraftBatch.compiled`).
     """
-    wanted = supervised(loss_mask, steps)
-    length, later = wanted.shape[1], torch.arange(1, steps)[:, None]  # steps beyond 0: [S-1, 1]
-    position = wanted[0].nonzero().squeeze(1)
+    wanted = supervised(loss_mask, steps)  # [S, M]
+    length, later = wanted.shape[1], torch.arange(1, steps)[:, None]  # the steps beyond 0: [S-1, 1]
+    # the chains and their later steps: K roots, each of which stands for a number of chains
     roots, stands_for = torch.zeros(0, dtype=torch.long), torch.zeros(0)
     if steps > 1:
         roots, stands_for = chain_roots(wanted, share, generator)
-    if slots and steps > 1:
-        count = fixed(len(roots), length)
-        roots, stands_for = _filled(roots, count, length - 1), _filled(stands_for, count, 0)
-    at = (roots + later).clamp_max(length - 1)  # [S-1, K]
-    there = wanted[later, at] & (roots + later < length) & (stands_for > 0)
-    source, weight = _outputs(position, at, there, stands_for * decay**later, length)
-    if slots:  # the row's last two places are never supervised at step 0
-        position = _filled(position, fixed(len(position), length), max(length - 2, 0))
-    source, weight = source[position], weight[position]  # [N, S]
-    taken = (source >= 0) | slots
-    feature, step = taken.nonzero().unbind(1)  # [R] each
-    row = taken.flatten().cumsum(0).view_as(taken) - 1  # the rows' numbers
-    starts, represented = (position, weight[:, 0]) if steps == 1 else (roots, stands_for * there.all(0))
-    if not slots:
-        starts, represented = starts[represented > 0], represented[represented > 0]
-    # [S, C] place among the N of each step of a chain; a free slot has any
-    at = torch.searchsorted(position, starts + torch.arange(steps)[:, None]).clamp_max(len(position) - 1)
+        if static_shapes:
+            count = padded_count(len(roots), length)
+            roots, stands_for = _padded(roots, count, length - 1), _padded(stands_for, count, 0)
+    place = (roots + later).clamp_max(length - 1)  # [S-1, K]
+    is_supervised = wanted[later, place] & (roots + later < length) & (stands_for > 0)  # [S-1, K]
+    # the rows: at each of N positions, the steps that have an output there
+    position = wanted[0].nonzero().squeeze(1)  # [N]
+    output, weight = _outputs(position, place, is_supervised, stands_for * decay**later, length)  # [M, S] each
+    if static_shapes:  # the last two places are never supervised at step 0
+        position = _padded(position, padded_count(len(position), length), max(length - 2, 0))
+    output, weight = output[position], weight[position]  # [N, S]
+    is_row = (output >= 0) | static_shapes  # [N, S]
+    feature, step = is_row.nonzero().unbind(1)  # [R] each
+    number = is_row.flatten().cumsum(0).view_as(is_row) - 1  # of each row: [N, S]
+    # the rows of whole chains: C columns of S rows
+    first, represented = (position, weight[:, 0]) if steps == 1 else (roots, stands_for * is_supervised.all(0))
+    if not static_shapes:
+        first, represented = first[represented > 0], represented[represented > 0]  # [C] each
+    # each step's place among the N; padding has any
+    among = torch.searchsorted(position, first + torch.arange(steps)[:, None]).clamp_max(len(position) - 1)  # [S, C]
     total, chain_total = totals(wanted.sum(1) if supervised_rows is None else supervised_rows, steps, decay)
-    planned = LossIndex(
+    rows = LossIndex(
         position,
         feature=feature,
         step=step,
-        weight=weight[taken],
-        chains=row[at, torch.arange(steps)[:, None]],
+        weight=weight[is_row],
+        chains=number[among, torch.arange(steps)[:, None]],
         stands_for=represented,
-        ends=[0, *taken.sum(1).cumsum(0).tolist()],
+        ends=[0, *is_row.sum(1).cumsum(0).tolist()],
         total=total,
         chain_total=chain_total,
     )
-    return ChainIndex(roots, source[taken].clamp_min(0), planned)
+    return ChainPlan(roots, output[is_row].clamp_min(0), rows)
 
 
-def _outputs(position: Tensor, at: Tensor, there: Tensor, weights: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def _outputs(
+    position: Tensor, place: Tensor, is_supervised: Tensor, weights: Tensor, length: int
+) -> tuple[Tensor, Tensor]:
     """Return each position's output of every step, as an index or -1, and its weight: [M, S] each.
 
     Args:
         position: [N] positions that are supervised at step 0.
-        at: [S-1, K] positions of K chains at the later steps.
-        there: [S-1, K] bool; whether they are supervised.
+        place: [S-1, K] positions of K chains at the later steps.
+        is_supervised: [S-1, K] bool; whether they are supervised.
         weights: [S-1, K] of the chains' outputs.
         length: M.
     """
-    steps, chains = len(at) + 1, at.shape[1]
-    source, weight = torch.full((length, steps), -1), torch.zeros(length, steps)
-    source[position, 0], weight[position, 0] = position, 1.0
-    step, chain = there.nonzero().unbind(1)
-    place = at[step, chain]
-    source[place, step + 1] = length + step * chains + chain
-    weight[place, step + 1] = weights[step, chain]
-    return source, weight
+    steps, chains = len(place) + 1, place.shape[1]
+    output, weight = torch.full((length, steps), -1), torch.zeros(length, steps)
+    output[position, 0], weight[position, 0] = position, 1.0
+    step, chain = is_supervised.nonzero().unbind(1)
+    at = place[step, chain]
+    output[at, step + 1] = length + step * chains + chain
+    weight[at, step + 1] = weights[step, chain]
+    return output, weight
 
 
-def _filled(values: Tensor, count: int, value: float) -> Tensor:
+def _padded(values: Tensor, count: int, value: float) -> Tensor:
     """Append ``value`` to values [n] up to ``count``."""
     return torch.nn.functional.pad(values, (0, count - len(values)), value=value)
 
@@ -217,25 +225,38 @@ def totals(counts: Tensor | np.ndarray, steps: int, decay: float) -> tuple[Tenso
 
 
 def plan_positions(
-    loss_mask: Tensor, steps: int, decay: float = 1.0, supervised_rows: np.ndarray | None = None, slots: bool = False
+    loss_mask: Tensor,
+    steps: int,
+    decay: float = 1.0,
+    supervised_rows: np.ndarray | None = None,
+    static_shapes: bool = False,
 ) -> LossIndex:
     """Return the rows for a drafter whose drafts do not depend on the step: one per position, with summed weights.
 
     Arguments as of :func:`plan_chains`.
     """
-    wanted = supervised(loss_mask, steps)
-    position = wanted[0].nonzero().squeeze(1)
-    if slots:
-        position = _filled(position, fixed(len(position), wanted.shape[1]), max(wanted.shape[1] - 2, 0))
-    counted = wanted[:, position]  # [S, N]
-    weight = (counted * decay ** torch.arange(steps)[:, None]).sum(0).float()
-    following = torch.arange(len(position)) + torch.arange(steps)[:, None]
-    inside = following.clamp_max(max(len(position) - 1, 0))
-    whole = (following < len(position)) & (position[inside] == position + torch.arange(steps)[:, None])
-    whole &= counted.gather(1, inside)
-    zeros, numbers = torch.zeros_like(position), torch.arange(len(position))
-    represented, ends = whole.all(0).float(), list(range(len(position) + 1))
-    if not slots:
-        inside, represented = inside[:, represented > 0], represented[represented > 0]
-    total, chain_total = totals(counted.sum(1) if supervised_rows is None else supervised_rows, steps, decay)
-    return LossIndex(position, numbers, zeros, weight, inside, represented, ends, total, chain_total)
+    wanted, each = supervised(loss_mask, steps), torch.arange(steps)[:, None]  # [S, M], [S, 1]
+    position = wanted[0].nonzero().squeeze(1)  # [N]
+    if static_shapes:
+        position = _padded(position, padded_count(len(position), wanted.shape[1]), max(wanted.shape[1] - 2, 0))
+    is_supervised = wanted[:, position]  # [S, N]
+    weight = (is_supervised * decay**each).sum(0).float()  # [N]
+    # a chain is a row and the S-1 rows after it, if these are at the next positions and supervised
+    following = torch.arange(len(position)) + each  # [S, N]
+    row = following.clamp_max(max(len(position) - 1, 0))
+    whole = (following < len(position)) & (position[row] == position + each) & is_supervised.gather(1, row)
+    represented = whole.all(0).float()  # [N]
+    if not static_shapes:
+        row, represented = row[:, represented > 0], represented[represented > 0]  # [S, C], [C]
+    total, chain_total = totals(is_supervised.sum(1) if supervised_rows is None else supervised_rows, steps, decay)
+    return LossIndex(
+        position,
+        feature=torch.arange(len(position)),
+        step=torch.zeros_like(position),
+        weight=weight,
+        chains=row,
+        stands_for=represented,
+        ends=list(range(len(position) + 1)),
+        total=total,
+        chain_total=chain_total,
+    )

@@ -1,7 +1,7 @@
 """Floating-point operations of a training batch, by part: for the rate of a run as a share of its device's peak.
 
 A multiplication by a weight counts 2 in a forward and 4 in a backward, and 2 in a backward that needs no gradient of
-the weight. Attention is left out, as are padding and rows that only fill slots, which are no useful work.
+the weight. Attention is left out, as is padding, which is no useful work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Operations = dict[str, float]  # of "target", "drafter" and "logits"
 
 
 def real_tokens(batch: Mapping[str, Any]) -> int:
-    """Return the number of a packed row's tokens without its padding."""
+    """Return the number of a packed sequence's tokens without its padding."""
     return int(sum(batch["lengths"].tolist()[: len(batch["ids"])]))
 
 

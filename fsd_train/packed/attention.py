@@ -1,4 +1,4 @@
-"""Attention within a packed row, as an attention function of transformers.
+"""Attention within a packed sequence, as an attention function of transformers.
 
 With CUDA it runs FlexAttention, elsewhere torch's scaled_dot_product_attention span by span.
 """
@@ -23,7 +23,7 @@ ROUND = 32  # numbers of queries and keys are padded to multiples, where product
 FLEX_HEAD = 16  # least width of an attention head that its kernels take
 
 
-@torch.compiler.disable  # FlexAttention is compiled by itself; the rest depends on each row's conversations
+@torch.compiler.disable  # FlexAttention is compiled by itself; the rest depends on the conversations
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -42,7 +42,7 @@ def packed_attention(
 
     Args:
         module: the attention module.
-        query, key, value: [1, heads, Q or K, D]; keys and values may have fewer heads. With ``earlier`` in the mask,
+        query, key, value: [1, heads, Q or K, D]; keys and values may have fewer heads. With a ``cache`` in the mask,
             those of earlier steps come before these.
         attention_mask: the mask; a model that makes masks itself gets it as ``packing``.
         dropout: of attention probabilities.
@@ -58,12 +58,11 @@ def packed_attention(
     """
     mask = attention_mask if packing is None else packing
     assert isinstance(mask, PackedMask), "the model did not hand the mask on"
-    steps = ([key], [value]) if mask.earlier is None else mask.earlier.joined(module, key, value)
+    keys, values = ([key], [value]) if mask.cache is None else mask.cache.append(module, key, value)  # by step
     if query.is_cuda and query.shape[-1] >= FLEX_HEAD:
-        key, value = map(_joined, steps)
-        blocks = mask.block_mask(sliding_window)
+        key, value, blocks = _joined(keys), _joined(values), mask.block_mask(sliding_window)
         return _in_blocks(module, query, key, value, blocks, scaling, softcap, s_aux, dropout), None
-    return _by_span(mask, query, steps, sliding_window, dropout, scaling, softcap, s_aux), None
+    return _by_span(mask, query, keys, values, sliding_window, dropout, scaling, softcap, s_aux), None
 
 
 def _in_blocks(
@@ -76,21 +75,18 @@ def _in_blocks(
 
 
 def _by_span(
-    mask: PackedMask, query: Tensor, steps: tuple[list[Tensor], list[Tensor]], window: int | None, dropout: float,
+    mask: PackedMask, query: Tensor, keys: list[Tensor], values: list[Tensor], window: int | None, dropout: float,
     scaling: float | None, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Attend span by span; keys and values of ``steps`` by step: [1, Q, heads, D]."""
-    outputs, size = [], _size_step(query, steps[0][0], steps[1][0])
-    pieces = mask.pieces if len(steps[0]) > 1 else [[size for step in mask.pieces for size in step]]
-    # split, since the gradient of a slice is as large as the whole
-    keys, values = (
-        [piece for step, sizes in zip(each, pieces, strict=True) for piece in step.split(sizes, dim=2)]
-        for each in steps
-    )
-    parts = query.split([span.queries.stop - span.queries.start for span in mask.spans], dim=2)
-    for q, span, visible in zip(parts, mask.spans, mask.span_masks(window), strict=True):
-        k, v = (_rounded(_joined([each[number] for number in span.pieces]), size) for each in (keys, values))
-        count, q = q.shape[2], _rounded(q, size)
+    """Attend conversation by conversation; keys and values by step: [1, Q, heads, D]."""
+    multiple, spans, outputs = _size_multiple(query, keys[0], values[0]), mask.spans(window), []
+    queries = query.split([span.queries.stop - span.queries.start for span in spans], dim=2)
+    key_pieces, value_pieces = mask.split_keys(keys), mask.split_keys(values)
+    for q, span in zip(queries, spans, strict=True):
+        count, q = q.shape[2], _padded(q, multiple)  # [1, heads, q, D]
+        k = _padded(_joined([key_pieces[number] for number in span.pieces]), multiple)
+        v = _padded(_joined([value_pieces[number] for number in span.pieces]), multiple)
+        visible = span.visible  # [q, k]
         if visible is not None:  # added queries see all, which no output reads
             visible = pad(visible, (0, k.shape[2] - visible.shape[1]))
             visible = pad(visible, (0, 0, 0, q.shape[2] - count), value=True)
@@ -100,7 +96,7 @@ def _by_span(
             out = scaled_dot_product_attention(q, k, v, visible, dropout, is_causal=causal, scale=scaling)
         else:
             out = _plain_attention(q, k, v, visible, dropout, scaling, softcap, sinks)
-        outputs.append(out[:, :, :count])
+        outputs.append(out[:, :, :count])  # [1, heads, q, D]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
@@ -108,7 +104,7 @@ def _joined(pieces: list[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
 
-def _size_step(*tensors: Tensor) -> int:
+def _size_multiple(*tensors: Tensor) -> int:
     """Return what numbers of queries and keys are multiples of: :data:`ROUND` in half precision on a CPU.
 
     There, torch compiles a product for each new size, which takes longer than the product itself. Under autocast some
@@ -118,9 +114,9 @@ def _size_step(*tensors: Tensor) -> int:
     return ROUND if half else 1
 
 
-def _rounded(values: Tensor, size: int) -> Tensor:
-    """Pad [1, heads, Q or K, D] to a multiple of ``size`` queries or keys."""
-    return values if size == 1 else pad(values, (0, 0, 0, -values.shape[2] % size))
+def _padded(values: Tensor, multiple: int) -> Tensor:
+    """Pad [1, heads, Q or K, D] to a multiple of so many queries or keys."""
+    return values if multiple == 1 else pad(values, (0, 0, 0, -values.shape[2] % multiple))
 
 
 def _is_small(query: Tensor, key: Tensor) -> bool:

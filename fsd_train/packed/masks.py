@@ -1,7 +1,7 @@
-"""The mask of a packed row: who sees whom among queries and keys, in three readings.
+"""The attention mask of a packed sequence, in three forms.
 
-A :class:`PackedMask` is a function of a query's and a key's place, the spans of queries and the keys that they may see,
-and FlexAttention's block mask.
+A :class:`PackedMask` is a function of a query's and a key's index (FlexAttention's ``mask_mod``), FlexAttention's block
+mask, and, for other attention, spans of queries with the keys that they may see.
 """
 
 from __future__ import annotations
@@ -23,23 +23,30 @@ from fsd_core.tensors import to_device
 BLOCK = 128  # queries and keys of a block of FlexAttention
 
 
-Sight = Callable[[Tensor, Tensor], Tensor]  # of places of queries and keys, see PackedMask.sight
+MaskMod = Callable[[Any, Any, Tensor, Tensor], Tensor]  # FlexAttention's: of batch, head, query and key
 
 
 class Span(NamedTuple):
-    """Consecutive queries, and the pieces of the keys that hold all that any of them sees."""
+    """The queries of one conversation, and the keys that any of them sees.
+
+    Attributes:
+        queries: their indices.
+        pieces: numbers of the keys' pieces, see :meth:`PackedMask.split_keys`.
+        visible: [q, k] bool on the device; None where causal attention is the same.
+    """
 
     queries: slice
     pieces: Sequence[int]
+    visible: Tensor | None = None
 
 
-class Earlier:
+class ChainCache:
     """Keys and values of the earlier steps of chains, by attention module. Layers that are compiled do not see them."""
 
     def __init__(self) -> None:
         self._by_module: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
 
-    def joined(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def append(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Add a step's keys and values [1, heads, K, D]; return those of all steps so far."""
         keys, values = self._by_module.setdefault(id(module), ([], []))
         keys.append(key)
@@ -49,32 +56,32 @@ class Earlier:
 
 @dataclass(frozen=True)
 class PackedMask(ABC):
-    """Who sees whom among queries and keys in one row, known in host memory.
+    """Which keys each query of a sequence may attend to, known in host memory.
 
     Attributes:
-        lengths: tokens of each conversation, in order; together they fill the row.
-        device: device of the row's tensors.
-        earlier: where keys and values are kept for later steps, if there are any.
+        lengths: tokens of each conversation, in order; together they fill the sequence.
+        device: device of its tensors.
+        cache: keeps keys and values for the later steps of chains, if there are any.
     """
 
     lengths: tuple[int, ...]
     device: torch.device
-    earlier: Earlier | None = field(default=None, kw_only=True, repr=False, compare=False)
-    _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    cache: ChainCache | None = field(default=None, kw_only=True, repr=False, compare=False)
+    _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __getitem__(self, index: Any) -> Any:
         """Return the mask itself: stacks drop and add the heads' dimension, for which one mask holds."""
         return self
 
     @cached_property
-    def begins(self) -> np.ndarray:
-        """[M] first place of each place's conversation."""
+    def starts(self) -> np.ndarray:
+        """[M] index of the first token of each token's conversation."""
         ends = np.cumsum(self.lengths)
         return np.repeat(ends - self.lengths, self.lengths)
 
     @cached_property
-    def _begins(self) -> Tensor:
-        return to_device(torch.from_numpy(self.begins), self.device)
+    def _starts(self) -> Tensor:
+        return to_device(torch.from_numpy(self.starts), self.device)
 
     @property
     @abstractmethod
@@ -82,66 +89,77 @@ class PackedMask(ABC):
         """Number of queries and of keys."""
 
     @abstractmethod
-    def sight(self, window: int | None) -> Sight:
-        """Return the function that says whether queries see keys, by place.
+    def mask_mod(self, window: int | None) -> MaskMod:
+        """Return the function (batch, head, query, key) -> bool that says whether queries see keys, by index.
 
         It is of tensors alone, which torch.compile can read. A ``window`` is the number of positions that a query sees,
         itself included.
         """
 
     def visible(self, query: Tensor, key: Tensor, window: int | None = None) -> Tensor:
-        """Return whether queries see keys, by place: bool of the broadcast shape of two integer tensors."""
-        return self.sight(window)(query, key)
+        """Return whether queries see keys, by index: bool of the broadcast shape of two integer tensors."""
+        return self.mask_mod(window)(None, None, query, key)
 
     @cached_property
     @abstractmethod
-    def pieces(self) -> list[list[int]]:
-        """Sizes of the pieces into which the keys of each step are split."""
+    def key_sizes(self) -> list[list[int]]:
+        """Sizes of the pieces of each step's keys, one piece per conversation."""
 
-    @cached_property
-    @abstractmethod
-    def spans(self) -> list[Span]:
-        """The queries, divided into spans."""
+    def split_keys(self, keys: list[Tensor]) -> list[Tensor]:
+        """Split keys (or values) into pieces [1, heads, k, D] of one conversation and step each.
 
-    @abstractmethod
-    def sees_first(self, window: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield ranges of keys [first, last] for each query, which cover all that it sees: integers [Q] each."""
+        Pieces are split off, because the gradient of a slice is as large as the whole.
 
-    def span_masks(self, window: int | None) -> list[Tensor | None]:
-        """Return the spans' masks [q, k] bool on the device; None where causal attention is the same."""
-        if window not in self._kept:
-            self._kept[window] = [self._span_mask(span, window) for span in self.spans]
-        found: list[Tensor | None] = self._kept[window]
+        Args:
+            keys: [1, heads, M or K, D] by step, or those of all steps as one.
+        """
+        sizes = self.key_sizes if len(keys) > 1 else [[size for step in self.key_sizes for size in step]]
+        return [piece for step, of_step in zip(keys, sizes, strict=True) for piece in step.split(of_step, dim=2)]
+
+    def spans(self, window: int | None) -> list[Span]:
+        """Return the queries by conversation, with their masks."""
+        if ("spans", window) not in self._made:
+            self._made["spans", window] = [
+                span._replace(visible=self._visible_in(span, window)) for span in self._spans()
+            ]
+        found: list[Span] = self._made["spans", window]
         return found
 
-    def _span_mask(self, span: Span, window: int | None) -> Tensor | None:
+    @abstractmethod
+    def _spans(self) -> list[Span]:
+        """Return the spans without masks."""
+
+    def _visible_in(self, span: Span, window: int | None) -> Tensor | None:
         queries = torch.arange(span.queries.start, span.queries.stop, device=self.device)
         return self.visible(queries[:, None], self.keys_of(span), window)
 
     def keys_of(self, span: Span) -> Tensor:
-        """Return the places of a span's keys."""
-        sizes = [size for step in self.pieces for size in step]
+        """Return the indices [k] of a span's keys."""
+        sizes = [size for step in self.key_sizes for size in step]
         ends = np.cumsum(sizes).tolist()
         parts = [torch.arange(ends[n] - sizes[n], ends[n], device=self.device) for n in span.pieces]
         return torch.cat(parts)
 
+    @abstractmethod
+    def key_ranges(self, window: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield ranges of keys [first, last] for each query, which cover all that it sees: integers [Q] each."""
+
     def block_mask(self, window: int | None = None) -> BlockMask:
         """Return FlexAttention's mask. The blocks are found on the host, so nothing waits for the device."""
-        if ("blocks", window) not in self._kept:
+        if ("blocks", window) not in self._made:
             queries, keys = self.shape
             occupied = np.zeros((-(-queries // BLOCK), -(-keys // BLOCK)), dtype=bool)
-            for first, last in self.sees_first(window):
-                low, high = (reduced(array // BLOCK) for reduced, array in ((_least, first), (_most, last)))
+            for first, last in self.key_ranges(window):
+                low, high = _least(first // BLOCK), _most(last // BLOCK)
                 columns = np.arange(occupied.shape[1])
                 occupied |= (columns >= low[:, None]) & (columns <= high[:, None])
             counts = torch.from_numpy(occupied.sum(1).astype(np.int32))[None, None]
             order = torch.from_numpy(np.argsort(~occupied, axis=1, kind="stable").astype(np.int32))[None, None]
-            sight = self.sight(window)
-            self._kept["blocks", window] = BlockMask.from_kv_blocks(
+            self._made["blocks", window] = BlockMask.from_kv_blocks(
                 to_device(counts, self.device), to_device(order, self.device), BLOCK_SIZE=BLOCK,
-                mask_mod=lambda batch, head, query, key: sight(query, key), seq_lengths=self.shape,
+                mask_mod=self.mask_mod(window), seq_lengths=self.shape,
             )  # fmt: skip
-        found: BlockMask = self._kept["blocks", window]
+        found: BlockMask = self._made["blocks", window]
         return found
 
 
@@ -156,57 +174,56 @@ def _most(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TextMask(PackedMask):
-    """Each token sees those of its conversation up to itself."""
+    """Causal attention within each conversation: a document mask."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        return len(self.begins), len(self.begins)
+        return len(self.starts), len(self.starts)
 
     @cached_property
     def positions(self) -> Tensor:
         """[1, M] position of each token in its conversation."""
-        return (torch.arange(len(self.begins), device=self.device) - self._begins)[None]
+        return (torch.arange(len(self.starts), device=self.device) - self._starts)[None]
 
-    def sight(self, window: int | None) -> Sight:
-        begins = self._begins
+    def mask_mod(self, window: int | None) -> MaskMod:
+        starts = self._starts
 
-        def sees(query: Tensor, key: Tensor) -> Tensor:
-            seen = (key <= query) & (key >= begins[query])
+        def mask_mod(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
+            seen = (key <= query) & (key >= starts[query])
             return seen if window is None else seen & (query - key < window)
 
-        return sees
+        return mask_mod
 
     @cached_property
-    def pieces(self) -> list[list[int]]:
+    def key_sizes(self) -> list[list[int]]:
         return [list(self.lengths)]
 
-    @cached_property
-    def spans(self) -> list[Span]:
+    def _spans(self) -> list[Span]:
         ends = np.cumsum(self.lengths).tolist()
         return [Span(slice(end - self.lengths[number], end), [number]) for number, end in enumerate(ends)]
 
-    def sees_first(self, window: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        last = np.arange(len(self.begins))
-        yield self.begins if window is None else np.maximum(self.begins, last - window + 1), last
+    def key_ranges(self, window: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        last = np.arange(len(self.starts))
+        yield self.starts if window is None else np.maximum(self.starts, last - window + 1), last
 
-    def _span_mask(self, span: Span, window: int | None) -> Tensor | None:
+    def _visible_in(self, span: Span, window: int | None) -> Tensor | None:
         if window is None or window >= span.queries.stop - span.queries.start:
             return None
-        return super()._span_mask(span, window)
+        return super()._visible_in(span, window)
 
-    def begin(self) -> TextMask:
+    def with_cache(self) -> TextMask:
         """Return this mask for step 0 of chains, whose keys and values their later steps see."""
         mask = copy.copy(self)
-        vars(mask)["earlier"] = Earlier()
+        vars(mask)["cache"] = ChainCache()
         return mask
 
-    def chains(self, roots: Tensor, step: int, at: Tensor | None = None) -> ChainMask:
+    def chains(self, roots: Tensor, step: int, roots_on_device: Tensor | None = None) -> ChainMask:
         """Return the mask of step ``step`` ≥ 1 of the chains with these roots [K], ascending, in host memory.
 
-        ``at`` is a copy of the roots on the row's device, if there is one.
+        ``roots_on_device`` is a copy of them on the mask's device, if there is one.
         """
-        mask = ChainMask(self.lengths, self.device, roots, step, earlier=self.earlier)
-        known = {"begins": self.begins, "_begins": self._begins, "_roots": at}
+        mask = ChainMask(self.lengths, self.device, roots, step, cache=self.cache)
+        known = {"starts": self.starts, "_starts": self._starts, "_roots": roots_on_device}
         vars(mask).update({name: value for name, value in known.items() if value is not None})
         return mask
 
@@ -215,7 +232,7 @@ class TextMask(PackedMask):
 class ChainMask(PackedMask):
     """A chain's next token sees its conversation up to the root, and the chain's own later tokens.
 
-    The keys are the M tokens of the row, then K of each of the steps 1 … ``step``.
+    The keys are the M tokens of the sequence, then K of each of the steps 1 … ``step``.
     """
 
     roots: Tensor
@@ -227,19 +244,19 @@ class ChainMask(PackedMask):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return len(self.roots), len(self.begins) + self.step * len(self.roots)
+        return len(self.roots), len(self.starts) + self.step * len(self.roots)
 
-    def sight(self, window: int | None) -> Sight:
-        begins, roots, step = self._begins, self._roots, self.step
+    def mask_mod(self, window: int | None) -> MaskMod:
+        starts, roots, step = self._starts, self._roots, self.step
 
-        def sees(query: Tensor, key: Tensor) -> Tensor:
-            tokens, root = len(begins), roots[query]
-            in_text = (key <= root) & (key >= begins[root])
+        def mask_mod(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
+            tokens, root = len(starts), roots[query]
+            in_text = (key <= root) & (key >= starts[root])
             if window is not None:  # the query stands ``step`` positions after its root
                 in_text = in_text & (root + step - key < window)
             return torch.where(key < tokens, in_text, (key - tokens) % len(roots) == query)
 
-        return sees
+        return mask_mod
 
     @cached_property
     def counts(self) -> np.ndarray:
@@ -247,11 +264,10 @@ class ChainMask(PackedMask):
         return np.bincount(np.searchsorted(np.cumsum(self.lengths), self.roots.numpy(), "right"))
 
     @cached_property
-    def pieces(self) -> list[list[int]]:
+    def key_sizes(self) -> list[list[int]]:
         return [list(self.lengths), *[self.counts[self.counts > 0].tolist()] * self.step]
 
-    @cached_property
-    def spans(self) -> list[Span]:
+    def _spans(self) -> list[Span]:
         texts = np.flatnonzero(self.counts)  # the conversations that have chains
         ends = np.cumsum(self.counts[texts]).tolist()
         found = []
@@ -261,9 +277,9 @@ class ChainMask(PackedMask):
             found.append(Span(slice(end - int(self.counts[text]), end), [text, *own]))
         return found
 
-    def sees_first(self, window: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        roots, tokens = self.roots.numpy(), len(self.begins)
-        yield self.begins[roots], roots
+    def key_ranges(self, window: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        roots, tokens = self.roots.numpy(), len(self.starts)
+        yield self.starts[roots], roots
         for at in range(tokens, self.shape[1], len(roots)):
             own = at + np.arange(len(roots))
             yield own, own

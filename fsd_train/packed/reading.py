@@ -1,4 +1,4 @@
-"""Running a transformers model over a packed row, or over padded ones if its attention takes none."""
+"""The forward of a transformers model over a packed sequence, or over padded ones if its attention takes none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VERDICT = "_fsd_reads_packed_rows"  # attribute of a model
 
 
 @contextmanager
-def attending(model: nn.Module) -> Iterator[None]:
+def use_packed_attention(model: nn.Module) -> Iterator[None]:
     """Let a model's layers attend by :func:`packed_attention` within the context."""
     found: list[Any] = [getattr(part, "config", None) for part in model.modules()]
     configs = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
@@ -36,26 +36,26 @@ def attending(model: nn.Module) -> Iterator[None]:
             config._attn_implementation = kind
 
 
-def read_packed(read: Callable[..., Tensor], model: nn.Module, ids: Tensor, text: TextMask) -> Tensor:
-    """Run a model over a packed row: in one forward, or, if its attention takes no packed rows, in padded rows.
+def forward_packed(forward: Callable[..., Tensor], model: nn.Module, ids: Tensor, mask: TextMask) -> Tensor:
+    """Run a model over a packed sequence: in one forward, or over padded sequences if its attention takes none.
 
     Args:
-        read: runs ``model`` over ids [B, M], with more inputs of its forward; returns [B, M, X].
+        forward: runs ``model`` over ids [B, M], with more inputs of its forward; returns [B, M, X].
         model: a transformers model.
         ids: [1, M].
-        text: the row's mask.
+        mask: its mask.
 
     Returns:
         [1, M, X]
     """
-    if reads_packed_rows(read, model):
-        with attending(model):
-            return read(ids, position_ids=text.positions, packing=text)
-    return _read_rows(read, ids, text.lengths)
+    if supports_packing(forward, model):
+        with use_packed_attention(model):
+            return forward(ids, position_ids=mask.positions, packing=mask)
+    return _forward_padded(forward, ids, mask.lengths)
 
 
-def _read_rows(read: Callable[..., Tensor], ids: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Run a model over the conversations of a packed row, right-padded, in batches of no more tokens than the row."""
+def _forward_padded(forward: Callable[..., Tensor], ids: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Run a model over a packed sequence's conversations, right-padded, in batches of no more tokens than it has."""
     texts = ids[0].split(list(lengths))
     order = sorted(range(len(texts)), key=lengths.__getitem__)
     found: dict[int, Tensor] = {}
@@ -63,23 +63,23 @@ def _read_rows(read: Callable[..., Tensor], ids: Tensor, lengths: Sequence[int])
         longest = lengths[order[-1]]
         count = max(1, ids.shape[1] // longest)
         chosen, order = order[-count:], order[:-count]
-        outputs = read(pad_sequence([texts[place] for place in chosen], batch_first=True))
+        outputs = forward(pad_sequence([texts[place] for place in chosen], batch_first=True))
         found |= {place: out[: lengths[place]] for place, out in zip(chosen, outputs, strict=True)}
     return torch.cat([found[place] for place in range(len(texts))])[None]
 
 
 @torch.no_grad()
-def reads_packed_rows(read: Callable[..., Tensor], model: nn.Module) -> bool:
-    """Return whether a packed row gives a model's outputs of its conversations; found by trial, and said if not."""
+def supports_packing(forward: Callable[..., Tensor], model: nn.Module) -> bool:
+    """Return whether a packed sequence gives a model's outputs of its conversations; found by trial, logged if not."""
     if _VERDICT not in vars(model):
         device = next(model.parameters()).device
         was_training = model.training
         model.eval()
-        text, ids = TextMask((3, 4), device), _usual_ids(model, 7).to(device)[None]
+        mask, ids = TextMask((3, 4), device), _usual_ids(model, 7).to(device)[None]
         try:
-            with attending(model):
-                packed = read(ids, position_ids=text.positions, packing=text)
-            apart = torch.cat([read(part) for part in ids.split([3, 4], dim=1)], dim=1)
+            with use_packed_attention(model):
+                packed = forward(ids, position_ids=mask.positions, packing=mask)
+            apart = torch.cat([forward(part) for part in ids.split([3, 4], dim=1)], dim=1)
             alike = packed.shape == apart.shape and _distance(packed, apart) < TOLERANCE
             alike = alike and not recurrent_layers(model)  # whose states run on from text to text
         except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError, KeyError):
@@ -87,7 +87,8 @@ def reads_packed_rows(read: Callable[..., Tensor], model: nn.Module) -> bool:
         model.train(was_training)
         vars(model)[_VERDICT] = alike
         if not alike:
-            log.warning("%s cannot read packed rows. It reads padded ones, which take longer.", type(model).__name__)
+            name = type(model).__name__
+            log.warning("%s cannot read packed sequences. It reads padded ones, which take longer.", name)
     return bool(vars(model)[_VERDICT])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -29,6 +30,9 @@ from fsd_infer.request.prompts import check_prompts, check_sights, read_prompts
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
 
+log = logging.getLogger(__name__)
+
+MANY = 128  # beams above which a search says what they cost
 NO_ANSWER = -1e9  # score of an answer that a search did not find, as in transformers
 SUCCESSORS = 64  # listed successors of a node in beam sampling; others are drawn only if one of them arrives
 
@@ -64,6 +68,8 @@ def decode_beams(
         NonFiniteLogitsError: NaN or +inf among the target's processed log-probabilities.
     """
     check_beam_request(rules, request)
+    if (config.num_beams or 1) > MANY:
+        log.warning("each of %d beams costs a text's cache, and its share of every forward", config.num_beams)
     with Team(target.device, request.generator is not None) as team:
         beams = _Beams(target, drafter, request, config, options or BeamOptions())
         beams.prefill()
