@@ -120,13 +120,13 @@ def test_a_request_with_a_seed_comes_again(rule: str, temperature: float) -> Non
 
     def seeded(drafter: MemoryDrafter) -> tuple[list[list[int]], int]:
         decoder = FuzzyDecoder(target, GraftedDrafter(head, drafter))
-        out = decoder.generate(tiny_prompts() * 2, rule, max_new_tokens=24, seed=3, **sampling)
+        out = decoder.generate(tiny_prompts() * 2, rule, max_new_tokens=14, seed=3, **sampling)
         return out.sequences, out.stats.target_forwards
 
     fresh, taught = MemoryDrafter(VOCAB), MemoryDrafter(VOCAB)
     wanted = seeded(fresh)
     assert not fresh.stores, "nothing is kept"
-    FuzzyDecoder(target, taught).generate(tiny_prompts(), max_new_tokens=24, **sampling)
+    FuzzyDecoder(target, taught).generate(tiny_prompts(), max_new_tokens=14, **sampling)
     assert taught.stores and seeded(taught) == wanted == seeded(fresh)
 
 
