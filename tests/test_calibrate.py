@@ -47,10 +47,10 @@ def options(toy: Toy, **changes: Any) -> SweepOptions:
 @pytest.mark.parametrize(("lost", "won", "prompts"), [(0.03, 0.01, 60), (0.15, 0.13, 200)])
 def test_a_setting_that_just_breaks_the_promise_rarely_passes(lost: float, won: float, prompts: int) -> None:
     """At the edge of the hypothesis, a true loss of 2 points, whatever the share of prompts that change."""
-    draws = np.random.default_rng(prompts).random((3000, prompts))
+    draws = np.random.default_rng(prompts).random((1500, prompts))
     losses = (draws < lost).astype(float) - (draws > 1 - won)
     passed = np.mean([loss_p_value(one, 0.02) <= 0.1 for one in losses])
-    assert passed <= 0.1 + 3 * np.sqrt(0.1 * 0.9 / 3000)
+    assert passed <= 0.1 + 3 * np.sqrt(0.1 * 0.9 / 1500)
 
 
 @pytest.mark.parametrize(("whole", "noise"), [(0.02, 0.0), (0.01, 0.06)])
@@ -247,7 +247,7 @@ def swept(toy: Toy, **changes: Any) -> SweepOptions:
     """Options of a sweep of five prompts, the last one without a score."""
     rows: list[Any] = [{"question": f"the cat sat on {n} mats", "answer": str(n), "source": "sums"} for n in range(4)]
     file = write_rows(toy.prompts.with_name("five.jsonl"), [*rows, {"prompt": "<b>it</b> is & there"}])
-    fixed = {"prompts": [file], "temperatures": [0.0, 0.8], "max_new_tokens": 8, "examples": 1}
+    fixed = {"prompts": [file], "temperatures": [0.0, 0.8], "max_new_tokens": 5, "examples": 1}
     return options(toy, **{**fixed, **changes})
 
 
@@ -287,7 +287,7 @@ def test_every_setting_answers_every_prompt(toy: Toy, finished: Path) -> None:
         for name in found.settings:
             for turn, answer in zip(at.turns, at.answers(name), strict=True):
                 assert answer.trace is not None and answer.tokens is not None and answer.log_likelihood is not None
-                assert sum(answer.trace.rounds) == len(answer.tokens) == len(answer.trace.sources) <= 8
+                assert sum(answer.trace.rounds) == len(answer.tokens) == len(answer.trace.sources) <= 5
                 assert len(answer.trace.rounds) == answer.target_forwards + 1  # type: ignore[operator]
                 assert (answer.score is None) == (turn.group == 4) and answer.log_likelihood < 0
                 assert (answer.trace.pieces is not None) == (turn.group == 0)
@@ -332,7 +332,7 @@ def test_a_sweep_goes_on_wherever_it_was_killed(toy: Toy, tmp_path: Path) -> Non
     finished = sweep(small, tmp_path / "all.jsonl")
     whole, wanted = finished.read_bytes(), untimed(finished)
     first = whole.index(b"\n") + 1
-    cuts = [0, first, len(whole) - 1, *random.Random(0).sample(range(first, len(whole)), 1)]
+    cuts = [first, len(whole) - 1, *random.Random(0).sample(range(first, len(whole)), 1)]
     for number, cut in enumerate(cuts):
         file = tmp_path / f"{number}.jsonl"
         file.write_bytes(whole[:cut])

@@ -17,6 +17,7 @@ from fsd_train.data import collate
 from fsd_train.losses import Schedule
 from fsd_train.models import DistillationModule, LMModule, MtpModule
 from fsd_train.models.compiled import padded_count
+from tests.covering import fast_only
 from tests.loss_toys import VARIANTS, build_loss
 from tests.published_mtp import checkpoint
 from tests.test_packed import HEADS
@@ -106,12 +107,11 @@ def test_padding_changes_nothing_of_an_mtp_layer(family: str, loss: str, toys: P
     same_when_padded(ready(MtpModule(str(source), loss=build_loss(loss))), toys)
 
 
-SLOW = pytest.mark.slow  # inductor compiles C++ here
-
-
 @pytest.mark.parametrize(
     ("kind", "backend"),
-    [("eagle3", "eager")] + [pytest.param(kind, "inductor", marks=SLOW) for kind in ("eagle3", "lm", "lora")],
+    fast_only(  # inductor compiles C++ here
+        [("eagle3", "eager"), *((kind, "inductor") for kind in ("eagle3", "lm", "lora"))], [("eagle3", "eager")]
+    ),
 )
 def test_compiled_steps_are_those_of_torch(
     kind: str, backend: str, toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -133,9 +133,7 @@ def test_compiled_steps_are_those_of_torch(
     assert 0 < graphs[0] == graphs[1]
 
 
-@pytest.mark.parametrize(
-    "kind", ["lm", *[pytest.param(kind, marks=SLOW) for kind in ("eagle", "eagle3", "lora", "mtp")]]
-)
+@pytest.mark.parametrize("kind", fast_only(["lm", "eagle", "eagle3", "lora", "mtp"], ["lm"]))
 def test_a_batch_whose_sizes_were_met_makes_no_graph(
     kind: str, toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

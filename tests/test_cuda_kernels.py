@@ -38,8 +38,8 @@ def dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softca
 # rows, new tokens, heads, key heads, head size, slots, slots after the text, window, soft cap, splits
 ATTENTION = {
     "chain": (1, 1, 8, 2, 64, 300, 1, 0, 0.0, 8),
-    "tree": (2, 40, 2, 1, 128, 120, 40, 0, 0.0, 2),
-    "level of a draft": (2, 10, 8, 2, 16, 130, 50, 0, 0.0, 4),
+    "tree": (2, 20, 2, 1, 128, 100, 20, 0, 0.0, 2),
+    "level of a draft": (2, 10, 4, 1, 16, 130, 50, 0, 0.0, 4),
     "window": (2, 6, 4, 2, 96, 200, 6, 20, 0.0, 4),
     "window and cap": (1, 33, 2, 2, 256, 150, 33, 40, 5.0, 1),
     "more splits than tiles": (3, 5, 3, 1, 8, 40, 5, 0, 30.0, 16),

@@ -36,7 +36,7 @@ def prompts(repo_root: Path, decoder: FuzzyDecoder) -> list[list[int]]:
 @pytest.mark.parametrize("count", [2, pytest.param(SLOW_PROMPTS, marks=pytest.mark.slow)])
 def test_greedy_equals_generate(decoder: FuzzyDecoder, prompts: list[list[int]], count: int) -> None:
     """Against the model as transformers loads it, without this package's replacements."""
-    options: dict[str, Any] = dict(max_new_tokens=40 if count > 4 else 16, do_sample=False)
+    options: dict[str, Any] = dict(max_new_tokens=40 if count > 4 else 8, do_sample=False)
     model = load_target("smollm2-135m", dtype=torch.float32)[0]
     asked, taus = sorted(prompts, key=len)[:count], []
     expected = [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in asked]
@@ -56,9 +56,9 @@ def test_text_prompts_stop_strings_and_defaults(decoder: FuzzyDecoder) -> None:
     assert decoder.encode(question) == encode_chat(decoder.tokenizer, [{"role": "user", "content": question}])
     assert decoder.encode(question, chat=False) == decoder.tokenizer(question).input_ids
     counting = "Count from one to ten in words."
-    whole = decoder.generate(counting, max_new_tokens=40, do_sample=False)
+    whole = decoder.generate(counting, max_new_tokens=24, do_sample=False)
     stop = whole.texts[0].split()[3]
-    cut = decoder.generate(counting, max_new_tokens=40, do_sample=False, stop_strings=[stop])
+    cut = decoder.generate(counting, max_new_tokens=24, do_sample=False, stop_strings=[stop])
     assert stop in cut.texts[0]
     assert whole.sequences[0][: len(cut.sequences[0])] == cut.sequences[0]
     assert stop not in decoder.tokenizer.decode(cut.sequences[0][:-1])

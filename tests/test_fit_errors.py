@@ -191,7 +191,7 @@ def test_mistakes_are_named(
     assert one_line_or_well(["fit", "--config", "recipe.yaml", *extra], said, ends) == 2
 
 
-@pytest.mark.parametrize(("cases", "trains"), [(60, False), pytest.param(200, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("cases", "trains"), [(30, False), pytest.param(200, True, marks=pytest.mark.slow)])
 def test_spoilt_recipes(
     cases: int, trains: bool, toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: TrainCLI
 ) -> None:

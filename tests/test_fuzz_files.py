@@ -170,7 +170,7 @@ def check(command: str, name: str, root: Path, draw: Any) -> int:
     return status
 
 
-@pytest.mark.parametrize("cases", [30, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [12, pytest.param(400, marks=pytest.mark.slow)])
 def test_a_spoilt_file_ends_in_one_line_and_nothing_is_lost(
     cases: int, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

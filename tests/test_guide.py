@@ -317,7 +317,7 @@ def valid(answer: str, schema: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize("count", [15, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.slow)])
 def test_answers_of_public_schemas_parse(
     toy_decoder: FuzzyDecoder, suite: tuple[list[Any], list[Any]], count: int
 ) -> None:

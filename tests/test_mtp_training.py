@@ -23,15 +23,12 @@ from fsd_train.models.mtp import IN_TARGET
 from fsd_train.packed import TextMask
 from fsd_train.packed.reading import use_packed_attention
 from tests import train_toys
+from tests.covering import fast_only
 from tests.families import reference
 from tests.published_mtp import FAMILIES, checkpoint
 from tests.test_recipes import MTP
 from tests.train_toys import VOCAB, answers_of, logged, ready
 from tests.train_toys import options as module_options
-
-
-def some_fast(*fast: str) -> list[Any]:
-    return [family if family in fast else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
 
 
 def source_of(toys: Path, family: str) -> str:
@@ -58,7 +55,7 @@ def test_conversations_of_a_packed_row_are_those_of_decoding(toys: Path, family:
             torch.testing.assert_close(packed[:, part], apart, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", *some_fast("mimo")])
+@pytest.mark.parametrize("family", fast_only(["llama", *FAMILIES], ["llama", "mimo"]))
 def test_a_fit_learns_and_its_export_drafts(toys: Path, tmp_path: Path, family: str) -> None:
     """A new layer, and one of the target's files, whose projection reads the state first."""
     module = make(toys, family)
@@ -90,7 +87,7 @@ def test_a_layer_of_the_targets_files_goes_on_unless_a_new_one_is_wanted(toys: P
         assert all(torch.equal(begun[name], value) for name, value in own.items()) != new
 
 
-@pytest.mark.parametrize("family", some_fast("mimo", "glm4_moe"))
+@pytest.mark.parametrize("family", fast_only(FAMILIES, ["mimo", "glm4_moe"]))
 def test_what_is_exported_fits_into_the_targets_own_checkpoint(toys: Path, tmp_path: Path, family: str) -> None:
     module = ready(make(toys, family, new=True))
     place = module.export(tmp_path / "head")

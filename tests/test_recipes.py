@@ -92,7 +92,7 @@ def shortened(config: dict[str, Any], out: Path) -> Path:
         if "every_n_train_steps" in callback.get("init_args", {}):
             callback["init_args"]["every_n_train_steps"] = 2
         if callback["class_path"].endswith("DecodedTau"):
-            callback["init_args"].update(prompts=2, max_new_tokens=8)
+            callback["init_args"].update(prompts=1, max_new_tokens=4)
     path = out / "recipe.yaml"
     path.write_text(yaml.safe_dump(config))
     return path

@@ -29,13 +29,14 @@ from fsd_infer.recurrent.ssd import Duality
 from fsd_infer.request.prompts import read_prompts
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.prefixes import PrefixCache
+from tests.covering import fast_only
 from tests.families import RECURRENT, VOCAB, drafter_of, reference, tiny_model, tiny_prompts
 from tests.sim_graphs import SimRecorder
 from tests.simulated_device import SIM, SimulatedDevice
 from tests.test_device_waits import NEW, PROMPTS
 
 KINDS = ["mamba", "mamba2", "kimi_linear", "qwen3_5_text", "lfm2"]  # each recurrence, alone or beside attention
-ALL = [*KINDS, *(pytest.param(name, marks=pytest.mark.slow) for name in RECURRENT if name not in KINDS)]
+ALL = fast_only([*KINDS, *(name for name in RECURRENT if name not in KINDS)], KINDS)
 
 
 @cache
@@ -109,9 +110,7 @@ class States(Callback):
             self.found.append((number, int(self.state.lengths[row]), self.state.cache.recurrent.saved(row)))
 
 
-@pytest.mark.parametrize(
-    "family", ["mamba", "mamba2", "qwen3_5_text", "lfm2", pytest.param("zamba2", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("family", fast_only(["mamba", "mamba2", "qwen3_5_text", "lfm2", "zamba2"], KINDS))
 def test_committed_states_are_those_of_a_fresh_prefill(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp64: of ours, in pieces, and of transformers' own cache."""
     monkeypatch.setattr("fsd_infer.device.states.PIECE", 5)
@@ -177,9 +176,7 @@ RECORDED = [("mamba2", "fused"), ("qwen3_5_text", "lookup")]
 SLOWLY = [("mamba2", "lookup"), ("qwen3_5_text", "fused"), ("mamba", "fused"), ("mamba", "lookup"), ("lfm2", "fused")]
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"), [*RECORDED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOWLY)]
-)
+@pytest.mark.parametrize(("family", "kind"), fast_only([*RECORDED, *SLOWLY], RECORDED))
 def test_recorded_rounds_answer_as_eager_ones(family: str, kind: str, device: SimulatedDevice) -> None:
     """A second request takes the first one's tensors, whose states begin at zero again."""
     expected = reference(model_of(family), PROMPTS, max_new_tokens=2 * NEW)

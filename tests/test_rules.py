@@ -26,12 +26,13 @@ from fsd_infer.rules import (
 from fsd_infer.rules.fuzzy import _warn_never_opens
 from fsd_infer.rules.texts import in_sentence, sentence_ends
 from fsd_infer.trees.tree import DraftTree
+from tests.covering import covering
 from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, tree_round, verdict_of
 
 
-@pytest.mark.parametrize("greedy", [False, True])
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("bad", [math.nan, INF, -INF])
+@pytest.mark.parametrize(
+    ("bad", "spec", "greedy"), covering([math.nan, INF, -INF], SPECS, [False, True], pairs=[(1, 2)])
+)
 def test_broken_logits_name_who_broke_them(bad: float, spec: str, greedy: bool) -> None:
     rule = parse_rule(spec)
     round = tree_round(0, greedy=greedy)

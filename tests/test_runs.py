@@ -42,7 +42,7 @@ class Run:
             ),
             in_recipe("ExportHead", directory=self.head),
             in_recipe(
-                "DecodedTau", every_n_train_steps=every, prompts=3, max_new_tokens=8, best=self.best, rules=["exact"]
+                "DecodedTau", every_n_train_steps=every, prompts=2, max_new_tokens=5, best=self.best, rules=["exact"]
             ),
         ]  # fmt: skip
         model = {"target": toys / "target", "draft_vocab_size": 40, "lr": 1e-2, "warmup_steps": 2}

@@ -30,6 +30,7 @@ from fsd_infer.targets.kinds import auto_class
 from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.sight import Sight, read_seen
+from tests.covering import fast_only
 from tests.families import drafter_of, reference
 from tests.seeing_toys import IMAGE, PROCESSORS, SEEING, an_image, save_seeing, seeing_decoder, seeing_model
 from tests.sim_graphs import SimRecorder
@@ -38,10 +39,6 @@ from tests.simulated_device import SIM, SimulatedDevice
 LIMITS: dict[str, Any] = dict(max_new_tokens=12, do_sample=False)
 PROMPTS = [[5, 60, 7, 41, 99], [17, 250, 33, 8, 120, 44, 61, 3, 90, 14, 15, 16], [200, 31, 12, 77, 140, 9, 10]]
 FAST = ["gemma3", "gemma4", "qwen2_5_vl", "qwen3_5", "smolvlm", "llava"]
-
-
-def families(names: Any) -> list[Any]:
-    return [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def turn(*parts: Any) -> list[dict[str, Any]]:
@@ -79,7 +76,7 @@ def expected_of(decoder: FuzzyDecoder, messages: Any, **options: Any) -> list[in
     return made[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("family", families(SEEING))
+@pytest.mark.parametrize("family", fast_only(SEEING, FAST))
 def test_text_alone_equals_generate(family: str, tmp_path: Path) -> None:
     """From a directory, chains and trees, in ragged batches."""
     if family not in CONFIG_MAPPING:
@@ -92,7 +89,7 @@ def test_text_alone_equals_generate(family: str, tmp_path: Path) -> None:
     check(FuzzyDecoder(target := Target(loaded, tokenizer), NoDrafter(target.vocab_size)), PROMPTS, expected)
 
 
-@pytest.mark.parametrize("family", families(PROCESSORS))
+@pytest.mark.parametrize("family", fast_only(PROCESSORS, FAST))
 def test_images_equal_generate(family: str) -> None:
     """Through the family's own processor, beside a prompt without images, in a ragged batch."""
     decoder = decoder_of(family)
@@ -131,7 +128,7 @@ def known_of(decoder: FuzzyDecoder, prompts: Any, expected: list[list[int]]) -> 
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", pytest.param("llava", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", fast_only(["qwen2_5_vl", "qwen3_5", "llava"], ["qwen2_5_vl", "qwen3_5"]))
 def test_a_prefix_with_images_is_read_once(family: str) -> None:
     """And serves no prompt with other images, though the ids are the same."""
     decoder = decoder_of(family)
@@ -154,7 +151,7 @@ def test_a_prefix_with_images_is_read_once(family: str) -> None:
         assert known[2] == len(decoder.encode(first)) - 1 and known[3] > before
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", fast_only(["qwen2_5_vl", "gemma3"], ["qwen2_5_vl"]))
 def test_beams_equal_generate(family: str) -> None:
     decoder = decoder_of(family)
     options = dict(num_beams=3, max_new_tokens=8)
@@ -193,7 +190,7 @@ def read_on_the_host(twin: Target) -> Any:
     return read
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", fast_only(["qwen2_5_vl", "qwen3_vl"], ["qwen2_5_vl"]))
 @pytest.mark.parametrize("kind", ["fused", "lookup"])
 def test_recorded_rounds_after_images_answer_as_generate(
     family: str, kind: str, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
