@@ -162,7 +162,8 @@ class _RowValues(torch.autograd.Function):
             factor = values_grad[0, :, None] if ctx.by_row else total_grad
             found = [(factor * each).to(each.dtype) for each in ctx.saved_tensors]
         else:
-            found = _evaluate(*ctx.second_pass, values_grad, ctx.trains_lm_head)[2]
+            batch, function, groups = ctx.second_pass
+            found = _evaluate(batch, function, groups, values_grad, ctx.trains_lm_head)[2]
         return found[0], found[1] if len(found) > 1 else None, None, None, None, None
 
 
