@@ -36,12 +36,12 @@ def largest(values: Tensor, rows: LossIndex, keep: float) -> Tensor:
     """
     # by step, each step's largest values first; counts stay on the device, which nothing waits for
     order = values.masked_fill(~rows.counted, -torch.inf).argsort(descending=True, stable=True)
-    order = order[rows.step[order].argsort(stable=True)]
-    counts = rows.sum_by_step(torch.ones_like(values, dtype=torch.float64))
-    wanted = (keep * rows.sum_by_step(rows.counted.to(counts.dtype)) - 1e-9).ceil()
-    begins = counts.cumsum(0) - counts
+    order = order[rows.step[order].argsort(stable=True)]  # [R]
+    counts = rows.sum_by_step(torch.ones_like(values, dtype=torch.float64))  # [S]
+    wanted = (keep * rows.sum_by_step(rows.counted.to(counts.dtype)) - 1e-9).ceil()  # [S]
+    first = counts.cumsum(0) - counts  # of each step in the order: [S]
     step = rows.step[order]
-    ranks = torch.arange(len(order), device=values.device) - begins[step]  # within the step
+    ranks = torch.arange(len(order), device=values.device) - first[step]  # within the step: [R]
     return torch.zeros_like(values, dtype=torch.bool).index_copy(0, order, ranks < wanted[step])
 
 
@@ -107,8 +107,7 @@ class AdaSpecLoss(Loss):
     def gap(self, batch: DraftBatch) -> Tensor:
         """Return Δ at every row, [R] fp32."""
         assert batch.reference is not None
-        pair = (batch.estimates, batch.reference.to(batch.estimates.dtype))
-        own, reference = (
-            chunked_rows(self._rows, replace(batch, estimates=each), self.chunk_size)[0][0] for each in pair
-        )
-        return own - reference
+        reference = replace(batch, estimates=batch.reference.to(batch.estimates.dtype))
+        own_values, _ = chunked_rows(self._rows, batch, self.chunk_size)  # D(p, q): [1, R]
+        reference_values, _ = chunked_rows(self._rows, reference, self.chunk_size)  # D(p, q_ref): [1, R]
+        return own_values[0] - reference_values[0]

@@ -19,7 +19,8 @@ def with_confidence(batch: DraftBatch, out: LossOutput) -> LossOutput:
     if batch.confidence is None:
         return out
     with torch.no_grad():
-        chances = chunked_rows(RowFunction(lambda p, q: log_overlap(p, q)[None]), batch, None)[0][0].exp()
+        overlap, _ = chunked_rows(RowFunction(lambda log_p, log_q: log_overlap(log_p, log_q)[None]), batch, None)
+        chances = overlap[0].exp()  # [R]
     each = binary_cross_entropy_with_logits(batch.confidence.float(), chances.clamp_max(1.0), reduction="none")
     parts = {"confidence_loss": batch_mean(each, batch.rows), "confidence_gap": _gap(batch, chances)}
     return replace(out, loss=out.loss + weighted_mean(each, batch.rows), parts={**out.parts, **parts})

@@ -56,7 +56,7 @@ class LKLoss(Loss):
     def __call__(self, batch: DraftBatch) -> LossOutput:
         share = batch.weights / batch.rows.total.clamp_min(TINY)  # [R], sums to 1 over an optimizer step's batches
         if self.form == "log":
-            values, agree = chunked_rows(_LOG, batch, self.chunk_size)
+            values, agree = chunked_rows(_LOG, batch, self.chunk_size)  # [1, R], [R]
             log_alpha = values[0]
             alpha = log_alpha.exp()
             if self.level == "step":
@@ -64,7 +64,7 @@ class LKLoss(Loss):
             loss = -(log_alpha * share).sum()
             parts = {}
         else:
-            values, agree = chunked_rows(_ADAPTIVE, batch, self.chunk_size)
+            values, agree = chunked_rows(_ADAPTIVE, batch, self.chunk_size)  # [2, R], [R]
             kl, alpha = values
             rate = alpha.detach()
             mix = (-self.eta * (rate if self.level == "row" else _per_step(rate, batch))).exp()
@@ -76,6 +76,6 @@ class LKLoss(Loss):
 
 def _per_step(alpha: Tensor, batch: DraftBatch) -> Tensor:
     """Replace each row's alpha [R] by the weighted mean of its step."""
-    total = batch.rows.sum_by_step(batch.weights)
-    mean = batch.rows.sum_by_step(alpha * batch.weights) / total.clamp_min(TINY)
+    total = batch.rows.sum_by_step(batch.weights)  # [S]
+    mean = batch.rows.sum_by_step(alpha * batch.weights) / total.clamp_min(TINY)  # [S]
     return torch.where(total > 0, mean, 1.0).clamp_min(torch.finfo(mean.dtype).tiny)[batch.rows.step]

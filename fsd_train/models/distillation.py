@@ -109,7 +109,7 @@ class DistillationModule(RunModule, ABC):
         self.unroll_steps, self.step_decay, self.compile_option = unroll_steps, step_decay, compile
         self._compiled_layers = CompiledLayers()
         self.loss = as_loss(loss)
-        self.reference = reference_of(self.loss)  # directory of a drafter, which some losses compare with
+        self.reference = reference_of(self.loss)  # directory of a drafter that adaspec compares with
         self.depths = max(unroll_steps, eval_steps)
         told_apart = self.depths if self.steps_differ else 1
         self.validation = ValidationMetrics(DEFAULT_RULES if eval_rules is None else eval_rules, told_apart)
@@ -282,15 +282,6 @@ class DistillationModule(RunModule, ABC):
             self._frozen.lm_head = self._new_lm_head()
         return self._frozen.lm_head
 
-    @property
-    def uses_reference(self) -> bool:
-        """Whether the step runs the loss's reference drafter: in training, if the loss has one."""
-        return self.training and self.reference is not None
-
-    def _mask_of(self, batch: dict[str, Any]) -> TextMask:
-        """Return the mask of a batch's packed sequence."""
-        return TextMask(tuple(batch["lengths"].tolist()), self.device)
-
     def _target_features(self, batch: dict[str, Any], mask: TextMask) -> Tensor:
         """Return the target's features [1, M, F]."""
         cached: Tensor | None = batch.get("features")
@@ -329,7 +320,7 @@ class DistillationModule(RunModule, ABC):
             sums[2 : 2 + steps] = rows.sum_by_step((out.agreement & counted).float())[:steps]
             sums[2 + steps :] = rows.sum_by_step(counted.float())[:steps]
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
-        if not self._single_process and (self.global_step + 1) % every == 0:
+        if self.trainer.world_size > 1 and (self.global_step + 1) % every == 0:
             sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
         self.log("loss", sums[0] / sums[1], prog_bar=True)
         for name, value in out.parts.items():

@@ -151,13 +151,15 @@ class EagleModule(DistillationModule):
 
     def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch:
         """Run the head over a batch and return the supervised rows."""
-        head, device = self.head, self.device
+        head, share, generator = self.head, 1.0, None
+        if self.training and self.chain_share < 1.0:
+            share, generator = self.chain_share, self._generator()
         plan = plan_chains(
-            on_host(batch, "loss_mask")[0], steps, self.step_decay,
-            share=self.chain_share if self.training else 1.0, generator=self._generator(),
+            on_host(batch, "loss_mask")[0], steps, self.step_decay, share, generator,
             supervised_rows=batch.get("supervised") if self.training else None, static_shapes=self.compiles,
         )  # fmt: skip
-        rows, mask = plan.rows.to(device), self._mask_of(batch)
+        rows = plan.rows.to(self.device)
+        mask = TextMask(tuple(batch["lengths"].tolist()), self.device)
         features = self._target_features(batch, mask)  # [1, M, F]
         inputs = self._inputs(head, features)  # [1, M, F']
         with torch.no_grad():  # of the next token, [1, M, E]; the last one's is never read
@@ -165,6 +167,7 @@ class EagleModule(DistillationModule):
         noisy = inputs + self._noise_of(inputs) if self.noise and self.training else inputs
         final = features[0, :, : head.config.target_hidden_size]  # [M, H]
         own = head.lm_head
+        compares = self.training and self.reference is not None
         return DraftBatch(
             estimates=self._estimates(head, embeds, noisy, mask, plan),  # [R, H]
             features=final.index_select(0, rows.position + 1).to(inputs.dtype),  # [N, H]
@@ -172,7 +175,7 @@ class EagleModule(DistillationModule):
             head=self._lm_head_of(batch) if self.context_ids else self.lm_head(),
             feature_scale=head.feature_scale,
             own_head=None if own is None else LMHead(own.weight.to(self.target.dtype), ids=head.draft_ids),
-            reference=self._reference_estimates(embeds, features, mask, plan) if self.uses_reference else None,
+            reference=self._reference_estimates(embeds, features, mask, plan) if compares else None,
             compiled=self.compiles,
         )
 

@@ -158,15 +158,16 @@ class LMModule(DistillationModule):
             on_host(batch, "loss_mask")[0], steps, self.step_decay,
             supervised_rows=batch.get("supervised") if self.training else None, static_shapes=self.compiles,
         ).to(self.device)  # fmt: skip
-        ids, mask = batch["input_ids"], self._mask_of(batch)
+        ids, mask = batch["input_ids"], TextMask(tuple(batch["lengths"].tolist()), self.device)
         features = self._target_features(batch, mask)[0, :, : self.target.hidden_size]  # [M, H]
         places = rows.position + 1  # either model predicts token i+2 there: one position after a head's input
+        compares = self.training and self.reference is not None
         return DraftBatch(
             estimates=self._logits(ids, mask, places),  # [N, Vd]
             features=features.index_select(0, places),  # [N, H]
             rows=rows,
             head=self.lm_head(),
-            reference=self._reference_logits(ids, mask, places) if self.uses_reference else None,
+            reference=self._reference_logits(ids, mask, places) if compares else None,
             compiled=self.compiles,
         )
 

@@ -30,6 +30,7 @@ from fsd_train.data.packs import on_host
 from fsd_train.losses import DraftBatch
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.unroll import plan_chains, unroll
+from fsd_train.packed import TextMask
 from fsd_train.types import ChainSteps, Share
 
 IN_TARGET = "in-target.safetensors"
@@ -118,7 +119,8 @@ class MtpModule(DistillationModule):
             on_host(batch, "loss_mask")[0], steps, self.step_decay,
             supervised_rows=batch.get("supervised") if self.training else None, static_shapes=self.compiles,
         )  # fmt: skip
-        rows, mask = plan.rows.to(self.device), self._mask_of(batch)
+        rows = plan.rows.to(self.device)
+        mask = TextMask(tuple(batch["lengths"].tolist()), self.device)
         features = self._target_features(batch, mask)  # [1, M, F]
         final = features[..., : self.target.hidden_size].to(head.layers[0].eh_proj.weight.dtype)  # [1, M, H]
         with torch.no_grad():  # of the next token, [1, M, H]; the last one's is never read
