@@ -51,6 +51,7 @@ class TreeSession(DraftSession):
     """
 
     shape: TreeShape
+    _ratios: AcceptanceRatios | None = None  # what the draws of earlier rounds have taught
 
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
         self.drafter, self.shape, self.device = drafter, request.shape or drafter.shape, drafter.model.device
