@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,14 +98,19 @@ def replacing(path: Path) -> Iterator[Path]:
         raise FsdError(f"{path} is no file and is not replaced: give another name.")
     draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
     try:
-        draft.touch()
-        mode = draft.stat().st_mode
         with disk_errors(path):
+            draft.touch()
+            mode = draft.stat().st_mode
             yield draft
-        draft.chmod(mode)
-        os.replace(draft, path)
+            draft.chmod(mode)
+            os.replace(draft, path)
+    except OSError as error:
+        if error.filename == str(draft):  # a name that nobody gave
+            error.filename = str(path)
+        raise
     finally:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            draft.unlink()
 
 
 @contextmanager

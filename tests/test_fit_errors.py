@@ -23,6 +23,7 @@ from fsd_core.console import run
 from fsd_core.errors import FsdError, causes
 from fsd_train.cli import main
 from fsd_train.commands.fit import HEAD, TrainCLI, config_errors, configured, quiet
+from fsd_train.commands.recipe_keys import read_yaml
 from tests.fuzzing import FUZZ, JUNK, called, changed, places
 from tests.text_toys import write_rows
 from tests.train_toys import TRAINER, in_recipe
@@ -86,6 +87,7 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "earlier name of a loss": (["--model.loss", "reverse_kl"], "kl_pq is KL(p||q)"),
     "argument of a loss": (["--model.loss.w_featur", "1"], "w_featur"),
     "rule": (["--model.eval_rules", "[fuzy:js:0.3]"], "Did you mean 'fuzzy'?"),
+    "infinite": (["--model.optimizer.lr", ".inf"], "model.optimizer: Invalid learning rate: inf"),
     "range": (["--model.optimizer.lr", "-1"], "model.optimizer: Invalid learning rate: -1"),
     "steps of a chain": (["--model.unroll_steps", "8"], "unroll_steps"),
     "noise": (["--model.noise", "-1"], "expected a number >= 0"),
@@ -170,8 +172,8 @@ def read_only(line: TrainCLI, argv: list[str]) -> tuple[int, str, str]:
 
 # refused before the options are parsed, or not before target and rows are read
 BY_THE_WHOLE_COMMAND = {
-    "key of the model", "section", "range", "precision of weights", "target", "answers", "length of rows", "features",
-    "configuration", "shipped recipe", "no time", "validation interval", "draft vocabulary", "no answers",
+    "key of the model", "section", "range", "infinite", "precision of weights", "target", "answers", "length of rows",
+    "features", "configuration", "shipped recipe", "no time", "validation interval", "draft vocabulary", "no answers",
     "nothing held out",
 }  # fmt: skip
 
@@ -227,6 +229,27 @@ def test_other_yaml(text: str, tmp_path: Path) -> None:
     one_line_or_well(["fit", "--config", str(path)])
     path.write_bytes(b"\xff\xfe" + text.encode())
     one_line_or_well(["fit", "--config", str(path)])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"trainer:\n  max_steps: 1\ndata: {}\ntrainer:\n  max_steps: 2\n", "trainer is there twice, in lines 1 and 4"),
+        (b"model: {}\ndata:\n  max_length: 3\n  max_length: 4\n", "max_length is there twice, in lines 3 and 4"),
+        (b"model: {seed: 1, seed: 2}", "seed is there twice, in lines 1 and 1"),
+        (b"a: [1\n b", "expected ',' or ']'"),
+        (b"a: \xff", "can't decode byte 0xff"),
+    ],
+)
+def test_a_recipe_that_cannot_be_read_is_named(text: bytes, said: str, tmp_path: Path) -> None:
+    """All but the last of equal keys were dropped, with callbacks and all."""
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(text)
+    with pytest.raises(FsdError) as caught:
+        read_yaml(path)
+    assert str(caught.value).startswith(f"{path} is no recipe: ") and said in str(caught.value)
+    path.write_text("base: &base {a: 1, b: 2}\nmade: {<<: *base, b: 3}\nmore: {<<: *base, b: 4}\n")
+    assert read_yaml(path)["made"] == {"a": 1, "b": 3} and read_yaml(path)["more"] == {"a": 1, "b": 4}
 
 
 def test_a_chain_of_causes_that_leads_into_itself_ends() -> None:

@@ -187,7 +187,9 @@ FSD_MIX = [{"name": "fsd", "args": {"threshold": [0.1, 0.3]}}, {"name": "eagle",
 
 
 @pytest.mark.parametrize(
-    "options", [{"lora": LORA, "optimizer": "muon"}, {"loss": FSD_MIX, "unroll_steps": 3}], ids=["lora", "mix"]
+    "options",
+    [{"lora": {**LORA, "lora_dropout": 0.1}, "optimizer": "muon"}, {"loss": FSD_MIX, "unroll_steps": 3}],
+    ids=["lora", "mix"],
 )
 def test_resumed_run_ends_with_the_same_weights(toys: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     whole = fit(toys, tmp_path / "whole", on_policy=0.5, **options)

@@ -224,8 +224,8 @@ def test_auto_takes_the_newest_that_is_whole(toys: Path, tmp_path: Path, capsys:
         path = run.checkpoints / name
         path.write_bytes(path.read_bytes()[:1000])
     (tmp_path / "run" / "best.ckpt").unlink()
-    status, err = run.fit(6, "--ckpt_path", "auto")
-    assert status == 0 and "step-4.ckpt is truncated" in err and "2 done" in err
+    status, err = run.fit(6)
+    assert status == 0 and err.count("step-4.ckpt is truncated") == 1 and "2 done" in err
     assert run.step() == 6
     for path in run.checkpoints.glob("*.ckpt"):
         path.write_bytes(b"no checkpoint")

@@ -47,6 +47,7 @@ class RunDirectory(Callback):
         self.overwrite = overwrite
         self._stale: list[Path] = []
         self._asked = False  # to end by Ctrl-C
+        self._said: set[str] = set()  # of damaged checkpoints
         self._held: list[int] = []  # descriptors of the directories, locked
 
     @property
@@ -70,7 +71,9 @@ class RunDirectory(Callback):
                 return str(path)
             except CheckpointError as error:
                 problems.append(error)
-                log.warning("%s", error)
+                if str(error) not in self._said:
+                    self._said.add(str(error))
+                    log.warning("%s", error)
         if problems:
             raise problems[0]
         return None

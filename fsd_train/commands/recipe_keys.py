@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from fsd_core.console import one_line
 from fsd_core.errors import FsdError
 from fsd_core.registry import did_you_mean
 from fsd_train.repository import find_recipe
@@ -134,12 +136,32 @@ def _is_own(kind: str) -> bool:
     return kind not in MODELS and not kind.startswith("fsd_train.")
 
 
+class _Reader(yaml.SafeLoader):
+    """YAML whose mappings have each key once: PyYAML, and Lightning with it, drops all but the last in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise ValueError(f"{key.value} is there twice, in lines {lines[key.value]} and {line}: keep one")
+            lines[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Return a recipe's keys and values; {} for what is no YAML mapping."""
-    try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    """Return a recipe's keys and values; {} for a file that is missing or holds no mapping.
+
+    Raises FsdError for malformed YAML, and for a key that is there twice.
+    """
+    if not os.path.isfile(path):  # said elsewhere
         return {}
+    try:
+        found = yaml.load(Path(path).read_text(encoding="utf-8"), _Reader)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise FsdError(f"{path} is no recipe: {one_line(str(error))[:300]}.") from error
     return found if isinstance(found, dict) else {}
 
 

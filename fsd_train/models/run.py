@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -43,6 +44,7 @@ class RunModule(LightningModule):
     """
 
     head: Any
+    seed: int = 0  # of the draws in training
 
     def __init__(self, optimizer: OptimizerCallable, lr_scheduler: LRSchedulerCallable) -> None:
         super().__init__()
@@ -95,6 +97,8 @@ class RunModule(LightningModule):
             raise
         except (ValueError, TypeError) as error:
             raise DataError(f"model.optimizer: {error}") from error
+        if not all(math.isfinite(group.get("lr", 0.0)) for group in optimizer.param_groups):
+            raise DataError(f"model.optimizer: Invalid learning rate: {optimizer.param_groups[0]['lr']}")
         if isinstance(scheduler, WarmupCosine):
             scheduler.follow(self._completed_share)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -119,6 +123,8 @@ class RunModule(LightningModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._batches += 1
+        # dropout draws from torch's own generators, whose states no checkpoint holds
+        torch.manual_seed(((self.seed * 1_000_003 + self._batch_number) * 4096 + self.global_rank) % 2**63)
 
     @property
     def _batch_number(self) -> int:
