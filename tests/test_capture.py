@@ -47,9 +47,14 @@ KINDS = {
 }  # fmt: skip
 CASES = [(kind, RULES[number % len(RULES)], True) for number, kind in enumerate(KINDS)]  # every drafter, every rule
 SAMPLED = ["none", "eagle3", "memory", "lm+recycle", "guided eagle", "own", "none, penalty", "guided reduced, penalty"]
+# a rule that draws meets drafters whose distributions it reads, and each drafter a rule that draws
 DRAWING = [rule for rule in RULES if not parse_rule(rule).greedy_only]
-CASES += [(SAMPLED[number % len(SAMPLED)], rule, False) for number, rule in enumerate(DRAWING)]
+CASES += [(("eagle", "lm")[number % 2], rule, False) for number, rule in enumerate(DRAWING)]
+CASES += [(kind, "tilted", False) for kind in SAMPLED]
+CASES += [("eagle", "exact", True), ("eagle", "ensemble:0.5", True), ("lm", "exact", False)]
+CASES += [(kind, "cascade-token:0.5", False) for kind in ("eagle", "lm")]
 CASES += [("memory", COPIES, True), ("eagle+memory", COPIES, False), ("eagle, penalty", "fuzzy:js:0.3", False)]
+CASES = list(dict.fromkeys(CASES))
 READS = {"penalty": [RepetitionPenaltyLogitsProcessor(1.3)], "suppress": [SuppressTokensLogitsProcessor([5, 9])]}
 
 
