@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fsd_core import functional
-from fsd_core.divergence import divergence
 from fsd_core.tensors import wide
 from fsd_infer.rules.base import RULES, Rule
 from fsd_infer.rules.distributions import AcceptanceTest, OutputDistribution
@@ -86,14 +85,10 @@ def _residual(at: VocabRows, weight: Tensor) -> Tensor:
 
 
 def _residual_mass(inputs: RuleInputs, weight: Tensor) -> Tensor:
-    """Return Σ (w·p - q)+ at contexts with a drawn child, [B, N]. It is the total variation where w = 1."""
-    tree, scores = inputs.tree, inputs.round.scores
-    assert tree.q_scores is not None
-    index = tree.q_index.masked_fill(~inputs.has_drawn_child, -1)
-    tv = functional.divergence_rows(scores, tree.q_scores, divergence("tv"), tree.draft_ids, index).to(weight.dtype)
-    at = VocabRows.every(inputs)
+    """Return Σ (w·p - q)+ at contexts with a drawn child, [B, N]."""
+    unweighted, at = inputs.residual_mass.to(weight.dtype), VocabRows.every(inputs)
     at = at.subset(functional.host_nonzero(at.of(inputs.has_drawn_child & (weight < 1))))
     if not len(at.rows):
-        return tv
-    mass = _residual(at, weight).sum(-1).to(tv.dtype)
-    return torch.where(weight < 1, tv.index_put((at.rows, at.nodes), mass), tv)
+        return unweighted
+    mass = _residual(at, weight).sum(-1).to(weight.dtype)
+    return torch.where(weight < 1, unweighted.index_put((at.rows, at.nodes), mass), unweighted)

@@ -199,12 +199,15 @@ class RuleInputs:
         p = self.log_p.to(wide(self.log_p.device)).exp()
         if not self.sampled:
             return p
-        tree, tv = self.tree, torch.zeros_like(p)
-        if not self.is_chain:
-            assert tree.q_scores is not None
-            index = tree.q_index.masked_fill(~self.has_drawn_child, -1)
-            tv = functional.divergence_rows(self.round.scores, tree.q_scores, divergence("tv"), tree.draft_ids, index)
-        return self.accept_prob_under(p, self.log_p, tv)
+        return self.accept_prob_under(p, self.log_p, torch.zeros_like(p) if self.is_chain else self.residual_mass)
+
+    @cached_property
+    def residual_mass(self) -> Tensor:
+        """Σ (p - q)+ at contexts with a drawn child, the total variation of p and the draw's q."""
+        tree = self.tree
+        assert tree.q_scores is not None
+        index = tree.q_index.masked_fill(~self.has_drawn_child, -1)
+        return functional.divergence_rows(self.round.scores, tree.q_scores, divergence("tv"), tree.draft_ids, index)
 
     def accept_prob_under(self, r: Tensor, log_r: Tensor, residual: Tensor) -> Tensor:
         """:attr:`accept_prob` under any distribution r, above temperature 0.
