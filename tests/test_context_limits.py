@@ -47,19 +47,18 @@ def changing(kind: str, build: Any = tiny_model) -> Any:
 
 @pytest.mark.parametrize("kind", CHANGING)
 def test_answers_are_those_of_generate_across_the_length_at_which_angles_change(kind: str) -> None:
-    prompts, target = tiny_prompts((10, 22, 23, 24, 25)), Target(changing(kind))
-    right = [reference(changing(kind), [prompt], max_new_tokens=16)[0] for prompt in prompts]
+    prompts, target = tiny_prompts((5, 22, 23, 24, 25, 30)), Target(changing(kind))
+    right = [reference(changing(kind), [prompt], max_new_tokens=26)[0] for prompt in prompts]
     assert any(len(set(answer)) > 4 for answer in right)
     small = LMDrafter(Target(changing(kind, noisy_model)), target, TreeShape(4, 2, 8))
     for drafter in (OracleDrafter(target), tiny_head(target), small):
         decoder = FuzzyDecoder(target, drafter)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            made = decoder.generate(prompts, max_new_tokens=16, do_sample=False)
-            alone = decoder.generate([prompts[1]], max_new_tokens=6, do_sample=False)
-        assert made.sequences == right
-        assert made.stats.acceptance_length > 1 or drafter.name == "eagle", "a random head is of little use"
-        assert alone.sequences == [right[1][:6]]
+            made = decoder.generate(prompts, max_new_tokens=26, do_sample=False)
+            alone = decoder.generate([prompts[1]], max_new_tokens=26, do_sample=False)
+        assert made.sequences == right and made.stats.acceptance_length > 1
+        assert alone.sequences == [right[1]]
     target.prefixes = PrefixCache(10**7)
     ends = []
     for length in (18, 24, 30):  # a text that stays short, one that grows long, and one that begins like it
