@@ -71,7 +71,7 @@ def run_resumed(prompts: Path | str, methods: Sequence[str], file: Path | None, 
     """Run :func:`fsd_bench.run` with a progress bar, and continue the unfinished run of ``file`` if there is one."""
     partial = file and file.with_name(file.name + ".partial.jsonl")
     resume = partial is not None and partial.exists()
-    return run(prompts, methods, json_path=file, resume=resume, progress=True, **options)
+    return run(prompts, methods, json_path=file, resume=resume, overwrite=True, progress=True, **options)
 
 
 def record_main(

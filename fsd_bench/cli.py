@@ -99,6 +99,7 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
         ("--no-warmup", "skip each method's untimed first run"),
         ("--log-likelihood", "report the answers' mean log-likelihood under the target"),
         ("--resume", "continue the unfinished run of --json FILE"),
+        ("--overwrite", "replace the record of a finished run in --json FILE"),
     )
     add(parser, "--score")
     add(parser, "--json", help="write the full record to FILE; FILE.partial.jsonl holds the runs until it is done")

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
         raise FsdError("--resume continues the unfinished run of a record: name it with --json FILE.")
     names = (
         "limit every max_new_tokens temperature repeat seed batch_size threads log_likelihood score isolate raw "
-        "strict resume layout run_code turns"
+        "strict resume overwrite layout run_code turns"
     )
     record = fsd_bench.run(
         args.prompts, words(args.methods), json_path=args.json, progress=True, warmup=not args.no_warmup,

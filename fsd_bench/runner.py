@@ -36,6 +36,7 @@ def run(
     *,
     json_path: str | Path | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     progress: bool = False,
     command: Sequence[str] | None = None,
     **options: Any,
@@ -48,6 +49,7 @@ def run(
             :mod:`fsd_bench.methods`.
         json_path: file of the record, written atomically. Until then finished runs are kept beside it.
         resume: continue such an unfinished measurement.
+        overwrite: replace the record of a finished measurement.
         progress: show a progress bar.
         command: command line in the record; default: this process's.
         options: other fields of :class:`Settings`.
@@ -57,13 +59,12 @@ def run(
         :func:`.build_record`), ``settings`` and ``environment``.
 
     Raises:
-        FsdError: an unknown method, a malformed row, an unfinished run in the way, or whatever loading or decoding
-            raises.
+        FsdError: an unknown method, a malformed row, another run in the way, or whatever loading or decoding raises.
         ServerError: a server cannot be reached. Once decoding has begun, finished runs are kept.
     """
     settings = Settings(prompts, methods, **options)
     settings.check()
-    path = None if json_path is None else partial_path(json_path, resume)
+    path = None if json_path is None else partial_path(json_path, resume, overwrite)
     set_threads(settings)
     models = Models(settings)
     encode = models.encoder(settings.raw)
@@ -92,20 +93,22 @@ def run(
     return record
 
 
-def partial_path(json_path: str | Path, resume: bool) -> Path:
+def partial_path(json_path: str | Path, resume: bool, overwrite: bool) -> Path:
     """Return where the runs of a record are kept until it is written.
 
     Raises:
         FsdError: another kind of file is in the way, an unfinished measurement without ``resume``, or a finished one
-            with it.
+            without ``overwrite``.
     """
     final = writable(json_path, "the record")
     path = final.with_name(final.name + ".partial.jsonl")
     finished = final.exists() and final.stat().st_size > 0
     if finished and not _is_record(final):
         raise FsdError(f"{final} is no record of a benchmark and is not overwritten: give another name.")
-    if finished and resume and not path.exists():
-        raise FsdError(f"{final} is the record of a finished run: leave --resume out to measure again.")
+    if finished and not overwrite and not (resume and path.exists()):
+        raise FsdError(
+            f"{final} is the record of a finished run: add --overwrite to measure again, or give another name."
+        )
     if not resume:
         if len(read_lines(path, "bench") or []) > 1:
             raise FsdError(f"{path} holds an unfinished run: add --resume to continue it, or delete it.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from fsd_core.errors import FsdError
 from fsd_core.files import append_json, jsonable, write_text
 
 VERSION = 3  # of the format
+_DIGESTS, _DIGEST = "digests", "sha256"  # of the settings: that lines have one; of a line
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Trial:
 class RunFile:
     """The runs of a measurement, on disk as soon as they are finished.
 
-    A line that a kill cut short is dropped, with all lines after it. A file with other settings is neither extended nor
-    overwritten.
+    A line that a kill cut short, or that was edited, is dropped with all lines after it, which is said. A file with
+    other settings is neither extended nor overwritten.
 
     Args:
         path: file in an existing folder; None keeps runs in memory.
@@ -63,7 +65,8 @@ class RunFile:
         self.described: dict[str, dict[str, Any]] = {}
         if path is None:
             return
-        head = {kind: VERSION, "settings": settings, **(facts or {})}
+        head = {kind: VERSION, "settings": settings, _DIGESTS: True, **(facts or {})}
+        before = path.read_bytes().count(b"\n") if path.is_file() else 0
         stored, *lines = read_lines(path, kind) or [head]
         other = sorted(
             key for key in {*stored["settings"], *settings} if stored["settings"].get(key) != settings.get(key)
@@ -78,7 +81,10 @@ class RunFile:
             if not self._read(line, jobs):
                 break
             kept.append(line)
-        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        if before > len(kept):
+            lost = f"line {len(kept) + 1} is damaged or was edited"
+            print(f"{path}: {lost}, so what follows is measured again.", file=sys.stderr)
+        write_text(path, "".join(json.dumps(line) + "\n" for line in [head, *map(_signed, kept[1:])]))
 
     def _read(self, line: dict[str, Any], jobs: Mapping[Trial, int]) -> bool:
         """Take in a line. Return False if it does not belong to this measurement."""
@@ -106,7 +112,7 @@ class RunFile:
 
     def _append(self, line: dict[str, Any]) -> None:
         if self.path is not None:
-            append_json(self.path, jsonable(line))
+            append_json(self.path, _signed(jsonable(line)))
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -130,13 +136,20 @@ class RunFile:
             raise
 
 
+def _signed(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line with a digest of its values, by which an edited one is known."""
+    return {**line, _DIGEST: hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()[:16]}
+
+
 def read_run(line: dict[str, Any]) -> tuple[Trial, TimedRun]:
     """Return the job and run of a line. Raises TypeError, KeyError or ValueError if it has none."""
     return typed(line["job"], Trial), typed(line["run"], TimedRun)
 
 
 def read_lines(path: Path, kind: str) -> list[dict[str, Any]] | None:
-    """Return the objects of a file up to its first damaged line, the settings first; None without a file or content.
+    """Return the objects of a file up to its first damaged or edited line, the settings first; None if it is empty.
+
+    None too without a file. Files of earlier versions have no digests, and are believed.
 
     Raises:
         FsdError: a file of another kind.
@@ -154,7 +167,10 @@ def read_lines(path: Path, kind: str) -> list[dict[str, Any]] | None:
             break
         if not isinstance(value, dict):
             break
-        lines.append(value)
+        whole = {key: entry for key, entry in value.items() if key != _DIGEST}
+        if lines and lines[0].get(_DIGESTS) and value != _signed(whole):
+            break
+        lines.append(whole if lines else value)
     if content and not (lines and lines[0].get(kind) == VERSION and isinstance(lines[0].get("settings"), dict)):
         raise FsdError(
             f"{path} is no file of a {kind}, or of another version, and is not overwritten: delete it, or give another "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import math
@@ -9,6 +10,7 @@ import os
 import re
 import sys
 import threading
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +25,7 @@ HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_down
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 QUIET = 2.0  # seconds that one process waits for another without a word
 MOST_BYTES = 255, 4095  # of a file's name and of a path, on the usual systems
+_MACHINE = f"{zlib.crc32(os.uname().nodename.encode()):08x}"  # others number their processes alike
 
 
 def usable_name(name: str | os.PathLike[str], what: str) -> str:
@@ -89,16 +92,18 @@ def append_json(path: Path, row: dict[str, Any]) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary file beside ``path``, and rename it to ``path`` if the block succeeds.
 
-    Readers never see a partial file, several processes may write at once, and an error leaves the old file. The file
-    has the permissions of any new file (some writers create private ones).
+    Readers never see a partial file, several processes may write at once, and an error leaves the old file. What killed
+    processes of this machine left of the same file is removed. The file has the permissions of any new file (some
+    writers create private ones).
 
     Raises FsdError if ``path`` is a device, a pipe or a directory, which the rename would replace.
     """
     if path.exists() and not path.is_file():
         raise FsdError(f"{path} is no file and is not replaced: give another name.")
-    draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
+    draft = path.with_name(f".{path.name}.{_MACHINE}-{os.getpid()}-{threading.get_ident()}.partial")
     try:
         with disk_errors(path):
+            _remove_left(path)
             draft.touch()
             mode = draft.stat().st_mode
             yield draft
@@ -111,6 +116,18 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             draft.unlink()
+
+
+def _remove_left(path: Path) -> None:
+    """Remove drafts of ``path`` whose processes are gone."""
+    for draft in path.parent.glob(f".{glob.escape(path.name)}.{_MACHINE}-*-*.partial"):
+        process = draft.name.split("-")[-2]
+        try:
+            os.kill(int(process), 0)
+        except ProcessLookupError:
+            draft.unlink(missing_ok=True)
+        except (OSError, ValueError, OverflowError):  # of another user, or no draft of ours
+            continue
 
 
 @contextmanager

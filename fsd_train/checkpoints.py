@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -131,6 +133,15 @@ def check_order(trainer: Trainer, ours: dict[str, Any], theirs: dict[str, Any]) 
 def source_of(trainer: Trainer | None) -> str:
     """Return the name of the current checkpoint in errors."""
     return "the checkpoint" if trainer is None or not trainer.ckpt_path else str(trainer.ckpt_path)
+
+
+def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Return the names of the settings that both have and that differ."""
+    texts = [
+        {name: json.dumps(value, sort_keys=True, default=repr) for name, value in each.items()}
+        for each in (ours, theirs)
+    ]
+    return sorted(name for name in ours.keys() & theirs.keys() if texts[0][name] != texts[1][name])
 
 
 def callbacks_of(trainer: Any, kind: type[_Callback]) -> list[_Callback]:

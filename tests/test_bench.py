@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -120,7 +121,10 @@ def test_a_records_numbers_on_a_worked_example() -> None:
     assert exact["seconds_total"] == pytest.approx(0.5 + 0.45 + 2.8)
 
 
-def test_damaged_lines_of_an_unfinished_run_are_measured_again(tmp_path: Path) -> None:
+def test_damaged_lines_of_an_unfinished_run_are_measured_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether they were cut, of another run or edited; none is believed, and the loss is said."""
     job, jobs = Trial("plain", 0), {Trial("plain", 0): 1, Trial("plain", 1): 1}
     made = RunFile(tmp_path / "r.jsonl", "bench", {"seed": 1}, jobs)
     made.add(job, TimedRun(1.0, 0.1, [MeasuredAnswer([1], 1, 1, divergence_spent=float("inf"))], {"draft": 0.5}))
@@ -128,6 +132,10 @@ def test_damaged_lines_of_an_unfinished_run_are_measured_again(tmp_path: Path) -
     whole = made.path.read_bytes()
     foreign = whole.splitlines()[1].replace(b'"group": 0', b'"group": "x"')
     other = whole.splitlines()[1].replace(b'"group": 0', b'"group": 7')
+    faster = whole.replace(b'"seconds": 1.0', b'"seconds": 0.5')
+    made.path.write_bytes(faster)
+    assert faster != whole and RunFile(made.path, "bench", {"seed": 1}, jobs).runs == {}
+    assert "r.jsonl: line 2 is damaged or was edited" in capsys.readouterr().err
     for line in (b'{"job": 1', b"[]", b"{}", foreign, other, b"\xff", b"[" * 9999):
         made.path.write_bytes(whole + line + b"\n")
         again = RunFile(made.path, "bench", {"seed": 1}, jobs)
@@ -272,6 +280,13 @@ def test_a_record_that_cannot_be_written_is_refused_before_anything_is_loaded(to
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(FsdError, match="the record .*file/record.json cannot be written"):
         run(toy.prompts, ["plain"], json_path=tmp_path / "file" / "record.json", target="no/such-model")
+    finished = tmp_path / "done.json"
+    finished.write_text('{"methods": {}}')
+    for resume in (False, True):
+        with pytest.raises(FsdError, match="done.json is the record of a finished run: add --overwrite"):
+            run(toy.prompts, ["plain"], json_path=finished, target="no/such-model", resume=resume)
+    toy_run(toy, ["plain"], json_path=finished, overwrite=True)
+    assert json.loads(finished.read_text())["methods"]
 
 
 def test_batches_agree_with_single_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,11 +48,8 @@ def test_a_corpus_is_indexed_once_and_mapped(
     said = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
     rows = [{"prompt_ids": ids[:3], "response_ids": ids[3:]}, {"text": "the cat sat on the mat"}, {"messages": said}]
     file = save_rows(tmp_path / "said.jsonl", rows)
-    leftover = tmp_path / f".said.jsonl{SUFFIX}.1-1.partial"
-    leftover.write_bytes(b"half an index, as a kill leaves it")
     made = open_corpus(file, target)
     assert "indexing" in capsys.readouterr().err and made.tokens[:9].tolist() == [*ids, END]
-    assert not leftover.exists()
     monkeypatch.setattr(corpora, "_build", None)
     again = open_corpus(str(file), target)
     assert np.array_equal(made.array, again.array) and np.array_equal(made.order, again.order)
@@ -65,7 +62,10 @@ def test_a_corpus_is_indexed_once_and_mapped(
 
 
 def test_a_killed_indexing_begins_again(tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process is killed while it writes the index: none is there, and the next call makes it."""
+    """The process is killed while it writes the index: none is there, and the next call makes it.
+
+    What the kill left is removed, and what a process that lives is writing stays.
+    """
     file = save_rows(tmp_path / "said.jsonl", [{"text": "the cat sat on the mat"}] * 5)
 
     def killed(tensors: Any, draft: Path, facts: Any) -> None:
@@ -79,9 +79,11 @@ def test_a_killed_indexing_begins_again(tmp_path: Path, target: Target, monkeypa
         process.join(60)
     assert process.exitcode == -signal.SIGKILL
     index = tmp_path / f"said.jsonl{SUFFIX}"
-    assert not index.exists() and list(tmp_path.glob(".*.partial"))
-    assert len(open_corpus(file, target)) > 5
-    assert index.exists() and not list(tmp_path.glob(".*.partial"))
+    (left,) = tmp_path.glob(".*.partial")
+    other = left.with_name(left.name.replace(f"-{process.pid}-", f"-{os.getppid()}-"))
+    other.touch()
+    assert not index.exists() and len(open_corpus(file, target)) > 5
+    assert index.exists() and list(tmp_path.glob(".*.partial")) == [other]
 
 
 ENDED = torch.tensor([1, END], dtype=torch.int32)

@@ -106,6 +106,18 @@ def test_a_prompts_rows_fall_on_one_side_of_the_split(tmp_path: Path) -> None:
     assert [len(side) for side in few] == [5, 1]  # one prompt at least
 
 
+def test_repeated_rows_are_counted_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Within files and between them, and rows of training that validation has, too."""
+    some, more = answers(tmp_path / "some.jsonl", 6), answers(tmp_path / "more.jsonl", 8)
+    data = AnswersDataModule([str(some), str(more)], [str(some)])
+    data.setup()
+    assert data.train_set is not None and len(data.train_set) == 14
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "6 of 14 sequences repeat an earlier one, token by token; each counts.",
+        "6 of their sequences are trained on, too",
+    ]  # fmt: skip
+
+
 def lengths(count: int = 500) -> list[int]:
     """A few short ones, many of some two hundred tokens, a few beyond a thousand."""
     drawn = torch.randn(count, generator=torch.Generator().manual_seed(1))

@@ -165,6 +165,36 @@ def test_ctrl_c_before_the_first_checkpoint_says_how_to_start_again(
     assert run.fit(2)[0] == 2 and run.fit(2, "--overwrite", "true")[0] == 0
 
 
+def test_a_kill_amid_exports_costs_nothing(
+    toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first checkpoint the same command starts again; a head that was being replaced is put back."""
+    run, replace, kept = Run(toys, tmp_path / "run", capsys, every=3), os.replace, tmp_path / "run" / "head.old"
+    recipe = json.loads((run.root / "recipe.json").read_text())
+    recipe["trainer"]["callbacks"][1]["init_args"]["every_n_train_steps"] = 1
+    (run.root / "recipe.json").write_text(json.dumps(recipe))
+    kept.mkdir()
+
+    def renaming(source: Any, place: Any) -> None:
+        replace(source, place)
+        if Path(source) == run.head:
+            raise KeyboardInterrupt
+
+    def training(*_: Any) -> None:
+        assert not run.names() and load_head(run.head)
+        raise KeyboardInterrupt
+
+    for owner, name, killed in ((os, "replace", renaming), (EagleModule, "training_step", training)):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, killed)
+            assert run.fit(4)[0] == 130
+    status, err = run.fit(4, "--model.seed", "1")
+    assert status == 2 and "It has no checkpoint to resume" in err
+    status, err = run.fit(4)
+    assert status == 0 and f"{run.head} is of a run that was killed before its first checkpoint" in err
+    assert kept.is_dir() and not [path for path in run.root.iterdir() if path.name.startswith(".head")]
+
+
 def test_checkpoints_are_written_beside_their_place(
     toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,8 +124,6 @@ def _read(index: Path, facts: dict[str, str], target: Target) -> SuffixStore | N
 
 def _build(source: Path, index: Path, facts: dict[str, str], target: Target) -> SuffixStore:
     """Write the index and read it."""
-    for leftover in index.parent.glob(f".{index.name}.*.partial"):  # of killed calls: we hold the lock
-        leftover.unlink()
     tokens = _tokens_of(source, target)
     print(f"[{source.name}] indexing {len(tokens):,} tokens", file=sys.stderr, flush=True)
     tensors = {"tokens": torch.from_numpy(tokens), "order": torch.from_numpy(sorted_prefixes(tokens))}

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
-from fsd_core.errors import DataError
+from fsd_core.errors import DataError, FsdError
+from fsd_core.files import read_json
 from fsd_infer.heads.formats import CONFIG, read_config
 from fsd_infer.heads.hub import find_head
 from fsd_train.callbacks.safety import check_finite
-from fsd_train.checkpoints import RECORD, callbacks_of
+from fsd_train.checkpoints import RECORD, callbacks_of, differing
 from fsd_train.strategies import whole_head
 
-_OF_DRAFTS = {"training", "speculators_model_type"}  # in configs of exported drafters, and of no model
+log = logging.getLogger(__name__)
+
+_TRAINING = "training"  # the record of the training, in configs of exported heads
+_OF_DRAFTS = {_TRAINING, "speculators_model_type"}  # in configs of exported drafters, and of no model
+_UNSAVED = "before_first_checkpoint"  # in a record: the run could not go on from this step
 
 
 class ExportHead(Callback):
@@ -42,31 +48,66 @@ class ExportHead(Callback):
         step = trainer.global_step
         if self.every_n_train_steps and step % self.every_n_train_steps == 0 and step != self._last:
             self._last = step
+            saved = [each.best_model_path or each.last_model_path for each in callbacks_of(trainer, ModelCheckpoint)]
             with averaged(trainer, pl_module):
-                self.write(trainer, pl_module)
+                self.write(trainer, pl_module, unsaved=bool(saved) and not any([*saved, trainer.ckpt_path]))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step:  # a head without a step of training is no result
             self.write(trainer, pl_module)
 
-    def write(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def write(self, trainer: Trainer, pl_module: LightningModule, unsaved: bool = False) -> None:
+        """Replace the directory. ``unsaved``: the run goes on, and has no checkpoint yet."""
         check_finite(trainer)
         with whole_head(pl_module):  # every rank takes part if the head is sharded
             if trainer.is_global_zero:
-                self._write(trainer, pl_module)
+                self._write(trainer, pl_module, {_UNSAVED: True} if unsaved else {})
 
-    def _write(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _write(self, trainer: Trainer, pl_module: LightningModule, more: dict[str, Any]) -> None:
         directory = Path(self.directory or Path(log_dir(trainer)) / "head")
-        draft, old = directory.with_name(directory.name + ".partial"), directory.with_name(directory.name + ".old")
+        draft, old = _beside(directory)
         shutil.rmtree(draft, ignore_errors=True)
         metrics = {k: round(float(v), 4) for k, v in trainer.callback_metrics.items() if k.startswith("val_")}
         data = [Path(file).name for file in getattr(getattr(trainer, "datamodule", None), "train_files", [])]
-        pl_module.export(draft, {"metrics": metrics, "data": data})  # type: ignore[operator]
+        pl_module.export(draft, {"metrics": metrics, "data": data, **more})  # type: ignore[operator]
         shutil.rmtree(old, ignore_errors=True)
         if directory.exists():
             os.replace(directory, old)
         os.replace(draft, directory)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _beside(directory: Path) -> tuple[Path, Path]:
+    """Return where an export writes, and where it puts what it replaces, until the new one has its name."""
+    return directory.with_name(f".{directory.name}.partial"), directory.with_name(f".{directory.name}.old")
+
+
+def recover(directory: Path) -> None:
+    """Put right what a kill left of an export to ``directory``, and say so."""
+    draft, old = _beside(directory)
+    if old.is_dir() and not directory.exists():
+        os.replace(old, directory)
+        log.info("%s is there again: a kill came as an export replaced it", directory)
+    for left in (draft, old):
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+            log.info("%s is removed: a kill came as an export wrote", left)
+
+
+def trains_again(directory: Path, settings: Mapping[str, Any]) -> bool:
+    """Return whether a run of these settings, from its beginning, writes the head that a killed run left here.
+
+    That run had not saved a checkpoint, so nothing but this can be done with it.
+    """
+    try:
+        beside = directory / RECORD
+        record = read_json(beside, "") if beside.is_file() else read_config(directory).get(_TRAINING)
+    except FsdError:
+        return False
+    if not isinstance(record, dict) or record.get(_UNSAVED) is not True:
+        return False
+    theirs = record.get("hyperparameters")
+    return isinstance(theirs, dict) and not differing(settings, theirs)
 
 
 def check_output(directory: Path) -> None:

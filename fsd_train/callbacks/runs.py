@@ -18,8 +18,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fsd_core.errors import CheckpointError, DataError
 from fsd_train.callbacks.decoded import DecodedTau
-from fsd_train.callbacks.export import ExportHead, check_output
-from fsd_train.checkpoints import callbacks_of, check_checkpoint, read_checkpoint
+from fsd_train.callbacks.export import ExportHead, check_output, recover, trains_again
+from fsd_train.checkpoints import callbacks_of, check_checkpoint, differing, read_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +106,8 @@ class RunDirectory(Callback):
         heads = [path for path in self.heads if begin is None and path.exists()]
         if self.overwrite:
             self._stale = [*stale, *heads]
+        elif heads and not checkpoints and all(trains_again(path, settings) for path in heads):
+            log.info("%s is of a run that was killed before its first checkpoint: it starts again", heads[0])
         elif begin is None and (checkpoints or heads):
             there = (
                 f"{checkpoints[0].parent} (newest checkpoint: {checkpoints[0].name})" if checkpoints else str(heads[0])
@@ -128,8 +130,7 @@ class RunDirectory(Callback):
         newest = self.newest()
         if newest is None or not Path(newest).is_file():
             return []
-        theirs = read_checkpoint(newest)["hyper_parameters"]
-        return sorted(name for name in settings.keys() & theirs.keys() if repr(settings[name]) != repr(theirs[name]))
+        return differing(settings, read_checkpoint(newest)["hyper_parameters"])
 
     def check_writable(self, trainer: Trainer) -> None:
         """Raise DataError unless the run can write to all of its directories, and a head's can be replaced."""
@@ -145,6 +146,8 @@ class RunDirectory(Callback):
         if stage == "fit" and trainer.is_global_zero:
             for directory in self.directories:
                 self._hold(directory)
+            for head in self.heads:
+                recover(head)
 
     def _hold(self, directory: Path) -> None:
         """Lock a directory until the run ends, and remove what killed runs left of checkpoints that they were writing.
@@ -212,7 +215,8 @@ class RunDirectory(Callback):
         self._let_go()
         if isinstance(exception, KeyboardInterrupt) and trainer.is_global_zero:
             newest, heads = self.checkpoints[:1], [path for path in self.heads if path.exists()]
-            if not newest and heads:
+            settings: Any = pl_module.settings
+            if not newest and not all(trains_again(path, settings) for path in heads):
                 log.info("%s is there, but no checkpoint: --overwrite true starts again", heads[0])
                 return
             log.info("the same command goes on from %s", newest[0] if newest else "the beginning: nothing is saved")

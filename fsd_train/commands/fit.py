@@ -112,7 +112,7 @@ class TrainCLI(LightningCLI):
         check_ranks(self.trainer)
         directory = RunDirectory(self.trainer, self.config["overwrite"])
         directory.check_writable(self.trainer)
-        path = directory.resolve(self.config.get("ckpt_path"), self.model.hparams)
+        path = directory.resolve(self.config.get("ckpt_path"), self.model.settings)
         self.trainer.callbacks.append(directory)  # type: ignore[attr-defined]
         return path
 

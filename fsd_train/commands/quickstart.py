@@ -70,7 +70,7 @@ def run_quickstart(train_seconds: int = 60, prompts: int = 12, max_new_tokens: i
     path.with_name(path.name + ".partial.jsonl").unlink(missing_ok=True)  # of an interrupted quickstart
     record = fsd_bench.run(
         find(PROMPTS), METHODS, target=TARGET, limit=prompts, max_new_tokens=max_new_tokens,
-        json_path=path, progress=True,
+        json_path=path, overwrite=True, progress=True,
     )  # fmt: skip
     print(bench_table(record) if details else f"{brief_table(record)}\n(--details prints all tables)")
     print(f"\nNext: {NEXT}")

@@ -256,6 +256,11 @@ def read_answers(
         check.finish()
         cure = "Raise data.max_length, or shorten the prompts." if left_out else "Add rows with answers."
         raise DataError(f"{named}: no row to train on ({read} read, max_length {max_length}). {cure}")
+    repeated = len(placed) - len({hash((*map(tuple, row[1:]),)) for _, row, _ in placed})
+    if repeated:
+        log.warning(
+            "%s: %d of %d sequences repeat an earlier one, token by token; each counts.", named, repeated, len(placed)
+        )
     if left_out:
         what = "%s: %d of %d rows have no answer in their first %d tokens and are skipped. Raise data.max_length."
         log.warning(what, named, left_out, read, max_length)

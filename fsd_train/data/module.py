@@ -21,7 +21,7 @@ from fsd_infer.targets.target import Target
 from fsd_train import MAX_LENGTH
 from fsd_train.checkpoints import check_order
 from fsd_train.data.answers import AnswersDataset, Item, conclude, read_answers
-from fsd_train.data.features import FeatureStore
+from fsd_train.data.features import FeatureStore, sequence_key
 from fsd_train.data.packs import collate, keep_on_host
 from fsd_train.data.recording import FeatureWriter
 from fsd_train.data.sampler import PackingSampler, ResumableLoader
@@ -110,6 +110,9 @@ class AnswersDataModule(LightningDataModule):
         )
         if self.validation_files:
             held, _ = read_answers(self.validation_files, tokenizer, max_length=self.max_length, check=self.row_check)
+            shared = {*map(sequence_key, train.texts)} & {*map(sequence_key, held.texts)}
+            if shared:
+                log.warning("data.validation_files: %d of their sequences are trained on, too", len(shared))
         self._conclude(tokenizer)
         self.train_set, self.validation_set = train, held
         if self.features is not None:
