@@ -230,7 +230,7 @@ class _OracleSession(DraftSession):
         for text, row, count in zip(self.texts, tokens.tolist(), counts.tolist(), strict=True):
             text += row[:count]
 
-    def select(self, rows: Tensor) -> None:
+    def keep_rows(self, rows: Tensor) -> None:
         self.texts = [self.texts[row] for row in rows.tolist()]
 
     def draft(self, roots: Tensor) -> DraftTree:

@@ -139,7 +139,7 @@ def test_the_successors_of_a_beam_are_those_of_its_text(kind: str, tmp_path: Pat
         for row, guesses in enumerate(session.successors(beams, nodes, 3)):
             for node, guess in zip(nodes[row], guesses, strict=True):
                 same(guess, children(target, drafter, texts[row] + path_of(row, node)))
-    session.select(torch.tensor([1]))
+    session.keep_rows(torch.tensor([1]))
     beams = Frontier(tokens[1:], parents[1:], [2], [3], beams.features[1:])
     tokens[1].append(1)
     parents[1].append(3)

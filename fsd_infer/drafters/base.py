@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from fsd_core.former import Renamed
 from fsd_core.registry import Registry
 from fsd_infer.device.cuda_graphs import Recorder
 from fsd_infer.drafters.session import DraftRequest, DraftSession
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
 
 
-class Drafter(ABC):
+class Drafter(Renamed, ABC):
     """Weights and options of one way to draft.
 
     Attributes:

@@ -55,7 +55,7 @@ class TreeSession(DraftSession):
 
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
         self.drafter, self.shape, self.device = drafter, request.shape or drafter.shape, drafter.model.device
-        self.cache = drafter.model.new_cache(request.batch, drafter.slots(request.slots))
+        self.cache = drafter.model.new_cache(request.batch, drafter.slots(request.cache_slots))
         self.draft_bonus, self.request = request.draft_bonus, request
         self.lengths = torch.zeros(request.batch, dtype=torch.long, device=self.device)
         self._forecasts: list[list[float]] = []
@@ -92,8 +92,8 @@ class TreeSession(DraftSession):
     def shape_key(self) -> Hashable:
         return self.shape
 
-    def select(self, rows: Tensor) -> None:
-        self.cache.select(rows)
+    def keep_rows(self, rows: Tensor) -> None:
+        self.cache.keep_rows(rows)
         self.lengths = self.lengths[to_device(rows, self.device)]
 
     def _detached(self) -> Self:
@@ -102,7 +102,7 @@ class TreeSession(DraftSession):
         return made
 
     def _reallocate(self) -> None:
-        rows, slots = len(self.lengths), self.drafter.slots(self.request.slots)
+        rows, slots = len(self.lengths), self.drafter.slots(self.request.cache_slots)
         self.cache = self.cache.reallocated(lambda: self.drafter.model.new_cache(rows, slots))
 
     def draft(self, roots: Tensor) -> DraftTree:

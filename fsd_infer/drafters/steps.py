@@ -176,8 +176,8 @@ class StepSession(TreeSession):
     def tensors(self) -> list[Tensor]:
         return [self.lengths, self.last]
 
-    def select(self, rows: Tensor) -> None:
-        super().select(rows)
+    def keep_rows(self, rows: Tensor) -> None:
+        super().keep_rows(rows)
         self.last = self.last[to_device(rows, self.device)]
 
     def draft(self, roots: Tensor) -> DraftTree:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,19 +11,13 @@ from torch import Tensor
 from fsd_core import functional
 from fsd_core.divergence import Divergence, divergence, expand_draft
 from fsd_core.errors import FsdError
-from fsd_core.former import say
+from fsd_core.former import Renamed
 from fsd_core.tensors import wide
 from fsd_infer.rules.texts import TokenHistory, in_sentence, inside, repeats_ngram
 from fsd_infer.rules.verification import RoundInput
 
-_FORMER = {
-    "regret": "logprob_gap", "chance": "accept_prob", "tested": "accept_prob_under", "known": "repeats_ngram",
-    "draws": "has_drawn_child", "unsettled": "has_drawn_below", "total": "sum_children", "some": "any_child",
-    "of_children": "over_children",
-}  # fmt: skip
 
-
-class RuleInputs:
+class RuleInputs(Renamed):
     """All trees of a round. Quantities are [B, N] unless stated otherwise, and computed on first use.
 
     A node is two things: a *draft*, its token as a child of its parent, and a *context*, at which the next token is
@@ -42,6 +35,12 @@ class RuleInputs:
         is_chain: whether all of them were, so that they form a chain.
     """
 
+    former_members = {
+        "regret": "logprob_gap", "chance": "accept_prob", "tested": "accept_prob_under", "known": "repeats_ngram",
+        "draws": "has_drawn_child", "unsettled": "has_drawn_below", "total": "sum_children", "some": "any_child",
+        "of_children": "over_children",
+    }  # fmt: skip
+
     def __init__(self, round: RoundInput) -> None:
         self.round, self.tree, self.greedy = round, round.tree, round.greedy
         self.sampled = round.tree.sampled and not round.greedy
@@ -50,14 +49,6 @@ class RuleInputs:
         self._repeats: dict[int, Tensor] = {}
         if round.uniforms is None and not round.greedy:
             raise FsdError("a round above temperature 0 needs uniforms [B, N, 3]; pass them in RoundInput.")
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:  # only called for names that there are not
-            if name not in _FORMER:
-                raise AttributeError(f"RuleInputs has no {name!r}")
-            say(f"RuleInputs.{name}", f"it is now RuleInputs.{_FORMER[name]}")
-            return getattr(self, _FORMER[name])
 
     def above(self, values: Tensor) -> Tensor:
         """Map values of contexts to nodes: each node gets its parent's value."""
@@ -269,10 +260,10 @@ class RuleInputs:
     def repeats_ngram(self, n: int) -> Tensor:
         """bool; would the draft complete an n-gram that prompt, answer, its path or remembered texts have."""
         if n not in self._repeats:
-            ask = None if self.tree.sampled else self.round.copies
-            copies = None if ask is None else ask(n)
+            ask = None if self.tree.sampled else self.round.seen_ngrams
+            seen = None if ask is None else ask(n)
             found = repeats_ngram(self.texts, self.tree, n)
-            self._repeats[n] = found if copies is None else found | copies
+            self._repeats[n] = found if seen is None else found | seen
         return self._repeats[n]
 
     @property

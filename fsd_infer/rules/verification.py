@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import FsdError, NonFiniteLogitsError
+from fsd_core.former import Renamed
 from fsd_core.tensors import is_host, on_host, to_device
 from fsd_infer.rules.texts import TokenHistory
 from fsd_infer.trees.tree import DraftTree
@@ -53,7 +54,7 @@ class Emission(NamedTuple):
 
 
 @dataclass
-class RoundInput:
+class RoundInput(Renamed):
     """The input of rules in one round.
 
     Attributes:
@@ -73,9 +74,11 @@ class RoundInput:
             None: nothing is known.
         max_accepted: [B] most drafts that each row may accept; None: all. It depends on lengths alone, so that no
             distribution changes.
-        copies: n -> [B, N] bool, the drafts that complete an n-gram of remembered texts (None: nothing is remembered);
-            for rules that charge for copies. Not asked about sampled drafts.
+        seen_ngrams: n -> [B, N] bool, the drafts that complete an n-gram of other texts that the drafter reads, for
+            rules with ``exact_ngram_size``; None: it reads none. Not asked about sampled drafts.
     """
+
+    former_members = {"copies": "seen_ngrams"}
 
     tree: DraftTree
     logits: Tensor
@@ -86,7 +89,7 @@ class RoundInput:
     process_draft: Callable[[DraftTree], Tensor] | None = None
     texts: TokenHistory | None = None
     kl_excess: Tensor | None = None
-    copies: Callable[[int], Tensor | None] | None = None
+    seen_ngrams: Callable[[int], Tensor | None] | None = None
     max_accepted: Tensor | None = None
 
 

@@ -144,7 +144,7 @@ class _Beams:
         where = getattr(request.generator, "device", None)
         seed = int(torch.randint(2**62, (), generator=request.generator, device=where))
         seeded = request.generator is not None
-        drafted = DraftRequest(count, slots, device=self.device, keys=request.cache_keys, seeded=seeded)
+        drafted = DraftRequest(count, slots, device=self.device, users=request.users, seeded=seeded)
         self.session = drafts.start(torch.tensor([prompt[0] for prompt in prompts]), drafted)
         self.all_searches = [
             Search(self.terms, prompt, limit, row, seed + row)
@@ -344,13 +344,13 @@ class _Beams:
         for row, search in enumerate(self.searches):
             if search.done:
                 self._record(search)
-                self.session.finish(row, search.prompt, search.record.tokens)
+                self.session.on_end(row, search.prompt, search.record.tokens)
         self.searches = [self.searches[row] for row in going]
         if not going:
             return
         rows = torch.tensor(going)
-        self.cache.select(rows)
-        self.session.select(rows)
+        self.cache.keep_rows(rows)
+        self.session.keep_rows(rows)
         kept = to_device(rows, self.device)
         self.roots, self.features = self.roots[kept], self.features[kept]
 
