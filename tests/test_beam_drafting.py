@@ -79,9 +79,9 @@ def children(target: Target, drafter: Drafter, text: list[int], path: Sequence[i
     tree = opened(target, drafter, [text]).draft(torch.tensor(text[-1:]))
     tokens, node = tree.tokens[0].tolist(), 0
     for token in path:
-        node = next(child for child in tree.child[0, node].nonzero()[:, 0].tolist() if tokens[child] == token)
+        node = next(child for child in tree.is_child[0, node].nonzero()[:, 0].tolist() if tokens[child] == token)
     log_q = tree.scores[0] - tree.scores[0, node]
-    return {tokens[child]: float(log_q[child]) for child in tree.child[0, node].nonzero()[:, 0].tolist()}
+    return {tokens[child]: float(log_q[child]) for child in tree.is_child[0, node].nonzero()[:, 0].tolist()}
 
 
 def same(guess: Successors, wanted: dict[int, float]) -> None:

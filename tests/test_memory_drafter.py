@@ -72,8 +72,8 @@ def test_a_store_keeps_its_bound_and_what_is_used() -> None:
             ((size, _, tokens, at),) = store.matches(used[:20], 1)
             assert size == 20 and tokens[at] == used[20]
             store.use(tokens, at)
-        most = max(most, store.held_bytes)
-        assert store.array.nbytes + store.order.nbytes <= store.held_bytes <= bound
+        most = max(most, store.nbytes)
+        assert store.array.nbytes + store.order.nbytes <= store.nbytes <= bound
     assert most > 0.9 * bound and len(store.texts) < bound / 8 / 26
     assert sorted(store.order.tolist()) == list(range(len(store)))
     ((size, _, tokens, at),) = store.matches([*prompt, *answer[:-1]], 1)
@@ -90,7 +90,7 @@ def test_a_large_memory_loses_texts_and_not_all_at_once() -> None:
         if request % 10 == 0:
             drafter.store_of(f"user {request}", drafter.stores).add([[request, *range(50, 250)]])
         drafter.trim()
-        assert sum(store.held_bytes for store in drafter.stores.values()) <= 1 << 16
+        assert sum(store.nbytes for store in drafter.stores.values()) <= 1 << 16
         assert len(drafter.stores["large"].texts) >= min(request, 40)
         assert len(drafter.stores) <= 1 << 16 >> 11
 

@@ -207,10 +207,10 @@ class MemoryDrafter(FreeDrafter):
 
     def trim(self) -> None:
         """Evict texts of the least recently used keys until the stores fit the bound, and keys without texts."""
-        while (over := sum(store.held_bytes + STORE_BYTES for store in self.stores.values()) - self.store_bytes) > 0:
+        while (over := sum(store.nbytes + STORE_BYTES for store in self.stores.values()) - self.store_bytes) > 0:
             key, store = next(iter(self.stores.items()))
-            if store.held_bytes > over:
-                store.shrink(store.held_bytes - over)
+            if store.nbytes > over:
+                store.shrink(store.nbytes - over)
             else:
                 del self.stores[key]
 

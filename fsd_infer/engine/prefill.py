@@ -181,8 +181,8 @@ def _check_memory(target: Target, plan: RequestPlan) -> int:
     free = free_bytes(target.device)
     if capture is not None and free is not None and cache_bytes > free:  # recordings hold memory of other sizes
         capture.forget()
-    held = target.held_bytes + drafter.held_bytes
-    check_caches(cache_bytes, sizes.rows, sizes.capacity, target.device, plan.request.max_cache_bytes, held)
+    shared = target.shared_cache_bytes + drafter.shared_cache_bytes
+    check_caches(cache_bytes, sizes.rows, sizes.capacity, target.device, plan.request.max_cache_bytes, shared)
     return cache_bytes
 
 

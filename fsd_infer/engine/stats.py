@@ -177,7 +177,7 @@ class GenerationStats(Renamed):
 
 
 @dataclass
-class RowRecord:
+class RowRecord(Renamed):
     """One answer while it grows.
 
     Attributes:
@@ -185,6 +185,8 @@ class RowRecord:
         emissions: one per token; empty with beams.
         steps: search steps with beams; else None, and each token is a step.
     """
+
+    former_members = {"gates": "relaxed"}
 
     tokens: list[int] = field(default_factory=list)
     emissions: list[Emission] = field(default_factory=list)
@@ -198,8 +200,9 @@ class RowRecord:
         return [emission.source for emission in self.emissions]
 
     @property
-    def gates(self) -> list[bool]:
-        return [emission.gate_open for emission in self.emissions]
+    def relaxed(self) -> list[bool]:
+        """Of each token, whether a lossy distribution applied at its context."""
+        return [emission.relaxed for emission in self.emissions]
 
     @property
     def spent(self) -> list[float]:
@@ -218,7 +221,7 @@ class RowRecord:
             new_tokens=count,
             target_forwards=forwards,
             acceptance_length=((count if self.steps is None else self.steps) - 1) / forwards if forwards else math.nan,
-            gate_open_fraction=_mean(self.gates) or 0.0,
+            gate_open_fraction=_mean(self.relaxed) or 0.0,
             gate_accepted_fraction=_mean([source == TokenOrigin.GATE for source in self.sources]) or 0.0,
             divergence_spent=float(sum(self.spent)),
             finish_reason=self.finish_reason or "length",

@@ -148,7 +148,7 @@ class VocabRows:
         inputs, tree = self.inputs, self.inputs.tree
         found = repeating_tokens(inputs.texts, tree, self.rows, self.nodes, n, inputs.round.scores.shape[-1])
         if inputs.round.seen_ngrams is not None and not tree.sampled:
-            copied = tree.child[self.rows, self.nodes] & inputs.repeats_ngram(n)[self.rows]  # [R, N]
+            copied = tree.is_child[self.rows, self.nodes] & inputs.repeats_ngram(n)[self.rows]  # [R, N]
             column = tree.tokens[self.rows].where(copied, found.shape[1])  # one more than there are, for the others
             found = torch.nn.functional.pad(found, (0, 1)).scatter(1, column, True)[:, :-1]
         return found
