@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import FsdError, NonFiniteLogitsError
-from fsd_core.former import FormerName, Renamed
+from fsd_core.former import Renamed, say
 from fsd_core.tensors import is_host, on_host, to_device
 from fsd_infer.rules.texts import TokenHistory
 from fsd_infer.trees.tree import DraftTree
@@ -51,6 +51,12 @@ class Emission(NamedTuple):
     depth: int
     first_choice: tuple[int, float] | None
     log_likelihood: float | None
+
+    @property
+    def gate_open(self) -> bool:
+        """:attr:`relaxed`, by its former name."""
+        say("Emission.gate_open", "it is now relaxed", 3)
+        return self.relaxed
 
 
 @dataclass
@@ -123,9 +129,6 @@ def check_faults(faults: Mapping[str, Tensor]) -> None:
 def row_index(rows: tuple[int, ...], device: torch.device) -> Tensor:
     """Return row numbers on a device. They are copied there once: a captured round copies nothing from the host."""
     return to_device(torch.tensor(rows), device)
-
-
-Emission.gate_open = FormerName(Emission, "gate_open", "relaxed")
 
 
 @dataclass
