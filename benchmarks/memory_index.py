@@ -123,7 +123,7 @@ def store_figures(requests: int, mib: int) -> dict[str, Any]:
         begun = time.perf_counter()
         store.add([ids[:half], ids])
         taken.append(1e3 * (time.perf_counter() - begun))
-        most = max(most, store.held_bytes)
+        most = max(most, store.nbytes)
     return {
         "bound_bytes": mib << 20, "most_bytes": most, "process_grew_by": resident() - before, "requests": requests,
         "texts": len(store.texts), "tokens": len(store), "add_ms": median(taken),

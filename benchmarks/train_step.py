@@ -155,7 +155,7 @@ class Bench:
         with TemporaryDirectory() as scratch:
             state = Path(scratch) / "state.ckpt"
             done: dict[str, Callable[[], Any]] = {
-                "plan": lambda: plan_chains(mask, UNROLLED, 0.8, static_shapes=module.compiles),
+                "plan": lambda: plan_chains(mask, UNROLLED, 0.8, static_shapes=module.is_compiled),
                 "validation batch": validate,
                 "export": lambda: module.export(Path(scratch) / "head"),
                 "checkpoint": lambda: torch.save([module.state_dict(), self.optimizer.state_dict()], state),
@@ -203,7 +203,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     name = torch.cuda.get_device_name() if bench.device.type == "cuda" else "cpu"
     peak = peak_of(name)
     return {
-        "device": name, "compiled": bench.module.compiles, "ms": 1e3 * seconds, "tokens_per_s": real / seconds,
+        "device": name, "compiled": bench.module.is_compiled, "ms": 1e3 * seconds, "tokens_per_s": real / seconds,
         "fill": real / args.tokens, "mfu": None if peak is None else sum(tera.values()) * 1e12 / seconds / peak,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if bench.device.type == "cuda" else None,
         "teraflop": tera, "parts_ms": {part: 1e3 * median(each[part] for each in parts) for part in PARTS},

@@ -1,4 +1,21 @@
-"""Turn timed runs into the record of a benchmark: totals, categories, ratios pair by pair."""
+"""Turn timed runs into the record of a benchmark: totals, categories, ratios pair by pair.
+
+Speeds are medians over units of medians over repeats, in new tokens per second of wall time. A unit is a group of
+prompts that are decoded together, or a block of such groups (its tokens / its seconds). ``tokens_per_second`` counts
+the prefill; ``decode_tokens_per_second`` excludes it and its token. ``tau`` is pooled: tokens emitted by verifying
+forwards / verifying forwards; ``tau_category_mean`` weighs categories equally, ``tau_answer_mean`` answers.
+``accepted_by_position`` is the share of rounds that accepted 1, 2, … drafts or more. ``target_forwards``,
+``answer_tokens`` and ``divergence_spent`` (nats) are means per answer. Gate fractions and ``log_likelihood_per_token``
+(nats, raw) are means per token. ``drafts`` pools the drafters' first choices, see
+:class:`fsd_infer.engine.drafts.FirstChoiceStats`. ``phases`` are seconds over all runs, ``phase_fractions`` their
+shares, ``milliseconds_per_round`` each phase after the prefill / verifying forwards. ``round_overhead_fraction`` is the
+share of the time after the prefill that neither target nor drafter takes. What a method does not report is None.
+
+A ratio of speeds is the method's / the baseline's on the same unit (of seconds the inverse, so that above 1 is faster):
+the median over units with a 95 % percentile bootstrap interval. Other ratios, a method's ``intervals``,
+``differences[BASELINE][METHOD]`` and ``agreement[BASELINE][METHOD]`` (the share of prompts with the baseline's final
+answer) are those of :mod:`fsd_bench.paired`, over prompts. Quantities that were not measured are absent.
+"""
 
 from __future__ import annotations
 
@@ -52,22 +69,7 @@ def build_record(
 ) -> dict[str, Any]:
     """Build a record's ``methods``, ``baseline``, ``ratios``, ``differences``, ``agreement``, ``flips``, ``prompts``.
 
-    Speeds are medians over units of medians over repeats, in new tokens per second of wall time. A unit is a group of
-    prompts that are decoded together, or a block of such groups (its tokens / its seconds). ``tokens_per_second``
-    counts the prefill; ``decode_tokens_per_second`` excludes it and its token. ``tau`` is pooled: tokens emitted by
-    verifying forwards / verifying forwards; ``tau_category_mean`` weighs categories equally, ``tau_answer_mean``
-    answers. ``accepted_by_position`` is the share of rounds that accepted 1, 2, … drafts or more. ``target_forwards``,
-    ``answer_tokens`` and ``divergence_spent`` (nats) are means per answer. Gate fractions and
-    ``log_likelihood_per_token`` (nats, raw) are means per token. ``drafts`` pools the drafters' first choices, see
-    :class:`fsd_infer.engine.drafts.FirstChoiceStats`. ``phases`` are seconds over all runs, ``phase_fractions`` their
-    shares, ``milliseconds_per_round`` each phase after the prefill / verifying forwards. ``round_overhead_fraction`` is
-    the share of the time after the prefill that neither target nor drafter takes. What a method does not report is
-    None.
-
-    A ratio of speeds is the method's / the baseline's on the same unit (of seconds the inverse, so that above 1 is
-    faster): the median over units with a 95 % percentile bootstrap interval. Other ratios, a method's ``intervals``,
-    ``differences[BASELINE][METHOD]`` and ``agreement[BASELINE][METHOD]`` (the share of prompts with the baseline's
-    final answer) are those of :mod:`fsd_bench.paired`, over prompts. Quantities that were not measured are absent.
+    The module says what the quantities are.
 
     Args:
         prompts: all prompts that the turns' indices refer to.
@@ -83,18 +85,10 @@ def build_record(
     by_category: dict[str, list[Comparison]] = {prompt.category: [] for prompt in prompts}
     for turn in turns:
         by_category[prompts[turn.prompts[0]].category].append(turn)
-    facts = {}
-    for name, description in methods.items():
-        parts = {category: summary(name, of_category) for category, of_category in by_category.items()}
-        facts[name] = {
-            **summary(name, turns, cells[name]),
-            "tau_category_mean": _mean([part["tau"] for part in parts.values()]),
-            "identical_to_baseline": _mean([_same(own, reference[i]) for i, own in _first_tokens(name, turns).items()]),
-            **_phases(name, turns),
-            **description,
-            "intervals": intervals(name, turns, seed),
-            "categories": {category: {key: part[key] for key in BY_CATEGORY} for category, part in parts.items()},
-        }
+    facts = {
+        name: _facts(name, description, turns, cells[name], reference, by_category, seed)
+        for name, description in methods.items()
+    }
     beside = {
         other: {name: _beside(name, other, turns, cells, seed) for name in methods if name != other}
         for other in compared
@@ -111,6 +105,38 @@ def build_record(
         "agreement": table("same_final_answer"),
         "flips": table("flips"),
         "prompts": _prompt_rows(prompts, methods, turns),
+    }
+
+
+def _facts(
+    name: str,
+    description: Mapping[str, Any],
+    turns: Sequence[Comparison],
+    cells: Mapping[int, Cell],
+    reference: Mapping[int, list[int] | None],
+    by_category: Mapping[str, Sequence[Comparison]],
+    seed: int,
+) -> dict[str, Any]:
+    """Return what a record says of one method.
+
+    Args:
+        name: of the method.
+        description: of its options.
+        turns: every group and repeat.
+        cells: its speeds by unit.
+        reference: tokens of the first baseline's answers, by prompt.
+        by_category: the turns of each category.
+        seed: of the bootstrap.
+    """
+    parts = {category: summary(name, of_category) for category, of_category in by_category.items()}
+    return {
+        **summary(name, turns, cells),
+        "tau_category_mean": _mean([part["tau"] for part in parts.values()]),
+        "identical_to_baseline": _mean([_same(own, reference[i]) for i, own in _first_tokens(name, turns).items()]),
+        **_phases(name, turns),
+        **description,
+        "intervals": intervals(name, turns, seed),
+        "categories": {category: {key: part[key] for key in BY_CATEGORY} for category, part in parts.items()},
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -20,6 +21,8 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
 from fsd_core.errors import CheckpointError, DataError, FsdError
+
+log = logging.getLogger(__name__)
 
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
@@ -252,6 +255,27 @@ def open_safetensors(path: Path, advice: str, error: type[FsdError] = Checkpoint
         raise
     except (SafetensorError, OSError, ValueError) as problem:
         raise error(f"{path} is truncated or damaged ({problem}). {advice}") from problem
+
+
+def lock_for_run(descriptor: int, path: Path, advice: str, error: type[FsdError] = DataError) -> bool:
+    """Lock an open file or directory for this process, until the descriptor is closed.
+
+    Returns:
+        False, after a warning, where the file system has no locks: then nothing keeps two runs apart.
+
+    Raises:
+        FsdError: ``error``, which names ``path`` and ends in ``advice``, if another run holds the lock.
+    """
+    import fcntl  # of POSIX systems
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as problem:
+        raise error(f"another run is writing {path}. {advice}") from problem
+    except OSError as problem:
+        log.warning("%s cannot be locked (%s): see to it that no other run writes there", path, problem.strerror)
+        return False
+    return True
 
 
 def sha256_of(path: Path) -> str:

@@ -1,23 +1,56 @@
-"""One warning for each former name that still works."""
+"""Former names still work until the next release, with one warning each."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from typing import Any, ClassVar
 
 _said: set[str] = set()
 
 
-def rename_members(cls: type, names: Mapping[str, str]) -> None:
-    """Give members that a subclass defines by their former names the new ones, with a warning."""
-    for old, new in names.items():
-        if old in vars(cls):
-            say(f"{cls.__name__}.{old}", f"call it {new}")
-            setattr(cls, new, vars(cls)[old])
+class FormerName:
+    """A former name of an attribute: instances read what has the present name."""
+
+    def __init__(self, owner: type, old: str, new: str, what: str = "") -> None:
+        self.owner, self.old, self.new, self.what = owner, old, new, what or f"{owner.__name__}.{old}"
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            raise AttributeError(f"{owner.__name__} has no {self.old!r}")
+        defining = [each for each in owner.__mro__ if self.old in vars(each) and each is not self.owner]
+        # a class that still defines the former name is here because of super().old: go on above it
+        source: Any = super(defining[-1], instance) if defining else instance
+        value = getattr(source, self.new)
+        say(self.what, f"it is now {self.new}", 3)
+        return value
 
 
-def say(old: str, new: str) -> None:
+class Renamed:
+    """A class with renamed members.
+
+    A former name reads the member that has the present one. A subclass that defines a member by its former name defines
+    the present one.
+
+    Attributes:
+        former_members: present names by former ones.
+    """
+
+    former_members: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for base in cls.__mro__[1:]:
+            for old, new in vars(base).get("former_members", {}).items():
+                if old in vars(cls):
+                    say(f"{cls.__name__}.{old}", f"call it {new}", 3)
+                    setattr(cls, new, vars(cls)[old])
+        for old, new in vars(cls).get("former_members", {}).items():
+            setattr(cls, old, FormerName(cls, old, new))
+
+
+def say(old: str, new: str, stacklevel: int = 4) -> None:
     """Warn, once, that a name is a former one and what to write instead."""
     if old not in _said:
         _said.add(old)
-        warnings.warn(f"{old} works until fsd-toolkit 0.2: {new}.", FutureWarning, stacklevel=4)
+        warnings.warn(f"{old} works until fsd-toolkit 0.2: {new}.", FutureWarning, stacklevel=stacklevel)

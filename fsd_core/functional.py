@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 TreeTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]  # tokens, parents, scores and proposers of a DraftTree
-UNSURE, SURE = 0.2, 0.95  # chance that a drawn child is accepted where the largest q is 0 and 1, before learning
-LEAST_REST = 1e-3  # a smaller rest of q is rounding
-LEAST_WRONG = 0.001  # chance that all steps of the main drafter from a node are wrong
+# before learning, the chance that the target accepts a draw from the rest of q: where the largest q is 0, and 1
+ACCEPT_IF_UNSURE, ACCEPT_IF_SURE = 0.2, 0.95
+MIN_REST = 1e-3  # a smaller rest of q is rounding
+MIN_WRONG = 0.001  # chance that all steps of the main drafter from a node are wrong
 
 KERNELS: dict[str, dict[str, Callable[..., Any]]] = {}  # by function and device type
 
@@ -177,42 +178,47 @@ def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
 @_replaceable
 def mixed_children(
     log_q: Tensor,
-    reach: Tensor,
-    sees: Tensor,
+    accept_log_probs: Tensor,
+    ancestors: Tensor,
     reserved: Tensor,
-    left: Tensor,
-    shares: tuple[float, float],
-    least: float,
+    free_nodes: Tensor,
+    ratios: tuple[float, float],
+    min_log_prob: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Decide which children of a context are fixed, and which contexts draw one more.
 
-    :mod:`fsd_infer.drafters.drawing` says why so. No draw is looked at.
+    :mod:`fsd_infer.drafters.drawing` says why so. No draw is looked at. Log-probabilities of acceptance are estimates.
 
     Args:
-        log_q: [B, E, w] ln q of the candidates of each context, falling. The last one's place is the drawn child's.
-        reach: [B, E] log chance that each context is accepted.
-        sees: [B, E, n] which of all expanded nodes, the root excluded, lie above each context, itself included.
+        log_q: [B, E, w] ln q of the candidates of each context, falling. The last one's index is the drawn child's.
+        accept_log_probs: [B, E] log-probability that each context is accepted.
+        ancestors: [B, E, n] which expanded nodes are each context's ancestors or itself, the root excluded.
         reserved: [B, n] which of them will be verified because something is drawn below.
-        left: [B] int64, nodes that are not reserved.
-        shares: learned ratios of likely and of drawn children.
-        least: the least log chance at which a node is worth verifying.
+        free_nodes: [B] int64, how many nodes of each tree are not reserved.
+        ratios: learned ratios of accepted to expected drafts, of likely and of drawn children.
+        min_log_prob: a node that is accepted with a smaller log-probability is not worth verifying.
 
     Returns:
         fixed: [B, E, w] bool.
         draws: [B, E] bool.
-        passes: [B, E] log chance that the target accepts the drawn child.
-        reserved, left: as they are then.
+        drawn_log_probs: [B, E] log-probability that the target accepts the drawn child, given its context.
+        reserved, free_nodes: as they are then.
     """
-    ratio = (shares[1] * (UNSURE + (SURE - UNSURE) * log_q[..., :1].exp())).clamp_max(SURE)
-    fixed = reach[..., None] + log_q + (shares[0] - ratio).clamp_min(0.0).log() >= least
+    likely_ratio, drawn_ratio = ratios
+    q_max = log_q[..., :1].exp()
+    accept_drawn = drawn_ratio * (ACCEPT_IF_UNSURE + (ACCEPT_IF_SURE - ACCEPT_IF_UNSURE) * q_max)
+    accept_drawn = accept_drawn.clamp_max(ACCEPT_IF_SURE)  # [B, E, 1] of each token of the rest of q
+    gain = (likely_ratio - accept_drawn).clamp_min(0.0).log()  # of fixing a token instead of leaving it to the draw
+    fixed = accept_log_probs[..., None] + log_q + gain >= min_log_prob
     fixed[..., -1] = False
     rest = (1.0 - (log_q.exp() * fixed).sum(-1)).clamp_min(0.0)
-    passes = (ratio[..., 0] * rest).log()
-    wants = (reach + passes >= least) & (rest > LEAST_REST)
-    cost = (1 + (sees & ~reserved[:, None]).sum(-1)) * wants
-    draws = wants & (cost.cumsum(-1) <= left[:, None])
-    reserved = reserved | (sees & draws[..., None]).any(1)
-    return fixed, draws, passes, reserved, left - (cost * draws).sum(-1)
+    drawn_log_probs = (accept_drawn[..., 0] * rest).log()
+    wants = (accept_log_probs + drawn_log_probs >= min_log_prob) & (rest > MIN_REST)
+    # a draw reserves its child and what is not yet reserved above it; contexts take the free nodes in order
+    cost = (1 + (ancestors & ~reserved[:, None]).sum(-1)) * wants
+    draws = wants & (cost.cumsum(-1) <= free_nodes[:, None])
+    reserved = reserved | (ancestors & draws[..., None]).any(1)
+    return fixed, draws, drawn_log_probs, reserved, free_nodes - (cost * draws).sum(-1)
 
 
 # what the host may read without a transfer (kernels of a CPU do): loops end sooner, and shapes are smaller ----------
@@ -274,7 +280,7 @@ def tree_union(
     of_main, of_side = _accept_probs(main), _accept_probs(side)
     # the probability that all children of main are wrong, by context
     wrong = torch.ones_like(parents, dtype=of_main.dtype).scatter_add(1, main[1][:, 1:], -of_main[:, 1:])
-    side_alone = of_side.masked_fill(shared, 0.0) * wrong.clamp_min(LEAST_WRONG).gather(1, numbers.gather(1, side[1]))
+    side_alone = of_side.masked_fill(shared, 0.0) * wrong.clamp_min(MIN_WRONG).gather(1, numbers.gather(1, side[1]))
     a = torch.cat([of_main, side_alone[:, 1:]], 1)
     b = torch.zeros_like(a).scatter(1, numbers, of_side.masked_fill(~shared, 0.0))
     either = a + b - a * b

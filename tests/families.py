@@ -230,7 +230,7 @@ class _OracleSession(DraftSession):
         for text, row, count in zip(self.texts, tokens.tolist(), counts.tolist(), strict=True):
             text += row[:count]
 
-    def select(self, rows: Tensor) -> None:
+    def keep_rows(self, rows: Tensor) -> None:
         self.texts = [self.texts[row] for row in rows.tolist()]
 
     def draft(self, roots: Tensor) -> DraftTree:
@@ -239,7 +239,7 @@ class _OracleSession(DraftSession):
         tree = DraftTree.of_lists(rows, VOCAB, self.drafter.target.device)
         q_logits = torch.randn(*tree.tokens.shape, VOCAB, generator=self.drafter.generator).to(tree.tokens.device)
         nodes = torch.arange(tree.tokens.shape[1], device=q_logits.device)
-        return replace(tree, q_logits=q_logits, q_index=torch.where(tree.inner, nodes, -1))
+        return replace(tree, q_logits=q_logits, q_index=torch.where(tree.has_children, nodes, -1))
 
     def _continuations(self) -> list[list[int]]:
         """The greedy continuation of each text. It is read far ahead at first, and once: this takes most of a test."""

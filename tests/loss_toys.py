@@ -37,9 +37,9 @@ class Grid:
     features: Tensor
     weights: Tensor
     positions: Tensor
-    head: LMHead
+    target_lm_head: LMHead
     feature_scale: Tensor | None = None
-    own_head: LMHead | None = None
+    own_lm_head: LMHead | None = None
     reference: Tensor | None = None
     progress: float = 1.0
     step: float = math.inf
@@ -65,16 +65,16 @@ class Grid:
 
     def batch(self) -> DraftBatch:
         rows = self.rows()
-        reference = None if self.reference is None else self.reference[rows.step, rows.feature]
+        reference = None if self.reference is None else self.reference[rows.step, rows.position_index]
         return DraftBatch(
-            self.estimates[rows.step, rows.feature], self.features, rows, self.head, self.feature_scale, self.own_head,
-            reference, self.progress, self.step,
+            self.estimates[rows.step, rows.position_index], self.features, rows, self.target_lm_head,
+            self.feature_scale, self.own_lm_head, reference, self.progress, self.step,
         )  # fmt: skip
 
     def dense(self, values: Tensor) -> Tensor:
         """Values [R] in their places, [S, N], 0 elsewhere."""
         rows = self.rows()
-        return values.new_zeros(self.weights.shape).index_put((rows.step, rows.feature), values)
+        return values.new_zeros(self.weights.shape).index_put((rows.step, rows.position_index), values)
 
 
 def grid_loss(name: Any, args: dict[str, Any] | None = None) -> Callable[[Grid], LossOutput]:
@@ -104,8 +104,8 @@ def make_batch(spread: float = 0.6, seed: int = 0, *, own: bool = False, **head:
     bias = torch.randn(VD, generator=generator) if head.pop("bias", False) else None
     lm_head = LMHead(torch.randn(VD, H, generator=generator), bias, **head)
     trained = (lm_head.weight + 0.3 * torch.randn(VD, H, generator=generator)).requires_grad_()
-    own_head = LMHead(trained, bias, **head) if own else None
-    return Grid(estimates, features, weights, POSITIONS, lm_head, own_head=own_head)
+    own_lm_head = LMHead(trained, bias, **head) if own else None
+    return Grid(estimates, features, weights, POSITIONS, lm_head, own_lm_head=own_lm_head)
 
 
 def plain_logits(hidden: Tensor, head: LMHead) -> Tensor:
@@ -116,8 +116,10 @@ def plain_logits(hidden: Tensor, head: LMHead) -> Tensor:
 
 def distributions(batch: Grid) -> tuple[Tensor, Tensor]:
     """p [1, N, Vd] and q [S, N, Vd] in fp64, nothing chunked or fused."""
-    q = plain_logits(batch.estimates.double(), batch.head if batch.own_head is None else batch.own_head).softmax(-1)
-    return plain_logits(batch.features.double(), batch.head).softmax(-1)[None], q
+    q = plain_logits(
+        batch.estimates.double(), batch.target_lm_head if batch.own_lm_head is None else batch.own_lm_head
+    ).softmax(-1)
+    return plain_logits(batch.features.double(), batch.target_lm_head).softmax(-1)[None], q
 
 
 def plain_kl(a: Tensor, b: Tensor) -> Tensor:
@@ -153,7 +155,7 @@ def plain_lengths(batch: Grid, acceptance: Tensor) -> Tensor:
 def check(batch: Grid, loss: Tensor, expected: Tensor) -> None:
     """Same value and same gradients; there are gradients, and none on estimates that are not supervised."""
     torch.testing.assert_close(loss.double(), expected.double(), atol=2e-6, rtol=1e-5)
-    leaves = [batch.estimates] if batch.own_head is None else [batch.estimates, batch.own_head.weight]
+    leaves = [batch.estimates] if batch.own_lm_head is None else [batch.estimates, batch.own_lm_head.weight]
     found, wanted = (torch.autograd.grad(2 * value, leaves) for value in (loss, expected))
     torch.testing.assert_close(found, wanted, atol=4e-6, rtol=2e-4)
     assert all(float(grad.abs().max()) > 1e-3 for grad in found)

@@ -193,7 +193,7 @@ def simulate(toy: Toy, rule: Rule, rows: int, seed: int) -> Outcome:
             code[who] = code[who] * V + token
             length[who] += 1
             spent[who] += verdict.spent[emits, step]
-            gates[who] += verdict.gate_open[emits, step]
+            gates[who] += verdict.relaxed[emits, step]
             for row, emitted in zip(who.tolist(), token.tolist()):
                 answers[row].append(emitted)
         left[active] -= verdict.spent.double().sum(-1)

@@ -79,9 +79,9 @@ def children(target: Target, drafter: Drafter, text: list[int], path: Sequence[i
     tree = opened(target, drafter, [text]).draft(torch.tensor(text[-1:]))
     tokens, node = tree.tokens[0].tolist(), 0
     for token in path:
-        node = next(child for child in tree.child[0, node].nonzero()[:, 0].tolist() if tokens[child] == token)
+        node = next(child for child in tree.is_child[0, node].nonzero()[:, 0].tolist() if tokens[child] == token)
     log_q = tree.scores[0] - tree.scores[0, node]
-    return {tokens[child]: float(log_q[child]) for child in tree.child[0, node].nonzero()[:, 0].tolist()}
+    return {tokens[child]: float(log_q[child]) for child in tree.is_child[0, node].nonzero()[:, 0].tolist()}
 
 
 def same(guess: Successors, wanted: dict[int, float]) -> None:
@@ -139,7 +139,7 @@ def test_the_successors_of_a_beam_are_those_of_its_text(kind: str, tmp_path: Pat
         for row, guesses in enumerate(session.successors(beams, nodes, 3)):
             for node, guess in zip(nodes[row], guesses, strict=True):
                 same(guess, children(target, drafter, texts[row] + path_of(row, node)))
-    session.select(torch.tensor([1]))
+    session.keep_rows(torch.tensor([1]))
     beams = Frontier(tokens[1:], parents[1:], [2], [3], beams.features[1:])
     tokens[1].append(1)
     parents[1].append(3)

@@ -17,7 +17,7 @@ import torch
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters import LMDrafter
 from fsd_infer.engine.beams import BeamOptions
-from fsd_infer.engine.beams.sampling import chances_of_width, dynamic_width
+from fsd_infer.engine.beams.sampling import dynamic_width, width_probabilities
 from tests.beam_toys import doubled, drafters_for
 from tests.families import tiny_model, tiny_prompts
 
@@ -114,7 +114,7 @@ def dynamic(step: int, live: Live) -> int:
     if step == 1:  # the prompt is read before anything is drafted
         return 2
     lists = [[likeliest_first(follows[text]) for _, text in live] for follows in toys()[1:]]
-    chances = chances_of_width([score for score, _ in live], *lists, width=2, breadth=2, per_beam=2)
+    chances = width_probabilities([score for score, _ in live], *lists, width=2, breadth=2, per_beam=2)
     return dynamic_width(chances, 0.7, 1)
 
 

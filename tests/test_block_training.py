@@ -51,7 +51,7 @@ def test_blocks_of_a_batch_are_those_of_decoding(toys: Path, markov: str, confid
     batch, target = batch_of(toys), module.target
     drafts = module.draft(batch, BLOCK)
     plan = plan_blocks(batch["loss_mask"][0], BLOCK, 24, 0.8, module._root_generator())
-    logits = drafts.draft_head(drafts.estimates)
+    logits = drafts.draft_lm_head(drafts.estimates)
     drafter = module.make_drafter(target, TreeShape.chain(BLOCK))
     ends = batch["lengths"].cumsum()
     compared = 0
@@ -75,15 +75,15 @@ def test_blocks_of_a_batch_are_those_of_decoding(toys: Path, markov: str, confid
     assert compared > 24 and (drafts.rows.step == plan.output % BLOCK).all()
     assert (drafts.rows.chains >= 0).all() and drafts.rows.chains.shape[0] == BLOCK
     # a row of slot k and one of slot 0 at the same position share the target's feature
-    assert drafts.features.shape[0] == len(drafts.rows.position) == int(drafts.rows.feature.max()) + 1
+    assert drafts.features.shape[0] == len(drafts.rows.position) == int(drafts.rows.position_index.max()) + 1
 
 
 def test_confidence_learns_the_chance_of_acceptance(toys: Path) -> None:
     """Σ min(p, q) of each row; and it teaches the rest of the head, but the chances have no gradient of their own."""
     module = whole(toys, "gated", True)
     drafts = module.draft(batch_of(toys), BLOCK)
-    p = drafts.head(drafts.features).softmax(-1)[drafts.rows.feature]
-    chances = torch.minimum(p, drafts.draft_head(drafts.estimates).softmax(-1)).sum(-1).detach()
+    p = drafts.target_lm_head(drafts.features).softmax(-1)[drafts.rows.position_index]
+    chances = torch.minimum(p, drafts.draft_lm_head(drafts.estimates).softmax(-1)).sum(-1).detach()
     assert drafts.confidence is not None
     sure = drafts.confidence.sigmoid()
     each = -(chances * sure.log() + (1 - chances) * (1 - sure).log())
@@ -166,5 +166,5 @@ def test_a_batch_without_answers_runs(toys: Path) -> None:
     batch = batch_of(toys, 2)
     batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
     drafts = module.draft(batch, BLOCK)
-    assert len(drafts.estimates) == 0 and VOCAB == drafts.head.weight.shape[0]
+    assert len(drafts.estimates) == 0 and VOCAB == drafts.target_lm_head.weight.shape[0]
     assert module.loss(drafts).loss == 0

@@ -209,7 +209,7 @@ def test_memory_is_bounded_over_requests_of_many_sizes(device: SimulatedDevice) 
         caches: Any = [whole.recorded.current.state.cache, whole.recorded.current.state.session.cache]  # type: ignore[union-attr]
         for place, cache in enumerate(caches):
             largest[place] = max(largest[place], cache.nbytes)
-        assert all(model.held_bytes <= 2 * most for model, most in zip(models, largest))
+        assert all(model.shared_cache_bytes <= 2 * most for model, most in zip(models, largest))
 
     traffic = [(1, 20), (2, 20), (1, 250), (3, 100), (5, 250), (1, 20), (8, 250), (2, 250)]
     for rows, tokens in traffic:
@@ -221,7 +221,7 @@ def test_memory_is_bounded_over_requests_of_many_sizes(device: SimulatedDevice) 
     whole.recorded.forget()
     ask(1, 20, small)
     gc.collect()
-    assert [model.held_bytes for model in models] == largest
+    assert [model.shared_cache_bytes for model in models] == largest
 
 
 def test_rounds_are_recorded_at_loading(device: SimulatedDevice) -> None:

@@ -188,7 +188,7 @@ def test_compiled_steps_on_cuda(loss: str, half: bool, toys: Path) -> None:
     module.target.capture_layers(HEADS[1]["head"]["fused_layers"])
     module.to(device)
     module.target.model.to(device)
-    assert module.compiles
+    assert module.is_compiled
     batch: Any = answers_of(toys).on_before_batch_transfer(packs(toys, range(6))[0], 0)
     batch = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
     with torch.autocast("cuda", torch.bfloat16, enabled=half):

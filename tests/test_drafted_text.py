@@ -97,7 +97,7 @@ def test_what_the_small_lm_reads_is_split_as_its_tokenizer_would() -> None:
     drafter = TextDrafter(small, target, TreeShape.chain(3))
     words, written = target.tokenizer, "the cat is at the cat"
     tokens = words(written, add_special_tokens=False).input_ids
-    request = families.DraftRequest(batch=1, slots=4, longest=64)
+    request = families.DraftRequest(batch=1, cache_slots=4, max_length=64)
     session = drafter.start(torch.tensor([tokens[0]]), request)
     session.extend_on_host([tokens[1:4]])
     for token in tokens[4:]:

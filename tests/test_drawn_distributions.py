@@ -104,7 +104,8 @@ class Session(TreeSession):
 
     def _new_drawing(self) -> Drawing:
         drawing = super()._new_drawing()
-        drawing.least = drawing.least if self.toy.least is None else math.log(self.toy.least)
+        if self.toy.least is not None:
+            drawing.min_log_prob = math.log(self.toy.least)
         return drawing
 
     def _select_nodes(self, tree: DraftTree) -> DraftTree:
@@ -194,7 +195,7 @@ def emissions(rule: str, toy: Grown) -> tuple[RuleInputs, Tensor, Tensor, Tensor
     stated = torch.where(
         lossy[..., None], distribution.log_probs(inputs), VocabRows.every(inputs).log_p.view_as(round.logits).double()
     )
-    chance = torch.where(inputs.above(lossy), walk.r_draft, walk.p_draft).double().masked_fill(~tree.is_draft, 0.0)
+    chance = torch.where(inputs.at_parents(lossy), walk.r_draft, walk.p_draft).double().masked_fill(~tree.is_draft, 0.0)
     emits = torch.zeros_like(stated)
     for node in range(tree.tokens.shape[1]):
         weights = walk._weights(torch.full_like(tree.parents[:, :1], node), lossy).double()
@@ -248,7 +249,7 @@ def test_no_draw_shifts_what_a_context_emits(name: str) -> None:
         assert torch.allclose(distribution.sum(-1), torch.ones(()).double(), atol=1e-5)
         p = VocabRows.every(inputs).p.view_as(distribution).double()
         kl = torch.where(distribution > 0, distribution * (distribution / p).log(), 0.0).sum(-1)
-        inner = inputs.tree.inner
+        inner = inputs.tree.has_children
         torch.testing.assert_close(cost[inner], kl[inner].clamp_min(0.0), atol=2e-5, rtol=1e-4, msg=f"{name} {rule}")
         seen: dict[Any, list[Any]] = defaultdict(lambda: [0.0, 0.0, None])
         for row, node in inner.nonzero().tolist():
@@ -280,7 +281,7 @@ def test_block_verification_of_trees_has_the_targets_distribution_and_accepts_mo
 
     def emitted(row: int, node: int, tokens: int) -> np.ndarray:
         """[V**tokens] the same of what is emitted at and after a node that is reached."""
-        drafts = inputs.tree.child[row, node].nonzero()[:, 0].tolist()
+        drafts = inputs.tree.is_child[row, node].nonzero()[:, 0].tolist()
         children = {int(inputs.tree.tokens[row, draft]): draft for draft in drafts}
         below, after = toy.vocabulary * int(where[row, node]) + 1, tokens - 1
         then = [emitted(row, children[y], after) if y in children else target(below + y, after) for y in every]
@@ -295,7 +296,7 @@ def test_block_verification_of_trees_has_the_targets_distribution_and_accepts_mo
         one_by_one[:, node] = one_by_one.gather(1, above)[:, 0] * inputs.accept_prob[:, node]
     accepted, fewer = ((each * inputs.tree.is_draft).sum(1) @ probability for each in (reach, one_by_one))
     assert accepted > fewer - 1e-5
-    assert accepted > fewer + 1e-4 or not (inputs.is_drawn & inputs.above(inputs.is_drawn)).any()
+    assert accepted > fewer + 1e-4 or not (inputs.is_drawn & inputs.at_parents(inputs.is_drawn)).any()
 
 
 def node_of(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

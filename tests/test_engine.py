@@ -156,13 +156,13 @@ def test_stopping_criteria_emit_no_token_too_many(model: Any, oracle: FuzzyDecod
 def test_records_name_every_tokens_source(oracle: FuzzyDecoder) -> None:
     out = oracle.generate(tiny_prompts(), rule=RandomGate(0.5), max_new_tokens=30, do_sample=False, seed=1)
     for record, row in zip(out.records, out.stats.rows, strict=True):
-        assert len(record.tokens) == len(record.sources) == len(record.gates) == len(record.spent) == row.new_tokens
+        assert len(record.tokens) == len(record.sources) == len(record.relaxed) == len(record.spent) == row.new_tokens
         assert record.sources[0] == TokenOrigin.TARGET
         gates = [s == TokenOrigin.GATE for s in record.sources]
         assert row.gate_accepted_fraction == pytest.approx(sum(gates) / len(gates))
-        assert all(open_ for open_, gate in zip(record.gates, gates, strict=True) if gate)
+        assert all(open_ for open_, gate in zip(record.relaxed, gates, strict=True) if gate)
         assert row.divergence_spent == pytest.approx(sum(record.spent))
-        assert all(nats == 0 for nats, open_ in zip(record.spent, record.gates, strict=True) if not open_)
+        assert all(nats == 0 for nats, open_ in zip(record.spent, record.relaxed, strict=True) if not open_)
     assert out.stats.divergence_spent > 0
 
 

@@ -61,7 +61,7 @@ def test_trees_are_trees_and_rows_leave(kind: str) -> None:
     assert bool((whole.q_index == -1).all())
     count = alone.tokens.shape[1]
     assert torch.equal(whole.tokens[2:, :count], alone.tokens) and not whole.is_draft[2:, count:].any()
-    session.select(torch.tensor([2]))
+    session.keep_rows(torch.tensor([2]))
     assert torch.equal(session.draft(torch.tensor([7])).tokens, alone.tokens)
 
 

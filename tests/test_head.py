@@ -139,11 +139,11 @@ def test_a_plans_rows_are_what_is_supervised(steps: int, share: float) -> None:
     plan = plan_chains(mask, steps, decay, share, torch.Generator().manual_seed(1))
     rows, roots = plan.rows, plan.roots.tolist()
     assert rows.position.tolist() == wanted[0].nonzero().squeeze(1).tolist()
-    assert rows.feature.diff().min() >= 0
-    assert rows.ends == [int((rows.feature < number).sum()) for number in range(len(rows.position) + 1)]
+    assert rows.position_index.diff().min() >= 0
+    assert rows.ends == [int((rows.position_index < number).sum()) for number in range(len(rows.position) + 1)]
     outputs = [(i, 0) for i in range(length)]  # (position, step) of unroll's
     outputs += [(root + s, s) for s in range(1, steps) for root in roots]
-    found = list(zip(rows.position[rows.feature].tolist(), rows.step.tolist()))
+    found = list(zip(rows.position[rows.position_index].tolist(), rows.step.tolist()))
     assert [outputs[place] for place in plan.output.tolist()] == found and len(set(found)) == len(found)
     expected, chains = {(int(place), 0) for place in rows.position}, set()
     for root in roots if steps > 1 else range(length):

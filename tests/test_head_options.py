@@ -175,17 +175,22 @@ def test_training_drafts_the_prompts_ids_too(toys: Path, monkeypatch: pytest.Mon
     plain, module, batch = made(toys), made(toys, context_ids=True), train_toys.batch_of(toys)
     prompt = set(batch["input_ids"][~batch["loss_mask"].bool()].tolist())
     before, after = plain.draft(batch, 1), module.draft(batch, 1)
-    assert before is not None and after is not None and before.head.ids is not None and after.head.ids is not None
-    own, joined = before.head.ids.tolist(), after.head.ids[10:].tolist()
+    assert (
+        before is not None
+        and after is not None
+        and before.target_lm_head.ids is not None
+        and after.target_lm_head.ids is not None
+    )
+    own, joined = before.target_lm_head.ids.tolist(), after.target_lm_head.ids[10:].tolist()
     new = sorted(prompt - set(own))
     assert new and joined[: len(new)] == new, "the prompts' ids come first"
     assert sorted(own + joined) == list(range(module.target.vocab_size)), "a toy's vocabulary is smaller than a block"
     monkeypatch.setattr("fsd_train.models.eagle._CONTEXT_BLOCK", len(new) + 1)
     blocked = made(toys, context_ids=True).draft(batch, 1)
-    assert blocked is not None and blocked.head.ids is not None
-    assert blocked.head.ids.tolist() == [*own, *joined[: len(new) + 1]]
-    expected = LMHead.of(module.target)(after.features)[..., after.head.ids]
-    torch.testing.assert_close(after.head(after.features), expected)
+    assert blocked is not None and blocked.target_lm_head.ids is not None
+    assert blocked.target_lm_head.ids.tolist() == [*own, *joined[: len(new) + 1]]
+    expected = LMHead.of(module.target)(after.features)[..., after.target_lm_head.ids]
+    torch.testing.assert_close(after.target_lm_head(after.features), expected)
     assert module.head.draft_ids is not None and len(module.head.draft_ids) == 10, "the exported vocabulary is the same"
     out = module.loss(after)
     out.loss.backward()

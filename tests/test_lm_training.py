@@ -70,7 +70,7 @@ def test_rows_are_the_contexts_that_decoding_drafts_in(toys: Path) -> None:
     for row, i in enumerate(drafts.rows.position.tolist()):
         assert mask[0, i + 1] and mask[0, i + 2]  # the root, which the target gave, and what is drafted after it
         torch.testing.assert_close(drafts.estimates[row], theirs[i + 1], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(drafts.head(drafts.features[row]), target[i + 1], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(drafts.target_lm_head(drafts.features[row]), target[i + 1], atol=1e-4, rtol=1e-4)
     answers = answers_in(batch)
     assert len(drafts.weights) == int((answers - 1).sum())  # the first token comes with the prompt
     assert int((drafts.weights - 1).sum()) == int((answers - 2).sum())  # the weight of the second step

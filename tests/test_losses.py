@@ -207,7 +207,7 @@ def test_a_step_holds_the_logits_of_one_chunk(name: Any, args: dict[str, Any]) -
     weight = torch.randn(vocab, width)
     batch = Grid(
         torch.randn(2, rows, width, requires_grad=True), torch.randn(rows, width), torch.ones(2, rows),
-        torch.arange(rows), LMHead(weight, cap=5.0), own_head=LMHead(weight.clone().requires_grad_(), cap=5.0),
+        torch.arange(rows), LMHead(weight, cap=5.0), own_lm_head=LMHead(weight.clone().requires_grad_(), cap=5.0),
         reference=torch.randn(2, rows, width) if name == "adaspec" else None,
     ).batch()  # fmt: skip
     loss = build_loss(name, args)
@@ -221,7 +221,7 @@ def test_losses_without_gradients_and_in_low_precision() -> None:
         batch,
         estimates=batch.estimates.detach().bfloat16().requires_grad_(),
         features=batch.features.bfloat16(),
-        head=LMHead(batch.head.weight.bfloat16()),
+        target_lm_head=LMHead(batch.target_lm_head.weight.bfloat16()),
     )
     for name in ("eagle", "js", "lk", "fsd"):
         exact = grid_loss(name)(batch).loss.detach()

@@ -53,8 +53,8 @@ def test_outside_the_phase_each_token_is_the_targets_own() -> None:
             with torch.no_grad():
                 logits = model(torch.tensor([[*prompt, *record.tokens[:place]]])).logits[0, -1]
             assert record.tokens[place] == int(logits.argmax())
-            assert not record.gates[place] and record.spent[place] == 0 and record.sources[place] != TokenOrigin.GATE
-    assert any(gate for gate, lossy in zip(record.gates, states) if lossy)
+            assert not record.relaxed[place] and record.spent[place] == 0 and record.sources[place] != TokenOrigin.GATE
+    assert any(gate for gate, lossy in zip(record.relaxed, states) if lossy)
 
 
 def test_how_phases_are_written() -> None:
@@ -111,7 +111,7 @@ def test_every_row_gets_its_answer_within_its_budget(rule: str, kind: str) -> No
     outcome = decode(target, drafter, parse_rule(rule), Request(prompts, new, greedy))
     assert [len(answer) for answer in outcome.sequences] == [new] * len(prompts)
     for record, row in zip(outcome.records, outcome.stats.rows, strict=True):
-        assert len(record.spent) == len(record.sources) == len(record.gates) == new
+        assert len(record.spent) == len(record.sources) == len(record.relaxed) == new
         assert min(record.spent) >= 0 and sum(record.spent) <= (0.5 if "budget" in rule else 0) + 1e-6
         assert 1 <= row.target_forwards < new
     if rule == "exact" and greedy:

@@ -93,7 +93,7 @@ def test_rows_that_stay_move_up_in_place() -> None:
     for layer in range(2):
         cache.update(states, -states, layer)
     begins = [layer.keys.data_ptr() for layer in cache.layers]
-    cache.select(torch.tensor([1, 3]))
+    cache.keep_rows(torch.tensor([1, 3]))
     for layer, begin in zip(cache.layers, begins, strict=True):
         assert layer.keys.data_ptr() == begin
         assert torch.equal(layer.keys, states[[1, 3]]) and torch.equal(layer.values, -states[[1, 3]])

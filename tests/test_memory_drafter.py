@@ -72,8 +72,8 @@ def test_a_store_keeps_its_bound_and_what_is_used() -> None:
             ((size, _, tokens, at),) = store.matches(used[:20], 1)
             assert size == 20 and tokens[at] == used[20]
             store.use(tokens, at)
-        most = max(most, store.held_bytes)
-        assert store.array.nbytes + store.order.nbytes <= store.held_bytes <= bound
+        most = max(most, store.nbytes)
+        assert store.array.nbytes + store.order.nbytes <= store.nbytes <= bound
     assert most > 0.9 * bound and len(store.texts) < bound / 8 / 26
     assert sorted(store.order.tolist()) == list(range(len(store)))
     ((size, _, tokens, at),) = store.matches([*prompt, *answer[:-1]], 1)
@@ -90,7 +90,7 @@ def test_a_large_memory_loses_texts_and_not_all_at_once() -> None:
         if request % 10 == 0:
             drafter.store_of(f"user {request}", drafter.stores).add([[request, *range(50, 250)]])
         drafter.trim()
-        assert sum(store.held_bytes for store in drafter.stores.values()) <= 1 << 16
+        assert sum(store.nbytes for store in drafter.stores.values()) <= 1 << 16
         assert len(drafter.stores["large"].texts) >= min(request, 40)
         assert len(drafter.stores) <= 1 << 16 >> 11
 
@@ -132,7 +132,7 @@ def test_a_request_with_a_seed_comes_again(rule: str, temperature: float) -> Non
 
 def trees_of(drafter: MemoryDrafter, texts: list[list[int]], keys: list[str] | None) -> list[list[int]]:
     """The drafts of each row of a batch that has read these texts."""
-    request = DraftRequest(len(texts), 99, keys=keys)
+    request = DraftRequest(len(texts), 99, users=keys)
     session = drafter.start(torch.tensor([text[0] for text in texts]), request)
     session.extend_on_host([text[1:] for text in texts])
     tree = session.draft(torch.tensor([text[-1] for text in texts]))
@@ -180,9 +180,9 @@ def test_copies_from_memory_are_copies() -> None:
     session.extend_on_host([text[1:] for text in texts])
     tokens = torch.tensor([[9, 1, 2], [6, 7, 11]])  # in no text; continued as the first text was, then not
     tree = DraftTree.chain(tokens, torch.empty(2, 0, VOCAB))
-    copies = session.copies(tree, 3)
+    copies = session.seen_ngrams(tree, 3)
     assert copies is not None and copies.tolist() == [[False, False, False], [False, True, False]]
-    assert drafter.start(torch.tensor([1]), DraftRequest(1, 99, keys=[""])).copies(tree, 3) is None
+    assert drafter.start(torch.tensor([1]), DraftRequest(1, 99, users=[""])).seen_ngrams(tree, 3) is None
     # the same request, with and without a memory of its exact answer: charged, the lossy rule cannot copy it
     prompts, options = tiny_prompts((9,)), dict(max_new_tokens=32, do_sample=False)
     for rule, copied in (("tilted:0.2:exact_ngram_size=2", False), ("tilted:0.2:exact_ngram_size=0", True)):

@@ -115,7 +115,7 @@ def test_every_node_has_the_estimate_of_a_plain_computation(root: Path, name: st
             with torch.no_grad():
                 wanted = over_all(made.estimate(states, text, path), made.ids)
             torch.testing.assert_close(q, wanted, rtol=1e-5, atol=1e-5)
-            children = tree.tokens[row][tree.child[row, node]].tolist()
+            children = tree.tokens[row][tree.is_child[row, node]].tolist()
             assert int(wanted.argmax()) in children
             depths.add(len(path))
     assert depths >= set(range(min(8, made.depth) if shape == "chain" else min(3, made.depth) - 1)), (

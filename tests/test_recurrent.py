@@ -106,7 +106,7 @@ class States(Callback):
         self.state = state
 
     def on_round(self, report: Any) -> None:
-        for row, number in enumerate(report.numbers):
+        for row, number in enumerate(report.prompt_indices):
             self.found.append((number, int(self.state.lengths[row]), self.state.cache.recurrent.saved(row)))
 
 
@@ -202,7 +202,7 @@ def test_a_kept_text_is_read_on_where_it_ends() -> None:
         (answer,) = decoder.generate([prompt], **limits).sequences
     turn = [*prompt, *answer, *more]
     again = decoder.generate([turn, [*prompt, *more]], **limits)
-    assert again.stats.known[0] >= len(prompt) + len(answer) - 1 and again.stats.known[1] == 0
+    assert again.stats.cached_tokens[0] >= len(prompt) + len(answer) - 1 and again.stats.known[1] == 0
     assert again.sequences == reference(model, [turn, [*prompt, *more]], **limits)
 
 

@@ -163,8 +163,8 @@ def test_which_children_are_fixed_and_which_contexts_draw(width: int) -> None:
     drawn = 0
     for _ in range(50):
         log_q = torch.randn(2, 4, 40).mul(3).log_softmax(-1).topk(width).values
-        reach, sees = torch.randn(2, 4).sub(2).clamp_max(0.0), torch.rand(2, 4, 9) < 0.4
-        given = log_q, reach, sees, torch.rand(2, 9) < 0.3, torch.randint(0, 12, (2,)), (1.1, 0.9), -4.0
+        accept, ancestors = torch.randn(2, 4).sub(2).clamp_max(0.0), torch.rand(2, 4, 9) < 0.4
+        given = log_q, accept, ancestors, torch.rand(2, 9) < 0.3, torch.randint(0, 12, (2,)), (1.1, 0.9), -4.0
         found, expected = functional.mixed_children(*given), functional.mixed_children.__wrapped__(*given)  # type: ignore[attr-defined]
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, check_dtype=one is not found[2])

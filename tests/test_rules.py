@@ -55,7 +55,7 @@ def test_a_gate_that_the_reduced_vocabulary_keeps_shut_says_so_once(name: str) -
     _warn_never_opens.cache_clear()
     round = tree_round(0, reduced=True)
     with pytest.warns(UserWarning, match=f"'{name}' is infinite.*never opens"):
-        assert not Fuzzy(name, 1000.0)(round).gate_open.any()
+        assert not Fuzzy(name, 1000.0)(round).relaxed.any()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Fuzzy(name, 1000.0)(round)
@@ -91,19 +91,19 @@ def test_verdict_is_a_path_of_the_tree(spec: str, shape: str, greedy: bool) -> N
                 assert verdict.tokens[row, step] == tree.tokens[row, path[step + 1]]
             children = (tree.parents[row] == path[accepted]) & (torch.arange(nodes) > 0)
             assert int(verdict.tokens[row, accepted]) not in tree.tokens[row, children].tolist()
-            for padded in (verdict.tokens, verdict.gate_open, verdict.spent):
+            for padded in (verdict.tokens, verdict.relaxed, verdict.spent):
                 assert not padded[row, accepted + 1 :].any()
-            assert (verdict.spent[row][~verdict.gate_open[row]] == 0).all()
+            assert (verdict.spent[row][~verdict.relaxed[row]] == 0).all()
             for step in range(accepted + 1):
-                assert verdict.gate_open[row, step] or verdict.sources[row, step] != TokenOrigin.GATE
-                assert not verdict.gate_open[row, step] or path[step] in inner_of(round, row)
+                assert verdict.relaxed[row, step] or verdict.sources[row, step] != TokenOrigin.GATE
+                assert not verdict.relaxed[row, step] or path[step] in inner_of(round, row)
                 # as far as exact decoding comes, too: it would have taken the same draft, or the gate let it through
                 alike = exact.path[row, : step + 1].tolist() == path[: step + 1]
                 if comparable and alike and step < accepted:
                     same = int(exact.accepted[row]) > step and exact.path[row, step + 1] == path[step + 1]
-                    let_through = verdict.gate_open[row, step] and not same
+                    let_through = verdict.relaxed[row, step] and not same
                     assert verdict.sources[row, step] == (TokenOrigin.GATE if let_through else TokenOrigin.EXACT)
-            chosen = TokenOrigin.GATE if dense and verdict.gate_open[row, accepted] else TokenOrigin.TARGET
+            chosen = TokenOrigin.GATE if dense and verdict.relaxed[row, accepted] else TokenOrigin.TARGET
             assert verdict.sources[row, accepted] == chosen
 
 
@@ -131,7 +131,7 @@ def test_an_answers_first_tokens_are_exact(spec: str, shape: str, greedy: bool) 
         assert_same(parse_rule(f"{spec}:settle=1")(round), free)
         assert_same(parse_rule(f"{spec}:settle={2 + depth}")(round), exact)
         partly = parse_rule(f"{spec}:settle=2")(round)
-        assert torch.equal(partly.tokens[:, 0], exact.tokens[:, 0]) and not partly.gate_open[:, 0].any()
+        assert torch.equal(partly.tokens[:, 0], exact.tokens[:, 0]) and not partly.relaxed[:, 0].any()
         assert depth < 2 or (partly.accepted >= exact.accepted).all()
         longer = replace(round, texts=TokenHistory([[1, *row] for row in round.tree.tokens[:, :1].tolist()]))
         assert_same(parse_rule(f"{spec}:settle=2")(longer), free)
@@ -227,7 +227,7 @@ def test_a_row_without_a_budget_pays_any_cost_beside_rows_with_one(spec: str, sh
         left = torch.full((len(round.tree.tokens),), INF).index_fill(0, torch.arange(0, 6, 2), 0.3)
         found, free = (parse_rule(spec)(replace(round, budget_left=each)) for each in (left, None))
         assert (found.spent.double().sum(1) <= left + 1e-6).all()
-        for name in ("accepted", "tokens", "spent", "gate_open"):
+        for name in ("accepted", "tokens", "spent", "relaxed"):
             assert torch.equal(getattr(found, name)[left.isinf()], getattr(free, name)[left.isinf()]), name
 
 

@@ -142,8 +142,19 @@ def test_a_session_written_with_former_names_works(monkeypatch: pytest.MonkeyPat
             def append(self, rows: Any) -> None:
                 pass
 
+            def draft(self, roots: Any) -> Any:
+                return None
+
+            def select(self, rows: Any) -> None:
+                self.kept = rows
+                super().select(rows)  # type: ignore[misc]
+
         class Bigrams(FreeDrafter):
             reach = 2
 
     assert Own.feedback is vars(Own)["facts"] and Own.extend_on_host is vars(Own)["append"]
+    mine = Own()
+    with pytest.warns(FutureWarning, match=r"DraftSession\.select works until .*: it is now keep_rows"):
+        mine.keep_rows([1])
+        assert mine.kept == [1] and mine.remembers is False  # type: ignore[attr-defined]
     assert Bigrams.context_length == 2

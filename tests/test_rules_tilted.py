@@ -224,7 +224,7 @@ def test_repeated_n_grams_are_found_in_answer_and_path(n: int) -> None:
                     assert bool(following[row, way[-1], token]) == naive_repeats([*text, token], n)
             assert not mask[row, 0]
     assert found > 20
-    grown.select(torch.tensor([3, 0]))
+    grown.keep_rows(torch.tensor([3, 0]))
     assert [row[row >= 0].tolist() for row in grown.tokens] == [answers[3], answers[0]]
 
 

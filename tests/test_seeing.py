@@ -145,7 +145,7 @@ def test_a_prefix_with_images_is_read_once(family: str) -> None:
     finally:
         decoder.target.prefixes = None
     assert [each.sequences[0] for each in made] == [expected[0], expected[1], expected[0], expected[2]]
-    known, before = [each.stats.known[0] for each in made], decoder.encode(first).index(IMAGE)
+    known, before = [each.stats.cached_tokens[0] for each in made], decoder.encode(first).index(IMAGE)
     assert known[0] == 0 and known[1] <= before
     if not decoder.target.is_recurrent:  # which keeps no start of a text
         assert known[2] == len(decoder.encode(first)) - 1 and known[3] > before

@@ -84,7 +84,7 @@ def turns(decoder: FuzzyDecoder, **options: Any) -> tuple[list[list[list[int]]],
         asked = texts if turn < 3 else texts[:1]
         out = decoder.generate(asked, max_new_tokens=10 + turn, **options)
         answers.append(out.sequences)
-        known.append(out.stats.known_tokens)
+        known.append(out.stats.total_cached_tokens)
         taus.append(out.stats.acceptance_length)
         texts = [text + answer + [5 + turn, 7, 11] for text, answer in zip(texts, out.sequences)]
     return answers, known, taus
@@ -136,7 +136,7 @@ def test_keys_share_nothing() -> None:
     def known(keys: list[str] | None) -> int:
         made = decoder.generate([prompt], max_new_tokens=4, temperature=0, users=keys)
         answers.append(made.sequences)
-        return made.stats.known_tokens
+        return made.stats.total_cached_tokens
 
     answers: list[list[list[int]]] = []
     assert [known(keys) for keys in (["me"], ["you"], None)] == [0, 0, 0]

@@ -227,11 +227,12 @@ def test_a_checkpoint_is_not_continued_in_another_order(toys: Path, checkpoint: 
 
 def test_rule_metrics_against_the_plain_formulas() -> None:
     made, draft_ids = make_batch(), torch.tensor([0, 2, 3, 7, 8])
-    full, grid = made.head, replace(made, estimates=made.estimates.detach(), head=LMHead(made.head.weight[draft_ids]))
+    full = made.target_lm_head
+    grid = replace(made, estimates=made.estimates.detach(), target_lm_head=LMHead(full.weight[draft_ids]))
     batch, steps = grid.batch(), len(grid.weights)
     seen = compare(batch, full, draft_ids, ["js", "top_k_tv:2"], chunk_size=2)
     p = full(grid.features).log_softmax(-1).expand(steps, -1, -1)
-    q = expand_draft(grid.head(grid.estimates), draft_ids, len(full.weight)).log_softmax(-1)
+    q = expand_draft(grid.target_lm_head(grid.estimates), draft_ids, len(full.weight)).log_softmax(-1)
     counted = grid.weights > 0
     overlap = torch.minimum(p.exp(), q.exp()).sum(-1) * counted
     torch.testing.assert_close(grid.dense(seen.overlap), overlap)

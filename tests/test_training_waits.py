@@ -142,7 +142,7 @@ def test_no_loss_waits_forwards_or_backwards(
         batch = on_device(make_batch(own=own).batch(), where)
         if loss == "adaspec":
             batch = replace(batch, reference=batch.estimates.detach().roll(1, 0))
-        leaves = [batch.estimates] if batch.own_head is None else [batch.estimates, batch.own_head.weight]
+        leaves = [batch.estimates] if batch.own_lm_head is None else [batch.estimates, batch.own_lm_head.weight]
         device.waits.clear()
         value = build_loss(loss, args)(batch).loss
         gradients = torch.autograd.grad(value, leaves)
@@ -157,11 +157,11 @@ def on_device(batch: DraftBatch, where: torch.device) -> DraftBatch:
     def head(of: LMHead | None, trained: bool) -> LMHead | None:
         return None if of is None else replace(of, weight=of.weight.detach().to(where).requires_grad_(trained))
 
-    kept = head(batch.head, False)
+    kept = head(batch.target_lm_head, False)
     assert kept is not None
     return replace(
         batch, estimates=batch.estimates.detach().to(where).requires_grad_(), features=batch.features.to(where),
-        rows=batch.rows.to(where), head=kept, own_head=head(batch.own_head, True),
+        rows=batch.rows.to(where), target_lm_head=kept, own_lm_head=head(batch.own_lm_head, True),
     )  # fmt: skip
 
 

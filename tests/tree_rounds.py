@@ -129,9 +129,9 @@ def verdict_of(rule: Rule, round: RoundInput) -> Verdict:
 
 
 def assert_same(a: Verdict, b: Verdict) -> None:
-    for field in ("accepted", "tokens", "sources", "gate_open", "path"):
+    for field in ("accepted", "tokens", "sources", "relaxed", "path"):
         assert torch.equal(getattr(a, field), getattr(b, field)), field
-    assert torch.equal(a.first, b.first)
+    assert torch.equal(a.first_choices, b.first_choices)
     torch.testing.assert_close(a.spent, b.spent, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(a.logprob_gap, b.logprob_gap, rtol=1e-5, atol=1e-6, equal_nan=True)
 
@@ -148,4 +148,4 @@ def check_tree(tree: DraftTree) -> None:
         assert len({(parents[node], tokens[node]) for node in drafts}) == len(drafts)
         assert all(scores[node] <= scores[parents[node]] for node in range(nodes))
         assert all(tree.depths[row, node] == tree.depths[row, parents[node]] + 1 for node in range(1, nodes))
-    assert bool((tree.q_index[~tree.child.any(-1)] == -1).all())
+    assert bool((tree.q_index[~tree.is_child.any(-1)] == -1).all())

@@ -89,7 +89,7 @@ def _show(args: argparse.Namespace, decoder: Any, out: Any, streamed: bool) -> N
     record, tokens = out.records[0], out.sequences[0]
     if args.json:
         sources = [TokenOrigin(source).name.lower() for source in record.sources]
-        facts = {"text": out.texts[0], "tokens": tokens, "sources": sources, "gate_open": record.gates}
+        facts = {"text": out.texts[0], "tokens": tokens, "sources": sources, "gate_open": record.relaxed}
         print(json.dumps(jsonable({**facts, "stats": out.stats.to_dict()}), ensure_ascii=False))
     elif args.show_accepted:
         colour = report.use_colour(args.color, sys.stdout)

@@ -67,6 +67,6 @@ def record_rounds(decoder: CanGenerate, sizes: Sequence[Size], **options: Any) -
     seconds, recorded = time.perf_counter() - start, target.recorded
     if recorded is None or recorded.refused is not None:
         return f"nothing was recorded: {ANGLES if recorded is None else recorded.refused}"
-    held = target.held_bytes + decoder.drafter.held_bytes
-    memory = f"{held / 2**20:.0f} MiB of keys and values"
+    shared = target.shared_cache_bytes + decoder.drafter.shared_cache_bytes
+    memory = f"{shared / 2**20:.0f} MiB of keys and values"
     return f"recorded {recorded.graphs} graphs for {named} tokens in {seconds:.1f} s, with {memory}"

@@ -208,7 +208,7 @@ def decode_request(
         request,
         generator=None if config.seed is None else torch.Generator(device=target.device).manual_seed(config.seed),
         callbacks=[*([] if streamer is None else [_streamed(streamer)]), *request.callbacks],
-        cache_keys=_per_answer(config.users, answers if beams == 1 else 1, len(request.prompts)),
+        users=_per_answer(config.users, answers if beams == 1 else 1, len(request.prompts)),
         measure_log_likelihood=config.measure_log_likelihood,
         max_cache_bytes=config.max_cache_bytes,
     )
@@ -247,13 +247,13 @@ def _check_watchers(config: FuzzyConfig, request: Request, beams: int, streamer:
             raise FsdError(f"callbacks lists objects of subclasses of fsd_infer.Callback, got {watcher!r:.60}.")
 
 
-def _per_answer(keys: Sequence[str] | None, answers: int, count: int) -> list[str] | None:
-    """Repeat the keys per answer. Raises FsdError unless there is one per prompt."""
-    if keys is None:
+def _per_answer(users: Sequence[str] | None, answers: int, count: int) -> list[str] | None:
+    """Repeat the users per answer. Raises FsdError unless there is one per prompt."""
+    if users is None:
         return None
-    if isinstance(keys, str) or len(keys) * answers != count or not all(isinstance(key, str) for key in keys):
+    if isinstance(users, str) or len(users) * answers != count or not all(isinstance(user, str) for user in users):
         raise FsdError("users is a list of texts, one per prompt.")
-    return [key for key in keys for _ in range(answers)]
+    return [user for user in users for _ in range(answers)]
 
 
 def _streamed(streamer: Any) -> Streaming:

@@ -264,10 +264,10 @@ class SlotCache(Cache):
             # advanced indices around a slice: [B, K, layers, heads, width]
             pool[:, rows, :, destinations] = pool[:, rows, :, sources]
 
-    def select(self, rows: Tensor) -> None:
+    def keep_rows(self, rows: Tensor) -> None:
         """Keep these batch rows [B'] (ascending, on the CPU) and move them up in place."""
         self.batch = rows.shape[0]
-        self.recurrent.select(rows)
+        self.recurrent.keep_rows(rows)
         for name in ("prefilled", "offsets"):
             if (of_rows := getattr(self, name)) is not None:
                 setattr(self, name, of_rows.index_select(0, to_device(rows, of_rows.device)))
@@ -281,7 +281,7 @@ class SlotCache(Cache):
                 layer.lazy_initialization(layer.keys[: self.batch], layer.values[: self.batch])
 
     def detached(self) -> SlotCache:
-        """Return a cache of the same rows in the same memory, which :meth:`select` changes alone."""
+        """Return a cache of the same rows in the same memory, which :meth:`keep_rows` changes alone."""
         made = SlotCache(self.config, self.batch, self.capacity, self._memory, self._rows)
         made._pools, made.recurrent.states = dict(self._pools), dict(self.recurrent.states)
         made.prefilled, made.offsets = self.prefilled, self.offsets

@@ -15,6 +15,7 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor
 
+from fsd_core.former import Renamed
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.pool import KVPool
 
@@ -61,7 +62,7 @@ class CudaRecorder:
         return outputs, graph.replay
 
 
-class CachedModel(ABC):
+class CachedModel(Renamed, ABC):
     """A model with a KV cache of slots.
 
     Attributes:
@@ -71,6 +72,7 @@ class CachedModel(ABC):
         device: of the model.
     """
 
+    former_members = {"held_bytes": "shared_cache_bytes"}
     recorder: Recorder | None = None
     recorded: Any = None
     cache_config: Any
@@ -110,7 +112,7 @@ class CachedModel(ABC):
         return SlotCache(self.cache_config, batch, slots, memory)
 
     @property
-    def held_bytes(self) -> int:
+    def shared_cache_bytes(self) -> int:
         """Bytes of the memory that requests share, at most twice those of the largest request so far."""
         parts = [*self._arenas.values(), *(memory.places for memory in self._memories.values())]
         return sum({id(place): place.nbytes for part in parts for place in part.values()}.values())

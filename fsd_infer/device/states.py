@@ -127,7 +127,7 @@ class RecurrentStates:
         """Return one batch row, which shares this memory."""
         return RecurrentStates(1, self.memory, self.rows, (self, index))
 
-    def select(self, rows: Tensor) -> None:
+    def keep_rows(self, rows: Tensor) -> None:
         """Keep these batch rows [B'] (ascending, on the CPU) and move them up in place."""
         self.batch = len(rows)
         for name, state in self.states.items():

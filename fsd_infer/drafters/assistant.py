@@ -163,14 +163,14 @@ class AssistantSession(StepSession):
         super().extend(tokens, features, counts)
 
     def _begin(self, roots: Tensor) -> Tensor:
-        return self.last[:, None]
+        return self.last_features[:, None]
 
     def _step(self, depth: int, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return self.drafter.model.step(self.cache, self.lengths, tokens, state)
 
 
 def _text_model(target: Target) -> Any:
-    """The part of the decoder that holds the layers; a decoder may hold what sees images, too."""
+    """The part of the decoder that holds the layers; a decoder may hold what ancestors images, too."""
     layer = target.layers([0])[0]
     parts = (part for part in target.decoder.modules() if layer in getattr(part, "layers", ()))
     return next(parts, target.decoder)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from fsd_core.former import Renamed
 from fsd_core.registry import Registry
 from fsd_infer.device.cuda_graphs import Recorder
 from fsd_infer.drafters.session import DraftRequest, DraftSession
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
 
 
-class Drafter(ABC):
+class Drafter(Renamed, ABC):
     """Weights and options of one way to draft.
 
     Attributes:
@@ -38,6 +39,7 @@ class Drafter(ABC):
         relative_cost: of its model's forward, in the target's; None: that of a head, 0: it has no model.
     """
 
+    former_members = {"held_bytes": "shared_cache_bytes"}
     name: str = ""
     target: Target | None = None
     directory: Path | None = None
@@ -132,9 +134,9 @@ class Drafter(ABC):
         return sum(part.cache_bytes(batch, slots) for part in self.parts)
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of earlier requests' caches, as :attr:`Target.held_bytes`; by default those of the parts."""
-        return sum(part.held_bytes for part in self.parts)
+    def shared_cache_bytes(self) -> int:
+        """Bytes of earlier requests' caches, as :attr:`Target.shared_cache_bytes`; by default those of the parts."""
+        return sum(part.shared_cache_bytes for part in self.parts)
 
     def use_graphs(self, recorder: Recorder | None) -> None:
         """Run its models by recorded CUDA graphs, as :meth:`Target.use_graphs`; by default those of the parts."""

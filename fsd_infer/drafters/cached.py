@@ -23,8 +23,8 @@ class CachedSession(TreeSession):
         super().__init__(drafter, request)
         self._cached: list[set[int]] = [{0} for _ in range(request.batch)]  # the nodes that the cache has
 
-    def select(self, rows: Tensor) -> None:
-        super().select(rows)
+    def keep_rows(self, rows: Tensor) -> None:
+        super().keep_rows(rows)
         self._cached = [self._cached[row] for row in rows.tolist()]
 
     def set_node_positions(self, positions: Sequence[Tensor], slots: int) -> None:

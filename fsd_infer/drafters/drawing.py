@@ -10,12 +10,13 @@ All of that is a function of the text and of draws further up. What is decided a
 expand, when to stop, and which of the other nodes to verify. None of it changes y, and a token of C that is not
 verified is emitted by the same draw from (p - q_r)+ as one that is.
 
-**Which contexts draw.** A node is worth verifying if its chance of being accepted reaches ``least``. Let ρ be the share
-of q_r that the target accepts. Measured with the shipped head, ρ hardly depends on C and grows with the largest q, as
-about 0.2 + 0.75·max q. A likely token c in C is accepted with probability p(c), about κ·q(c). Left to the draw, it
-would add ρ·q(c). So it is fixed if (κ - ρ)·q(c), times the chance to get there, reaches ``least``. The context draws if
-ρ times the rest of q does. Where the drafter is sure, one drawn child is enough. κ = 1 and the scale of ρ are where
-:class:`AcceptanceRatios` begins. It learns both by temperature and depth, from what earlier rounds accepted.
+**Which contexts draw.** A node is worth verifying if it is accepted with probability ``min_accept_prob`` or more. Let
+ρ be the probability that the target accepts a draw from q_r. Measured with the shipped head, ρ hardly depends on C and
+is about 0.2 + 0.75·max q. A likely token c is accepted with probability p(c), about κ·q(c); left to the draw, it would
+add ρ·q(c). So c is fixed if (κ - ρ)·q(c), times the probability that the context is accepted, is enough, and the
+context draws if ρ times the rest of q is. Where the drafter is sure, one drawn child is enough.
+:class:`AcceptanceRatios` begins with κ = 1 and this ρ, and learns both by temperature and depth from what earlier
+rounds accepted.
 """
 
 from __future__ import annotations
@@ -70,16 +71,16 @@ def accepted_and_expected(tree: DraftTree, path: Tensor, accepted: Tensor) -> Te
         accepted: [B] its drafts, -1 in rows that are finished.
     """
     reached = torch.zeros_like(tree.is_draft).scatter(1, path, True) & (accepted >= 0)[:, None]
-    chance = (tree.scores - tree.scores.gather(1, tree.parents)).exp()
-    counts = tree.is_draft & reached.gather(1, tree.parents)
+    accept_prob = (tree.scores - tree.scores.gather(1, tree.parents)).exp()  # of each draft, given its parent
+    tested = tree.is_draft & reached.gather(1, tree.parents)
     if tree.proposers is not None:
-        counts = counts & (tree.proposers == 0)
-    drawn = torch.zeros_like(counts) if tree.drawn is None else tree.drawn
+        tested = tested & (tree.proposers == 0)
+    drawn = torch.zeros_like(tested) if tree.drawn is None else tree.drawn
     sums = []
-    for kind in (~drawn, drawn):
-        for depth in (tree.depths == 1, tree.depths > 1):
-            mine = counts & kind & depth
-            sums += [(mine & reached).sum(1).float(), chance.masked_fill(~mine, 0.0).sum(1)]
+    for of_kind in (~drawn, drawn):
+        for at_depth in (tree.depths == 1, tree.depths > 1):
+            counted = tested & of_kind & at_depth
+            sums += [(counted & reached).sum(1).float(), accept_prob.masked_fill(~counted, 0.0).sum(1)]
     return torch.stack(sums, 1)
 
 
@@ -90,7 +91,7 @@ class Drawing:
         process: the request's processors that do not depend on ids, [..., Vd] to [..., Vd]; None if there are none.
         generator: of the draws; None: torch's global one.
         nodes: drafts that each tree may have.
-        least: the least chance of acceptance at which a node is worth verifying.
+        min_accept_prob: a node that is accepted with a smaller probability is not worth verifying.
         ratios: learned ratios; None: 1.
 
     Attributes:
@@ -103,28 +104,31 @@ class Drawing:
         process: Callable[[Tensor], Tensor] | None,
         generator: torch.Generator | None,
         nodes: int,
-        least: float,
+        min_accept_prob: float,
         ratios: AcceptanceRatios | None = None,
     ) -> None:
         self.ratios = ratios or AcceptanceRatios()
-        self.process, self.generator, self.left, self.least = process, generator, nodes, math.log(least)
+        self.process, self.generator, self.nodes = process, generator, nodes
+        self.min_log_prob = math.log(min_accept_prob)
         self.scores: list[Tensor] = []
         self.fixed: list[Tensor] = []
         self._reserved: Tensor | None = None  # [B, n] expanded nodes that will be verified in any case
-        self._left: Tensor | None = None  # [B] places that are not reserved
+        self._free_nodes: Tensor | None = None  # [B] how many of ``nodes`` are not reserved
 
     def expand(self, drawn: Tensor) -> None:
-        """Note which of the nodes that are expanded next were drawn, [B, E]: their places are reserved already."""
+        """Note which of the nodes that are expanded next were drawn, [B, E]: these are reserved already."""
         assert self._reserved is not None, "roots were expanded first"
         self._reserved = torch.cat([self._reserved, drawn], 1)
 
-    def propose(self, logits: Tensor, reach: Tensor, sees: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    def propose(
+        self, logits: Tensor, accept_log_probs: Tensor, ancestors: Tensor, width: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Propose children of the nodes that were expanded last.
 
         Args:
             logits: [B, E, Vd] of the drafter at these nodes.
-            reach: [B, E] log chance that each node is accepted.
-            sees: [B, E, n] which of all expanded nodes, the root excluded, lie above each of these, itself included.
+            accept_log_probs: [B, E] estimated log-probability that each is accepted.
+            ancestors: [B, E, n] which expanded nodes are each one's ancestors or itself, the root excluded.
             width: w, most children of a node.
 
         Returns:
@@ -134,7 +138,7 @@ class Drawing:
         logits = logits.float()
         scores = logits if self.process is None else self.process(logits)
         log_q, entries = functional.topk_logprobs(scores, width)
-        fixed, draws, passes = self._decide(log_q, reach, sees)
+        fixed, draws, drawn_log_probs = self._decide(log_q, accept_log_probs, ancestors)
         outside = scores.scatter(-1, entries, scores.gather(-1, entries).masked_fill(fixed, -math.inf))
         self.scores.append(outside)
         self.fixed.append(entries.masked_fill(~fixed, -1))
@@ -142,17 +146,21 @@ class Drawing:
         drawn[..., -1] = draws
         entries = torch.where(drawn, self._drawn(outside, draws)[..., None], entries)
         log_q = log_q.masked_fill(draws[..., None] & ~fixed, -math.inf)
-        return torch.where(drawn, passes[..., None], log_q), entries, drawn
+        return torch.where(drawn, drawn_log_probs[..., None], log_q), entries, drawn
 
-    def _decide(self, log_q: Tensor, reach: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return which candidates are fixed, which contexts draw, and the log chance that a drawn child passes."""
-        before, left = self._reserved, self._left
-        if before is None or left is None:
-            before, left = sees[:, 0], torch.full(sees.shape[:1], self.left, device=sees.device)
-        ratios = self.ratios.ratio(False, len(self.scores)), self.ratios.ratio(True, len(self.scores))
-        found = functional.mixed_children(log_q, reach, sees, before, left, ratios, self.least)
-        fixed, draws, passes, self._reserved, self._left = found
-        return fixed, draws, passes
+    def _decide(self, log_q: Tensor, accept_log_probs: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return which candidates are fixed, which contexts draw, and the log-probability that a draw is accepted."""
+        reserved, free_nodes = self._reserved, self._free_nodes
+        if reserved is None or free_nodes is None:
+            reserved = ancestors[:, 0]
+            free_nodes = torch.full(ancestors.shape[:1], self.nodes, device=ancestors.device)
+        depth = len(self.scores)
+        ratios = self.ratios.ratio(False, depth), self.ratios.ratio(True, depth)
+        *found, self._reserved, self._free_nodes = functional.mixed_children(
+            log_q, accept_log_probs, ancestors, reserved, free_nodes, ratios, self.min_log_prob
+        )
+        fixed, draws, drawn_log_probs = found
+        return fixed, draws, drawn_log_probs
 
     def _drawn(self, scores: Tensor, draws: Tensor) -> Tensor:
         """Draw an entry of the rows ``draws`` [B, E] of scores [B, E, Vd]: [B, E], arbitrary in other rows."""
@@ -166,12 +174,14 @@ class ChainDrawing:
         self.process, self.generator = process, generator
         self.scores: list[Tensor] = []
 
-    def propose(self, logits: Tensor, reach: Tensor, sees: Tensor, width: int) -> tuple[Tensor, Tensor, None]:
+    def propose(
+        self, logits: Tensor, accept_log_probs: Tensor, ancestors: Tensor, width: int
+    ) -> tuple[Tensor, Tensor, None]:
         """Draw a child of each node that was expanded last: ln q before the processors, its entry, [B, E, 1] each."""
         logits = logits.float()
         scores = logits if self.process is None else self.process(logits)
         self.scores.append(scores)
-        entries = drawn_entries(scores, torch.ones_like(reach, dtype=torch.bool), self.generator)[..., None]
+        entries = drawn_entries(scores, torch.ones_like(accept_log_probs, dtype=torch.bool), self.generator)[..., None]
         return logits.gather(-1, entries) - logits.logsumexp(-1, keepdim=True), entries, None
 
 

@@ -312,12 +312,12 @@ class EagleSession(CachedSession):
         ids = self.drafter.draft_ids if self.vocabulary is None else self.vocabulary.ids
         return self.drafter.q_logits(self._features, self.vocabulary) if logits is None else logits, ids
 
-    def select(self, rows: Tensor) -> None:
+    def keep_rows(self, rows: Tensor) -> None:
         if self.vocabulary is not None:
-            self.vocabulary.select(rows)
+            self.vocabulary.keep_rows(rows)
         kept = to_device(rows, self.device)
         self.unread = [(tokens[kept], features[kept], counts[kept]) for tokens, features, counts in self.unread]
-        super().select(rows)
+        super().keep_rows(rows)
         self.root_output, self._outputs = self.root_output[kept], self._outputs[kept]
 
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:

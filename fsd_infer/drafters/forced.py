@@ -102,12 +102,12 @@ class ForcedSession(DraftSession):
                 answer += row if answer else row[-1:]  # the first tokens are the prompt's, and the answer's first one
                 self.ends[at] = row[-1]
 
-    def finish(self, row: int, prompt: list[int], answer: list[int]) -> None:
-        super().finish(row, prompt, answer)
+    def on_end(self, row: int, prompt: list[int], answer: list[int]) -> None:
+        super().on_end(row, prompt, answer)
         self.finished.add(self.rows[row])
 
-    def select(self, rows: Tensor) -> None:
-        super().select(rows)
+    def keep_rows(self, rows: Tensor) -> None:
+        super().keep_rows(rows)
         kept = rows.tolist()
         self.rows, self.answers = [self.rows[row] for row in kept], [self.answers[row] for row in kept]
         self.ends = [self.ends[row] for row in kept]

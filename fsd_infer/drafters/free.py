@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from fsd_core.errors import FsdError
-from fsd_core.former import rename_members
 from fsd_infer.drafters.base import DRAFTERS, Drafter
 from fsd_infer.drafters.frontier import Frontier, Successors
 from fsd_infer.drafters.session import DraftRequest, DraftSession
@@ -114,15 +113,12 @@ class FreeDrafter(Drafter):
         FsdError: an option out of range.
     """
 
+    former_members = {"reach": "context_length"}
     largest: ClassVar[Mapping[str, TreeShape]] = LARGEST_OF_LM
     relative_cost = 0.0
     context_length: ClassVar[int] = 32
     drafts_beams = True
     most_chosen: ClassVar[int] = 0
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        rename_members(cls, {"reach": "context_length"})
 
     @abstractmethod
     def __init__(self, vocab_size: int, depth: int, nodes: int, least: float, width: int = 1) -> None:
@@ -181,7 +177,7 @@ class FreeSession(DraftSession):
     def _tail(self, tokens: list[int]) -> list[int]:
         return tokens[-self.drafter.context_length :]
 
-    def select(self, rows: Tensor) -> None:
+    def keep_rows(self, rows: Tensor) -> None:
         self.tails = [self.tails[row] for row in rows.tolist()]
 
     @property

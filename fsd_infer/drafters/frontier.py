@@ -83,7 +83,7 @@ class Frontier:
             nodes: [B][M] some of every row, whose parents the cache has, or has after this forward.
         """
         tree, numbers = self.tree, self.padded_nodes(nodes)
-        sees, depths = at_nodes(tree.ancestors, numbers), tree.depths
+        ancestors, depths = at_nodes(tree.ancestors, numbers), tree.depths
         slots, start, used = roots[:, None] + numbers, None, cache.window
         if is_host(roots.device):
             counts = torch.tensor([len(tokens) for tokens in self.tokens])
@@ -95,7 +95,7 @@ class Frontier:
         slot_positions = torch.minimum(every_slot, roots[:, None] + depths.gather(1, node))
         cache.set_write_slots(slots, start, used, slot_positions)
         positions = roots[:, None] + depths.gather(1, numbers)
-        return ForwardInputs(numbers, tree.tokens.gather(1, numbers), positions, visible_slots(roots, sees, used))
+        return ForwardInputs(numbers, tree.tokens.gather(1, numbers), positions, visible_slots(roots, ancestors, used))
 
     def move(self, cache: SlotCache, roots: Tensor, nodes: Sequence[Sequence[int]]) -> None:
         """Move the keys and values of these nodes to the slots after the roots' slots [B], in this order."""

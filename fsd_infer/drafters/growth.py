@@ -55,7 +55,7 @@ class TreeSession(DraftSession):
 
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
         self.drafter, self.shape, self.device = drafter, request.shape or drafter.shape, drafter.model.device
-        self.cache = drafter.model.new_cache(request.batch, drafter.slots(request.slots))
+        self.cache = drafter.model.new_cache(request.batch, drafter.slots(request.cache_slots))
         self.draft_bonus, self.request = request.draft_bonus, request
         self.lengths = torch.zeros(request.batch, dtype=torch.long, device=self.device)
         self._forecasts: list[list[float]] = []
@@ -92,8 +92,8 @@ class TreeSession(DraftSession):
     def shape_key(self) -> Hashable:
         return self.shape
 
-    def select(self, rows: Tensor) -> None:
-        self.cache.select(rows)
+    def keep_rows(self, rows: Tensor) -> None:
+        self.cache.keep_rows(rows)
         self.lengths = self.lengths[to_device(rows, self.device)]
 
     def _detached(self) -> Self:
@@ -102,7 +102,7 @@ class TreeSession(DraftSession):
         return made
 
     def _reallocate(self) -> None:
-        rows, slots = len(self.lengths), self.drafter.slots(self.request.slots)
+        rows, slots = len(self.lengths), self.drafter.slots(self.request.cache_slots)
         self.cache = self.cache.reallocated(lambda: self.drafter.model.new_cache(rows, slots))
 
     def draft(self, roots: Tensor) -> DraftTree:
@@ -123,8 +123,8 @@ class TreeSession(DraftSession):
         if self.request.draws is Draws.CHAIN:
             return ChainDrawing(self.request.process, self.request.generator)
         nodes = self.shape.max_nodes
-        least = 1.0 / (2 * nodes) if self.prices is None else self.prices.min_accept_prob
-        return Drawing(self.request.process, self.request.generator, nodes - 1, least, self._ratios)
+        min_accept_prob = 1.0 / (2 * nodes) if self.prices is None else self.prices.min_accept_prob
+        return Drawing(self.request.process, self.request.generator, nodes - 1, min_accept_prob, self._ratios)
 
     @property
     def feedback_count(self) -> int:
@@ -163,18 +163,18 @@ class TreeSession(DraftSession):
             [B, E, Vd] logits of their children.
         """
 
-    def _propose(self, logits: Tensor, scores: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _propose(self, logits: Tensor, scores: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Propose children from logits [B, E, Vd]: ln q [B, E, width], entries of the vocabulary, and which are drawn.
 
         Args:
             logits: of the nodes that were expanded last.
             scores: [B, E] their cumulative log q.
-            sees: as for :meth:`Drawing.propose`.
+            ancestors: as for :meth:`Drawing.propose`.
         """
         if self._drawing is None:
             return *functional.topk_logprobs(logits, self.width), None
         log_probs = scores if self.growth is None else self.growth.accept_log_probs(scores)
-        return self._drawing.propose(logits, log_probs, sees, self.width)
+        return self._drawing.propose(logits, log_probs, ancestors, self.width)
 
     def _grow(self, roots: Tensor, logits: Tensor, ids: Tensor | None, max_depth: int) -> DraftTree:
         """Return the tree of all candidates.
@@ -188,13 +188,13 @@ class TreeSession(DraftSession):
         batch, device, self._stopped = len(self.lengths), self.device, None
         frontier = torch.zeros(batch, 1, dtype=torch.long, device=device)  # [B, E] nodes to expand, at first the root
         frontier_scores = self._visits = torch.zeros(batch, 1, device=device)  # [B, E] their cumulative log q
-        sees = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # [B, E, n] which expanded nodes lie above
+        ancestors = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # [B, E, n] of the expanded nodes
         tokens, parents, scores = [roots[:, None]], [frontier], [frontier_scores]  # of each depth
         drawn = [torch.zeros_like(frontier, dtype=torch.bool)]
         all_expanded, all_logits, count = [frontier], [logits], 1
         for depth in range(1, max_depth + 1):
             # each node of the frontier proposes w children
-            log_q, entries, is_drawn = self._propose(logits, frontier_scores, sees)  # [B, E, w]
+            log_q, entries, is_drawn = self._propose(logits, frontier_scores, ancestors)  # [B, E, w]
             if self._stopped is not None:
                 log_q = log_q.masked_fill(self._stopped, -math.inf)
                 is_drawn = None if is_drawn is None else is_drawn & ~self._stopped
@@ -215,8 +215,8 @@ class TreeSession(DraftSession):
             # the model reads them
             itself = torch.eye(chosen.shape[1], dtype=torch.bool, device=device).expand(batch, -1, -1)
             parent = chosen // self.width  # [B, E'] place of each one's parent in the frontier before
-            sees = torch.cat([at_nodes(sees, parent), itself], dim=-1)
-            logits = self._expand(new_tokens.gather(1, chosen), parent, sees, depth)
+            ancestors = torch.cat([at_nodes(ancestors, parent), itself], dim=-1)
+            logits = self._expand(new_tokens.gather(1, chosen), parent, ancestors, depth)
             frontier = count + chosen
             count += new_tokens.shape[1]
             all_expanded.append(frontier)
@@ -273,9 +273,9 @@ class TreeSession(DraftSession):
             self._masks[key] = MenuMasks(*key, self.request.menu, self.device)
         return forecast(visit_scores(tree.scores, tree.parents, tree.depth_bound, self.draft_bonus), self._masks[key])
 
-    def _expand(self, tokens: Tensor, parents: Tensor, sees: Tensor, depth: int) -> Tensor:
+    def _expand(self, tokens: Tensor, parents: Tensor, ancestors: Tensor, depth: int) -> Tensor:
         """Run the model on nodes [B, E]. Their keys follow those of the text and of earlier depths."""
-        _, visible = self.cache.after_text(self.lengths, sees)
+        _, visible = self.cache.after_text(self.lengths, ancestors)
         positions = (self.lengths + (depth - 1))[:, None].expand_as(tokens)
         return self._read_nodes(tokens, parents, positions, visible)
 

@@ -102,7 +102,7 @@ class HydraSession(StepSession):
     drafter: HydraDrafter
 
     def _begin(self, roots: Tensor) -> Tensor:
-        return self.last[:, None]
+        return self.last_features[:, None]
 
     def _step(self, depth: int, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         if self.drafter.head.grounded:

@@ -126,7 +126,7 @@ class LMSession(CachedSession):
 
     def __init__(self, drafter: LMDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, request)
-        self.text = torch.zeros(request.batch, request.slots + 1, dtype=torch.long, device=self.device)
+        self.text = torch.zeros(request.batch, request.cache_slots + 1, dtype=torch.long, device=self.device)
         self.text[:, 0] = to_device(first_tokens, self.device)
         self.lengths += 1
         self.cached = torch.zeros_like(self.lengths)
@@ -203,13 +203,13 @@ class LMSession(CachedSession):
         self._exceeds_context = limit is not None and longest + depth > limit + 1  # + 1: the last draft is not read
         depths = torch.full_like(self.lengths, depth)
         if limit is not None and self._exceeds_context:
-            if is_host(self.device) or self.request.longest + depth > limit + 1:
+            if is_host(self.device) or self.request.max_length + depth > limit + 1:
                 warn_context(model.name, limit)
             depths = depths.minimum(limit + 1 - self.lengths)
         return depths
 
-    def select(self, rows: Tensor) -> None:
-        super().select(rows)
+    def keep_rows(self, rows: Tensor) -> None:
+        super().keep_rows(rows)
         kept = to_device(rows, self.device)
         self.text, self.cached = self.text[kept], self.cached[kept]
         self._expanded = [self._expanded[row] for row in rows.tolist()]

@@ -89,10 +89,10 @@ class MedusaSession(StepSession):
     drafter: MedusaDrafter
 
     def _begin(self, roots: Tensor) -> Tensor:
-        return self.last.new_zeros(len(roots), 1, 0)
+        return self.last_features.new_zeros(len(roots), 1, 0)
 
     def _step(self, depth: int, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return self.drafter.head.logits(depth, self.last)[:, None].expand(*tokens.shape, -1), state
+        return self.drafter.head.logits(depth, self.last_features)[:, None].expand(*tokens.shape, -1), state
 
 
 def _names(directory: Path, weights: Weights) -> dict[str, str]:

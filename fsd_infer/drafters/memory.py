@@ -207,10 +207,10 @@ class MemoryDrafter(FreeDrafter):
 
     def trim(self) -> None:
         """Evict texts of the least recently used keys until the stores fit the bound, and keys without texts."""
-        while (over := sum(store.held_bytes + STORE_BYTES for store in self.stores.values()) - self.store_bytes) > 0:
+        while (over := sum(store.nbytes + STORE_BYTES for store in self.stores.values()) - self.store_bytes) > 0:
             key, store = next(iter(self.stores.items()))
-            if store.held_bytes > over:
-                store.shrink(store.held_bytes - over)
+            if store.nbytes > over:
+                store.shrink(store.nbytes - over)
             else:
                 del self.stores[key]
 
@@ -270,16 +270,16 @@ class MemorySession(FreeSession):
     def __init__(self, drafter: MemoryDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(first_tokens, request)
         self.drafter: MemoryDrafter = drafter
-        keys = [None] * len(first_tokens) if request.keys is None else request.keys
+        keys = [None] * len(first_tokens) if request.users is None else request.users
         self.recalls = drafter.recalls(keys, request.seeded)
         indexes = {id(recall.index) for recall in self.recalls}
-        self._remembers = len(indexes) < len(self.recalls) or any(recall.stores for recall in self.recalls)
+        self._reads_other_texts = len(indexes) < len(self.recalls) or any(recall.stores for recall in self.recalls)
         for recall, token in zip(self.recalls, first_tokens.tolist(), strict=True):
             recall.append(token)
 
     @property
-    def remembers(self) -> bool:
-        return self._remembers
+    def reads_other_texts(self) -> bool:
+        return self._reads_other_texts
 
     def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
         super().extend_on_host(rows)
@@ -290,8 +290,8 @@ class MemorySession(FreeSession):
     def places(self) -> list[tuple[Table, Any]]:
         return [(recall, recall.look()) for recall in self.recalls]
 
-    def copies(self, tree: DraftTree, n: int) -> Tensor | None:
-        if not self.remembers:
+    def seen_ngrams(self, tree: DraftTree, n: int) -> Tensor | None:
+        if not self.reads_other_texts:
             return None
         rows = []
         for recall, tokens, parents in zip(self.recalls, *tree.nodes, strict=True):
@@ -301,9 +301,9 @@ class MemorySession(FreeSession):
             rows.append([False, *(len(end) == n and recall.has(end) for end in ends[1:])])
         return to_device(torch.tensor(rows), tree.tokens.device) & tree.is_draft
 
-    def finish(self, row: int, prompt: list[int], answer: list[int]) -> None:
+    def on_end(self, row: int, prompt: list[int], answer: list[int]) -> None:
         self.drafter.remember(self.recalls[row], prompt, answer)
 
-    def select(self, rows: Tensor) -> None:
-        super().select(rows)
+    def keep_rows(self, rows: Tensor) -> None:
+        super().keep_rows(rows)
         self.recalls = [self.recalls[row] for row in rows.tolist()]

@@ -128,7 +128,7 @@ class MLPSpeculatorSession(StepSession):
     drafter: MLPSpeculatorDrafter
 
     def _begin(self, roots: Tensor) -> Tensor:
-        return self.drafter.head.begin(self.last)[:, None]
+        return self.drafter.head.begin(self.last_features)[:, None]
 
     def _step(self, depth: int, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         logits, state = self.drafter.head(depth, tokens, state)

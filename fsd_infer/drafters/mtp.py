@@ -300,9 +300,9 @@ class MtpSession(EagleSession):
         self._node_positions = []
         return super()._read_roots()
 
-    def _expand(self, tokens: Tensor, parents: Tensor, sees: Tensor, depth: int) -> Tensor:
+    def _expand(self, tokens: Tensor, parents: Tensor, ancestors: Tensor, depth: int) -> Tensor:
         self._depth = depth
-        return super()._expand(tokens, parents, sees, depth)
+        return super()._expand(tokens, parents, ancestors, depth)
 
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         before = at_nodes(self._features, parents)

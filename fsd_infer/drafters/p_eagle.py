@@ -104,7 +104,7 @@ class ParallelEagleSession(EagleSession):
             self._estimates = torch.cat([logits, self.drafter.q_logits(outputs, self.vocabulary)], 1)
         return logits, ids
 
-    def _expand(self, tokens: Tensor, parents: Tensor, sees: Tensor, depth: int) -> Tensor:
+    def _expand(self, tokens: Tensor, parents: Tensor, ancestors: Tensor, depth: int) -> Tensor:
         return self._estimates[:, depth, None].expand(*tokens.shape, -1)
 
 

@@ -135,7 +135,7 @@ class Store(SuffixStore):
         super().__init__(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
     @property
-    def held_bytes(self) -> int:
+    def nbytes(self) -> int:
         return ENTRY_BYTES * self._entries
 
     @property

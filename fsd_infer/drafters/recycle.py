@@ -172,7 +172,7 @@ class RecycleSession(FreeSession):
     def __init__(self, drafter: RecycleDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(first_tokens, request)
         self.drafter: RecycleDrafter = drafter
-        self.tables = drafter.tables_for(request.batch, request.keys is None and not request.seeded)
+        self.tables = drafter.tables_for(request.batch, request.users is None and not request.seeded)
 
     feedback_count = 5
 
@@ -215,6 +215,6 @@ class RecycleSession(FreeSession):
     def places(self) -> list[tuple[Table, Any]]:
         return [(table, tuple(tail)) for table, tail in zip(self.tables, self.tails, strict=True)]
 
-    def select(self, rows: Tensor) -> None:
-        super().select(rows)
+    def keep_rows(self, rows: Tensor) -> None:
+        super().keep_rows(rows)
         self.tables = [self.tables[row] for row in rows.tolist()]

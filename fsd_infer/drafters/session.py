@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from fsd_core.former import rename_members
+from fsd_core.former import Renamed
 from fsd_infer.drafters.frontier import Frontier, Successors
 from fsd_infer.trees.priced_growth import PricedGrowth
 from fsd_infer.trees.shape import TreeShape
@@ -21,24 +21,18 @@ from fsd_infer.trees.tree import DraftTree, Draws
 if TYPE_CHECKING:
     from fsd_infer.rules.verification import Verdict
 
-_FORMER = {
-    "facts": "feedback", "fact_count": "feedback_count", "is_fixed": "is_capturable", "on_host": "needs_report",
-    "form": "shape_key", "prepared": "host_inputs", "give": "set_host_inputs", "append": "extend_on_host",
-    "keep": "follow_beams",
-}  # fmt: skip
-
 
 @dataclass
-class DraftRequest:
+class DraftRequest(Renamed):
     """The parts of a request that drafters use.
 
     Attributes:
         batch: number of rows B.
-        slots: most tokens of a row: prompt, answer, and padding where a row emits fewer tokens than others.
+        cache_slots: most tokens of a row: prompt, answer, and padding where a row emits fewer tokens than others.
         greedy: whether the temperature is 0.
         process: the request's logits processors that depend neither on the text nor on ids, such as the temperature,
             [..., Vd] to [..., Vd]; None if there are none.
-        longest: tokens of the longest text at its end, as far as the request limits it.
+        max_length: tokens of the longest text at its end, as far as the request limits it.
         draws: which drafts of heads and small LMs are drawn from q.
         generator: random generator of drawn drafts; None: torch's global one.
         temperature: of the request; 0 if it is greedy.
@@ -49,12 +43,14 @@ class DraftRequest:
         shape: of the first trees, if shapes are chosen round by round; None: always the drafter's own.
         menu: the shapes among which they are chosen by forecasts, see :mod:`fsd_infer.trees.menu`.
         clock: returns the seconds that drafters time their work by; None: they time nothing.
-        keys: [B] owner of each text. Texts may draft from each other if they share a key that is not empty. None: all
+        users: [B] owner of each text. Texts may draft from each other if they share a user that is not "". None: all
             texts have one owner.
     """
 
+    former_members = {"slots": "cache_slots", "keys": "users", "longest": "max_length"}
+
     batch: int
-    slots: int
+    cache_slots: int
     greedy: bool = True
     process: Callable[[Tensor], Tensor] | None = None
     generator: torch.Generator | None = None
@@ -63,14 +59,14 @@ class DraftRequest:
     shape: TreeShape | None = None
     menu: Sequence[TreeShape] = ()
     clock: Callable[[], float] | None = None
-    keys: Sequence[str] | None = None
+    users: Sequence[str] | None = None
     draws: Draws = Draws.NONE
-    longest: int = 0
+    max_length: int = 0
     seeded: bool = False
     temperature: float = 0.0
 
 
-class DraftSession(ABC):
+class DraftSession(Renamed, ABC):
     """A drafter's state for one batch of texts.
 
     The tensors of a round are on the target's device, and nothing in :meth:`extend`, :meth:`draft` and
@@ -86,9 +82,12 @@ class DraftSession(ABC):
         growth: how the last trees were grown, if by prices.
     """
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        rename_members(cls, _FORMER)
+    former_members = {
+        "facts": "feedback", "fact_count": "feedback_count", "is_fixed": "is_capturable", "on_host": "needs_report",
+        "form": "shape_key", "prepared": "host_inputs", "give": "set_host_inputs", "append": "extend_on_host",
+        "keep": "follow_beams", "select": "keep_rows", "finish": "on_end", "copies": "seen_ngrams",
+        "remembers": "reads_other_texts",
+    }  # fmt: skip
 
     parts: Sequence[DraftSession] = ()
     shape: TreeShape | None = None
@@ -209,25 +208,25 @@ class DraftSession(ABC):
         return next((found for part in self.parts if (found := part.forecasts())), [])
 
     @property
-    def remembers(self) -> bool:
-        """Whether other texts than the rows' own are remembered."""
-        return any(part.remembers for part in self.parts)
+    def reads_other_texts(self) -> bool:
+        """Whether drafts may come from other texts than the row's own."""
+        return any(part.reads_other_texts for part in self.parts)
 
-    def copies(self, tree: DraftTree, n: int) -> Tensor | None:
-        """Return which nodes complete an n-gram of a remembered text. Syncs with the device.
+    def seen_ngrams(self, tree: DraftTree, n: int) -> Tensor | None:
+        """Return which nodes complete an n-gram of another text that the session reads. Syncs with the device.
 
         Args:
             tree: of this round.
             n: length of the n-grams, in tokens.
 
         Returns:
-            [B, N] bool; None if the session remembers no other texts than the rows' own.
+            [B, N] bool; None if the session reads no other texts than the rows' own.
         """
-        found = [copies for part in self.parts if (copies := part.copies(tree, n)) is not None]
+        found = [seen for part in self.parts if (seen := part.seen_ngrams(tree, n)) is not None]
         return torch.stack(found).any(0) if found else None
 
-    def finish(self, row: int, prompt: list[int], answer: list[int]) -> None:
-        """Take a finished text, before :meth:`select` drops its row.
+    def on_end(self, row: int, prompt: list[int], answer: list[int]) -> None:
+        """Take a finished text, before :meth:`keep_rows` drops its row.
 
         Args:
             row: index of the row.
@@ -235,7 +234,7 @@ class DraftSession(ABC):
             answer: token ids.
         """
         for part in self.parts:
-            part.finish(row, prompt, answer)
+            part.on_end(row, prompt, answer)
 
     def folded(self, rows: Tensor) -> Self:
         """Return a session of these rows [B'] in memory for so many. This one is to be restarted before its next use.
@@ -243,12 +242,12 @@ class DraftSession(ABC):
         ``rows`` is on the CPU and ascends.
         """
         made = self._detached()
-        made.select(rows)
+        made.keep_rows(rows)
         made._reallocate()
         return made
 
     def _detached(self) -> Self:
-        """Return a copy that :meth:`select` changes alone, as far as :meth:`restart` does not reset it."""
+        """Return a copy that :meth:`keep_rows` changes alone, as far as :meth:`restart` does not reset it."""
         made = copy(self)
         made.parts = [part._detached() for part in self.parts]
         return made
@@ -258,7 +257,7 @@ class DraftSession(ABC):
         for part in self.parts:
             part._reallocate()
 
-    def select(self, rows: Tensor) -> None:
+    def keep_rows(self, rows: Tensor) -> None:
         """Keep only these rows [B'] of the batch. ``rows`` is on the CPU."""
         for part in self.parts:
-            part.select(rows)
+            part.keep_rows(rows)

@@ -129,18 +129,19 @@ class FeatureReader(CachedModel):
 
 
 class StepSession(TreeSession):
-    """A session that keeps the state of the nodes that were expanded last, [B, E, S], and ``last``.
+    """A session that keeps the state of the nodes that were expanded last, [B, E, S].
 
     Attributes:
-        last: [B, H] the target's final feature before each root.
+        last_features: [B, H] the target's final feature before each root.
     """
 
+    former_members = {"last": "last_features"}
     drafter: Any
 
     def __init__(self, drafter: StepDrafter, request: DraftRequest) -> None:
         super().__init__(drafter, request)
         target = drafter.target
-        self.last = torch.zeros(request.batch, target.hidden_size, dtype=target.dtype, device=self.device)
+        self.last_features = torch.zeros(request.batch, target.hidden_size, dtype=target.dtype, device=self.device)
         self._state: Tensor  # [B, E, S] of the nodes that were expanded last
         self._roots: Tensor  # [B] of this round
         self._survival: Tensor | None = None  # [B, E] log-probability that each and its child are accepted, if known
@@ -166,7 +167,8 @@ class StepSession(TreeSession):
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         final = features[..., : self.drafter.target.hidden_size]
         last = at_nodes(final, (counts - 1).clamp_min(0)[:, None])[:, 0]
-        self.last.copy_(torch.where(counts[:, None] > 0, last, self.last))  # finished rows keep theirs
+        kept = torch.where(counts[:, None] > 0, last, self.last_features)  # finished rows keep theirs
+        self.last_features.copy_(kept)
         self.lengths += counts
 
     @property
@@ -174,11 +176,11 @@ class StepSession(TreeSession):
         return self.prices is None
 
     def tensors(self) -> list[Tensor]:
-        return [self.lengths, self.last]
+        return [self.lengths, self.last_features]
 
-    def select(self, rows: Tensor) -> None:
-        super().select(rows)
-        self.last = self.last[to_device(rows, self.device)]
+    def keep_rows(self, rows: Tensor) -> None:
+        super().keep_rows(rows)
+        self.last_features = self.last_features[to_device(rows, self.device)]
 
     def draft(self, roots: Tensor) -> DraftTree:
         self._roots = roots
@@ -193,7 +195,7 @@ class StepSession(TreeSession):
         logits, self._state = self._step(0, roots, self._begin(self._roots))
         return logits, self.drafter.draft_ids
 
-    def _expand(self, tokens: Tensor, parents: Tensor, sees: Tensor, depth: int) -> Tensor:
+    def _expand(self, tokens: Tensor, parents: Tensor, ancestors: Tensor, depth: int) -> Tensor:
         state = at_nodes(self._state, parents)
         if self._survival is not None:
             self._survival = self._survival.gather(1, parents)
@@ -203,11 +205,11 @@ class StepSession(TreeSession):
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         raise NotImplementedError  # _expand() needs no slots
 
-    def _propose(self, logits: Tensor, scores: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _propose(self, logits: Tensor, scores: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         if self._survival is None or not self._min_survival:
-            return super()._propose(logits, scores, sees)
+            return super()._propose(logits, scores, ancestors)
         ends = self._survival < math.log(self._min_survival)  # decided before anything is drawn
-        found, entries, drawn = super()._propose(logits, scores.masked_fill(ends, -math.inf), sees)
+        found, entries, drawn = super()._propose(logits, scores.masked_fill(ends, -math.inf), ancestors)
         return found.masked_fill(ends[..., None], -math.inf), entries, drawn
 
     def _read_frontier(self, frontier: Frontier, nodes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
@@ -220,14 +222,14 @@ class StepSession(TreeSession):
                 read = sum(above < frontier.read[row] for above in path)
                 starts.append(row * frontier.features.shape[1] + ([0, *path][read]))
                 paths.append([frontier.tokens[row][above] for above in path[read:]] or [0])
-        last, tokens = self.last, to_device(padded(paths), device)
+        own, tokens = self.last_features, to_device(padded(paths), device)
         final = frontier.features[..., : self.drafter.target.hidden_size].flatten(0, 1)
-        self.last = final[to_device(torch.tensor(starts), device)]
+        self.last_features = final[to_device(torch.tensor(starts), device)]
         state, logits = self._begin(tokens[:, 0]), []
         for depth in range(tokens.shape[1]):
             of_depth, state = self._step(depth, tokens[:, depth : depth + 1], state)
             logits.append(of_depth)
-        self.last = last
+        self.last_features = own
         ends = to_device(torch.tensor([len(path) - 1 for path in paths]), device)
         found = at_nodes(torch.cat(logits, 1), ends[:, None])
         return found.view(len(nodes), width, -1), self.drafter.draft_ids

@@ -176,8 +176,8 @@ class TextSession(OwnSession):
         found = found[: self.drafter.max_depth]
         return [root, *(token for token, _ in found)], [0, *range(len(found))], [0.0, *(score for _, score in found)]
 
-    def select(self, rows: Tensor) -> None:
-        super().select(rows)
+    def keep_rows(self, rows: Tensor) -> None:
+        super().keep_rows(rows)
         kept = rows.tolist()
         self._tails, self._own = [self._tails[row] for row in kept], [self._own[row] for row in kept]
 

@@ -84,11 +84,11 @@ class OwnSession(LMSession):
     needs_report = True
 
     def __init__(self, drafter: TranslatedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
-        super().__init__(drafter, first_tokens, replace(request, longest=math.ceil(STRETCH * request.longest)))
+        super().__init__(drafter, first_tokens, replace(request, max_length=math.ceil(STRETCH * request.max_length)))
         self.lengths.zero_()
         self._firsts: list[int] | None = first_tokens.tolist()  # until the prompts are read
         self._counts = [0] * request.batch  # the lengths, on the host
-        self._room = math.ceil(STRETCH * request.slots)  # longest text that the cache holds
+        self._room = math.ceil(STRETCH * request.cache_slots)  # longest text that the cache holds
         self.text = torch.nn.functional.pad(self.text, (0, self._room + 1 - self.text.shape[1]))
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
@@ -129,8 +129,8 @@ class OwnSession(LMSession):
         for nodes in self._expanded:
             nodes.clear()
 
-    def select(self, rows: Tensor) -> None:
-        super().select(rows)
+    def keep_rows(self, rows: Tensor) -> None:
+        super().keep_rows(rows)
         self._counts = [self._counts[row] for row in rows.tolist()]
 
 

@@ -84,8 +84,8 @@ class TreeDrafter(Drafter):
         return self.model.cache_bytes(batch, self.slots(slots))
 
     @property
-    def held_bytes(self) -> int:
-        return self.model.held_bytes
+    def shared_cache_bytes(self) -> int:
+        return self.model.shared_cache_bytes
 
     def use_graphs(self, recorder: Recorder | None) -> None:
         self.model.use_graphs(recorder)

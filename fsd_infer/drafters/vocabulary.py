@@ -98,7 +98,7 @@ class ContextVocabulary:
         further = self._read()
         return None if further is None else further.lm_head.weight
 
-    def select(self, rows: Tensor) -> None:
+    def keep_rows(self, rows: Tensor) -> None:
         """Keep only these rows [B'] of the batch. ``rows`` is on the CPU."""
         self._own, self._prepared = self._own[rows], None
         self._further = None if self._further is None else self._further._replace(foreign=self._foreign())

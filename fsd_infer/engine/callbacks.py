@@ -52,7 +52,7 @@ class Stopping(Callback):
     def on_round(self, report: RoundReport) -> None:
         for place in report.rows:
             new = [emission.token for emission in report.emissions[place]]
-            for count, reason in enumerate(self._reasons(report.numbers[place], new), start=1):
+            for count, reason in enumerate(self._reasons(report.prompt_indices[place], new), start=1):
                 if reason is not None:
                     report.ended[place] = reason
                     del report.emissions[place][count:]
@@ -123,7 +123,7 @@ class Recorder(Callback):
     def on_round(self, report: RoundReport) -> None:
         seconds = 0.0 if report.phase == "prefill" else self.timer.decode_seconds
         for row in report.rows:
-            record, emissions = self.records[report.numbers[row]], report.emissions[row]
+            record, emissions = self.records[report.prompt_indices[row]], report.emissions[row]
             record.tokens += [emission.token for emission in emissions]
             record.emissions += emissions
             record.target_forwards += report.phase == "round"
@@ -149,7 +149,7 @@ class Streaming(Callback):
 
     def on_round(self, report: RoundReport) -> None:
         for place in report.rows:
-            number = report.numbers[place]
+            number = report.prompt_indices[place]
             if self._on_round is not None:
                 self._on_round(number, Round.of(report, place))
             if self._on_tokens is not None and self._on_tokens(number, report.tokens[place]):
@@ -235,11 +235,11 @@ class Prefixes(Callback):
     def on_round(self, report: RoundReport) -> None:
         counts = report.verdict.accepted + 1
         if report.phase == "prefill":
-            counts = torch.tensor([len(self.prompts[number]) for number in report.numbers])
-        self.session.add(report.numbers, report.tensors.features, counts)
+            counts = torch.tensor([len(self.prompts[number]) for number in report.prompt_indices])
+        self.session.add(report.prompt_indices, report.tensors.features, counts)
 
     def on_row_end(self, row: int, record: RowRecord) -> None:
         state = self.state
-        number, length = state.numbers[row], int(state.lengths[row])
+        number, length = state.prompt_indices[row], int(state.lengths[row])
         text = [*self.prompts[number], *record.tokens]
         self.session.store(number, text, length, partial(state.cache.saved, row))

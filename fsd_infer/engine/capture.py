@@ -152,7 +152,7 @@ class RoundCapture:
         """Move the rows that go on to the smaller bucket, in place. Nothing may be on its way to the host."""
         before, rows = self.current, bucket(len(live))
         assert before is not None
-        others = [row for row in range(len(state.numbers)) if row not in live]  # which finished
+        others = [row for row in range(len(state.prompt_indices)) if row not in live]  # which finished
         kept = sorted([*live, *others[: rows - len(live)]])
         on_phase, before.state = state.on_phase, copy(state)
         before.state.release_request()
@@ -294,7 +294,7 @@ class RoundCapture:
                 state.roots.tolist()
                 captured.seconds.append((policy.clock() - began) / TIMED_ROUNDS)
         policy.time(captured.seconds)
-        state.session.shape = policy.choose(len(state.numbers))
+        state.session.shape = policy.choose(len(state.prompt_indices))
 
 
 def _compute_on_host(state: DecodeState, verified: VerifiedTree, names: Iterable[Hashable]) -> dict[Hashable, Tensor]:

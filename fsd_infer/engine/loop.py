@@ -38,13 +38,13 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
         state, capture = tracker.state, RoundCapture.of(target)
         run = decode_round if capture is None else capture.run
         try:
-            handle_report(tracker, PendingReport("prefill", state.numbers, prefill(state, tracker)))
+            handle_report(tracker, PendingReport("prefill", state.prompt_indices, prefill(state, tracker)))
             previous: PendingReport | None = None  # which the host reads while the device runs the next round
-            while state.numbers:
+            while state.prompt_indices:
                 team.fit()
                 recompute_cache(state, tracker)
                 tracker.on_phase("start")
-                pending: PendingReport | None = PendingReport("round", state.numbers, run(state))
+                pending: PendingReport | None = PendingReport("round", state.prompt_indices, run(state))
                 if tracker.overlaps:
                     pending, previous = previous, pending
                 if pending is not None:
@@ -63,7 +63,7 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
 def handle_report(tracker: RequestTracker, pending: PendingReport) -> None:
     """Read a round on the host, teach the drafters that learn there, and tell the callbacks."""
     state, phase = tracker.state, pending.phase
-    report, feedback = pending.report(tracker.finished(pending.numbers))
+    report, feedback = pending.report(tracker.finished(pending.prompt_indices))
     texts = report.emitted
     if phase == "prefill":
         texts = [[*prompt[1:], *new] for prompt, new in zip(tracker.prompts, texts, strict=True)]

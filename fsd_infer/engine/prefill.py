@@ -140,7 +140,7 @@ def _new_state(target: Target, plan: RequestPlan, tracker: RequestTracker) -> De
         greedy=request.greedy,
         generator=generator,
         rules=rules,
-        numbers=list(range(len(request.prompts))),
+        prompt_indices=list(range(len(request.prompts))),
         cache=target.new_cache(rows, capacity),
         session=plan.drafter.start(torch.tensor([prompt[0] for prompt in prompts]), draft_request),
         lengths=to_device(torch.tensor([len(prompt) for prompt in prompts]), device),
@@ -181,8 +181,8 @@ def _check_memory(target: Target, plan: RequestPlan) -> int:
     free = free_bytes(target.device)
     if capture is not None and free is not None and cache_bytes > free:  # recordings hold memory of other sizes
         capture.forget()
-    held = target.held_bytes + drafter.held_bytes
-    check_caches(cache_bytes, sizes.rows, sizes.capacity, target.device, plan.request.max_cache_bytes, held)
+    shared = target.shared_cache_bytes + drafter.shared_cache_bytes
+    check_caches(cache_bytes, sizes.rows, sizes.capacity, target.device, plan.request.max_cache_bytes, shared)
     return cache_bytes
 
 
@@ -194,10 +194,10 @@ def _draft_request(
 ) -> DraftRequest:
     """Return what the drafter is told of a request."""
     request, sizes, count = plan.request, plan.sizes, len(plan.request.prompts)
-    keys = request.cache_keys
+    users = request.users
     return DraftRequest(
         batch=sizes.rows,
-        slots=sizes.drafter_slots,
+        cache_slots=sizes.drafter_slots,
         greedy=request.greedy,
         process=plan.processors.of_drafts if plan.processors else None,
         generator=generator,
@@ -206,10 +206,10 @@ def _draft_request(
         shape=None if policy is None else policy.choose(count),
         menu=policy.menu if isinstance(policy, MenuPolicy) else (),
         clock=policy.clock if isinstance(policy, TreePolicy) else None,
-        keys=None if keys is None else [*keys, *[""] * (sizes.rows - count)],
+        users=None if users is None else [*users, *[""] * (sizes.rows - count)],
         draws=plan.draws,
         seeded=request.generator is not None,
-        longest=sizes.longest,
+        max_length=sizes.longest,
         temperature=_temperature(request),
     )
 
@@ -267,7 +267,7 @@ def recompute_cache(state: DecodeState, tracker: RequestTracker) -> None:
     longest, prefilled = state.target.recompute_length, state.cache.prefilled
     if longest is None or prefilled is None:
         return
-    for row, number in enumerate(state.numbers):
+    for row, number in enumerate(state.prompt_indices):
         text = [*tracker.request.prompts[number], *tracker.records[number].tokens]
         if len(text) == longest + 1 and int(prefilled[row]) <= longest:
             prefilled[row] = len(text)

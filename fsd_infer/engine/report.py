@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fsd_core.former import Renamed
 from fsd_core.tensors import Transfer, is_host, packed
 from fsd_infer.engine.round import RoundTensors
 from fsd_infer.rules.verification import Emission, Verdict
@@ -16,12 +17,12 @@ _FEEDBACK = "feedback "  # begins the names of columns for drafters
 
 
 @dataclass
-class RoundReport:
+class RoundReport(Renamed):
     """A round on the host. B rows, in the order of the batch.
 
     Attributes:
         phase: "prefill" for the round that reads the prompts, else "round".
-        numbers: [B] number of each row in the request.
+        prompt_indices: [B] index of each row among the request's prompts.
         emissions: [B] the emitted tokens, each with its source, proposer, nats, and the gap of log-likelihood between
             the target's choice and the drafter's. The first callback cuts them where an answer ends.
         ended: why rows end with this round, "stop" or "length", by index.
@@ -30,8 +31,10 @@ class RoundReport:
         tensors: of the round. On a device the next round may write over them.
     """
 
+    former_members = {"numbers": "prompt_indices"}
+
     phase: str
-    numbers: Sequence[int]
+    prompt_indices: Sequence[int]
     emissions: list[list[Emission]]
     verdict: Verdict
     tensors: RoundTensors
@@ -67,12 +70,12 @@ class PendingReport:
 
     Args:
         phase: as of the report.
-        numbers: [B] number of each row in the request, as the round had them.
+        prompt_indices: [B] index of each row among the request's prompts, as the round had them.
         tensors: of the round.
     """
 
-    def __init__(self, phase: str, numbers: Sequence[int], tensors: RoundTensors) -> None:
-        self.phase, self.numbers, self.tensors = phase, list(numbers), tensors
+    def __init__(self, phase: str, prompt_indices: Sequence[int], tensors: RoundTensors) -> None:
+        self.phase, self.prompt_indices, self.tensors = phase, list(prompt_indices), tensors
         self._columns, self._transfer = columns_of(tensors), None
         if not is_host(tensors.tree.tokens.device):
             self._transfer = Transfer(packed(*self._columns.values()) if tensors.packed is None else tensors.packed)
@@ -94,5 +97,5 @@ class PendingReport:
         if finished:
             verdict.accepted[torch.tensor(finished)] = -1
         log_p = columns["log_p"].tolist() if "log_p" in columns else None
-        report = RoundReport(self.phase, self.numbers, verdict.emissions(log_p), verdict, tensors)
+        report = RoundReport(self.phase, self.prompt_indices, verdict.emissions(log_p), verdict, tensors)
         return report, [column for name, column in columns.items() if name.startswith(_FEEDBACK)]

@@ -81,7 +81,7 @@ class Request:
         sights: per prompt its images, or None; None: no prompt has any.
         padded_prompts: the prompts for processors and criteria, left-padded; None: without padding.
         measure_log_likelihood: record the target's log-probability of each emitted token.
-        cache_keys: per prompt, its key in the prefix cache; None: one key for all.
+        users: per prompt, its owner in the prefix cache; None: one owner for all.
         max_cache_bytes: most bytes of the KV caches; None: the free memory.
         callbacks: that watch it, see :class:`.Callback`.
     """
@@ -96,7 +96,7 @@ class Request:
     sights: Sequence[Sight | None] | None = None
     padded_prompts: list[list[int]] | None = None
     measure_log_likelihood: bool = False
-    cache_keys: Sequence[str] | None = None
+    users: Sequence[str] | None = None
     max_cache_bytes: int | None = None
     callbacks: Sequence[Callback] = ()
 

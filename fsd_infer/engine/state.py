@@ -29,7 +29,7 @@ class DecodeState:
         greedy: temperature 0.
         generator: of all draws; None: torch's global one.
         rules: [B] the rule of each row.
-        numbers: [≤ B] number of each row in the request.
+        prompt_indices: [≤ B] index of each row among the request's prompts.
         cache: the target's keys and values.
         session: the drafter's state.
         lengths: [B] tokens that the target has read; the texts are longer by one, the root.
@@ -51,7 +51,7 @@ class DecodeState:
     greedy: bool
     generator: torch.Generator | None
     rules: list[Rule]
-    numbers: list[int]
+    prompt_indices: list[int]
     cache: SlotCache
     session: DraftSession
     lengths: Tensor
@@ -75,28 +75,28 @@ class DecodeState:
     def asks_host(self) -> bool:
         """Whether the host computes something of a tree between its verification and its acceptance."""
         charged = any(getattr(rule, "exact_ngram_size", 0) for rule in self.rules)
-        return self.processors.contextual or charged and self.session.remembers
+        return self.processors.contextual or charged and self.session.reads_other_texts
 
     @property
-    def row_numbers(self) -> list[int]:
-        """[B] number of each row in the request, 0 for rows that no text fills."""
-        return [*self.numbers, *[0] * (len(self.rules) - len(self.numbers))]
+    def padded_prompt_indices(self) -> list[int]:
+        """[B] index of each row among the prompts, 0 for rows that no text fills."""
+        return [*self.prompt_indices, *[0] * (len(self.rules) - len(self.prompt_indices))]
 
     def extend(self, tokens: Tensor, accepted: Tensor) -> None:
         """Append the first ``accepted`` + 1 of tokens [B, D+1] to each text; the last one is the next root."""
         self.texts.append(tokens, accepted + 1)
         self.roots.copy_(tokens.gather(1, accepted.clamp_min(0)[:, None])[:, 0])
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Drop or mask all other rows of the batch. ``rows`` ascend."""
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch, which ascend; drop or mask all others."""
         if self.live is not None:
             live = torch.zeros(len(self.rules), dtype=torch.bool)
             live[rows] = True
             self.live.copy_(to_device(live, self.device))
         elif rows:
-            self.select(rows)
+            self._drop_other_rows(rows)
         if not rows:
-            self.numbers = []
+            self.prompt_indices = []
 
     def release_request(self) -> None:
         """Drop the references to the request: its history and its callbacks."""
@@ -119,7 +119,7 @@ class DecodeState:
             self.session = fresh.session
         for x, value in zip(old, new, strict=True):
             x.copy_(value)
-        self.numbers, self.history, self.processors = fresh.numbers, fresh.history, fresh.processors
+        self.prompt_indices, self.history, self.processors = fresh.prompt_indices, fresh.history, fresh.processors
         self.policy, self.session.shape = fresh.policy, fresh.session.shape
         if self.cache.offsets is not None and fresh.cache.offsets is not None:
             self.cache.offsets.copy_(fresh.cache.offsets)
@@ -129,21 +129,20 @@ class DecodeState:
         """Return the state of these rows in memory for so many. This one is to be restarted before its next use."""
         made, index = copy(self), torch.tensor(rows)
         made.texts, made.cache, made.session = copy(self.texts), self.cache.detached(), self.session.folded(index)
-        made._select(rows)
-        made.cache.select(index)
+        made._take_rows(rows)
+        made.cache.keep_rows(index)
         made.cache = made.cache.reallocated(lambda: self.target.new_cache(len(rows), self.cache.capacity))
         return made
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows of the batch, in ascending order."""
-        self._select(rows)
+    def _drop_other_rows(self, rows: Sequence[int]) -> None:
+        self._take_rows(rows)
         index = torch.tensor(rows)
-        self.cache.select(index)
-        self.session.select(index)
+        self.cache.keep_rows(index)
+        self.session.keep_rows(index)
 
-    def _select(self, rows: Sequence[int]) -> None:
+    def _take_rows(self, rows: Sequence[int]) -> None:
         kept = to_device(torch.tensor(rows), self.device)
-        self.rules, self.numbers = [self.rules[row] for row in rows], [self.numbers[row] for row in rows]
+        self.rules, self.prompt_indices = [self.rules[row] for row in rows], [self.prompt_indices[row] for row in rows]
         self.lengths, self.roots, self.kl_excess = self.lengths[kept], self.roots[kept], self.kl_excess[kept]
         self.max_lengths, self.budget = self.max_lengths[kept], None if self.budget is None else self.budget[kept]
-        self.texts.select(kept)
+        self.texts.keep_rows(kept)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
-from fsd_core.former import say
+from fsd_core.former import Renamed
 from fsd_infer.engine.drafts import FirstChoiceStats
 from fsd_infer.engine.ngrams import copied_ngrams, kinds, repeated_ngrams
 from fsd_infer.rules import Emission, Rule, TokenOrigin
@@ -22,14 +22,8 @@ class Share(TypedDict):
     nats: float
 
 
-def _tau(stats: RowStats | GenerationStats) -> float:
-    """The acceptance length, by its former name."""
-    say("tau of statistics", "it is now acceptance_length")
-    return stats.acceptance_length
-
-
 @dataclass
-class RowStats:
+class RowStats(Renamed):
     """One answer.
 
     Attributes:
@@ -65,7 +59,7 @@ class RowStats:
     drafts: FirstChoiceStats = field(default_factory=FirstChoiceStats)
     mean_log_likelihood: float | None = None
 
-    tau = property(_tau)
+    former_members = {"tau": "acceptance_length"}
 
     @property
     def seconds(self) -> float:
@@ -78,7 +72,7 @@ class RowStats:
 
 
 @dataclass
-class GenerationStats:
+class GenerationStats(Renamed):
     """Statistics of a batch.
 
     Attributes:
@@ -90,7 +84,7 @@ class GenerationStats:
         phases: seconds of prefill, draft, target, rule, cache and report, the host's reading of rounds with all
             callbacks. On CUDA the device's clock measures them, so their sum may differ a little from ``seconds``.
         cache_bytes: bytes of the KV caches, the target's and the drafter's.
-        known: tokens of each prompt found in the prefix cache (:mod:`.targets.prefixes`); empty without one.
+        cached_tokens: tokens of each prompt found in the prefix cache (:mod:`.targets.prefixes`); empty without one.
         trees: the trees chosen under ``tree="auto"`` and their expected acceptance; else None.
     """
 
@@ -101,19 +95,19 @@ class GenerationStats:
     prefill_seconds: float
     phases: dict[str, float] = field(default_factory=dict)
     cache_bytes: int = 0
-    known: list[int] = field(default_factory=list)
+    cached_tokens: list[int] = field(default_factory=list)
     trees: TreeStats | None = None
 
-    tau = property(_tau)
+    former_members = {"tau": "acceptance_length", "known": "cached_tokens", "known_tokens": "total_cached_tokens"}
 
     @property
     def new_tokens(self) -> int:
         return sum(row.new_tokens for row in self.rows)
 
     @property
-    def known_tokens(self) -> int:
+    def total_cached_tokens(self) -> int:
         """Tokens of all prompts found in the prefix cache."""
-        return sum(self.known)
+        return sum(self.cached_tokens)
 
     @property
     def target_forwards(self) -> int:
@@ -183,7 +177,7 @@ class GenerationStats:
 
 
 @dataclass
-class RowRecord:
+class RowRecord(Renamed):
     """One answer while it grows.
 
     Attributes:
@@ -191,6 +185,8 @@ class RowRecord:
         emissions: one per token; empty with beams.
         steps: search steps with beams; else None, and each token is a step.
     """
+
+    former_members = {"gates": "relaxed"}
 
     tokens: list[int] = field(default_factory=list)
     emissions: list[Emission] = field(default_factory=list)
@@ -204,8 +200,9 @@ class RowRecord:
         return [emission.source for emission in self.emissions]
 
     @property
-    def gates(self) -> list[bool]:
-        return [emission.gate_open for emission in self.emissions]
+    def relaxed(self) -> list[bool]:
+        """Of each token, whether a lossy distribution applied at its context."""
+        return [emission.relaxed for emission in self.emissions]
 
     @property
     def spent(self) -> list[float]:
@@ -224,7 +221,7 @@ class RowRecord:
             new_tokens=count,
             target_forwards=forwards,
             acceptance_length=((count if self.steps is None else self.steps) - 1) / forwards if forwards else math.nan,
-            gate_open_fraction=_mean(self.gates) or 0.0,
+            gate_open_fraction=_mean(self.relaxed) or 0.0,
             gate_accepted_fraction=_mean([source == TokenOrigin.GATE for source in self.sources]) or 0.0,
             divergence_spent=float(sum(self.spent)),
             finish_reason=self.finish_reason or "length",

@@ -42,7 +42,7 @@ class RequestTracker:
         # a seeded answer comes again, to its last bit
         prefix_cache = None if request.generator is not None else target.prefixes
         longest = target.dynamic_rope.fixed_length
-        self.prefixes = PrefixSession(prefix_cache, target.captured_layers, request.cache_keys, longest)
+        self.prefixes = PrefixSession(prefix_cache, target.captured_layers, request.users, longest)
         self.timer = PhaseTimer(target.device, reports=any(one.reads_tensors for one in request.callbacks))
         self.callbacks: list[Callback] = [
             Stopping(request, self.records, limits), self.timer, Recorder(self.records, self.timer)
@@ -53,7 +53,7 @@ class RequestTracker:
     def begin(self, state: DecodeState, drafter: Drafter, cache_bytes: int) -> None:
         """Take the state of the batch, and tell the callbacks."""
         self.state, self.drafter, self.cache_bytes = state, drafter, cache_bytes
-        self.rules: list[Rule] = state.rules[: len(state.numbers)]
+        self.rules: list[Rule] = state.rules[: len(state.prompt_indices)]
         self.callbacks += self.request.callbacks  # which may end rows, before the tree's choice counts those that go on
         if state.policy is not None:
             policy = state.policy
@@ -74,7 +74,7 @@ class RequestTracker:
         None: the row has finished, or only fills the bucket.
         """
         found: list[Tensor | None] = [None] * len(self.state.rules)
-        for row, number in enumerate(self.state.numbers):
+        for row, number in enumerate(self.state.prompt_indices):
             if self.records[number].finish_reason is None:
                 text = [*self.request.texts[number], *self.records[number].tokens]
                 found[row] = torch.tensor(text[:-1], dtype=torch.long)  # also of a text without tokens
@@ -82,12 +82,12 @@ class RequestTracker:
 
     def unfinished(self) -> list[int]:
         """Return the indices of rows whose answers go on."""
-        ended = set(self.finished(self.state.numbers))
-        return [row for row in range(len(self.state.numbers)) if row not in ended]
+        ended = set(self.finished(self.state.prompt_indices))
+        return [row for row in range(len(self.state.prompt_indices)) if row not in ended]
 
-    def finished(self, numbers: Sequence[int]) -> list[int]:
+    def finished(self, prompt_indices: Sequence[int]) -> list[int]:
         """Return the indices of rows whose answers have ended."""
-        return [row for row, number in enumerate(numbers) if self.records[number].finish_reason is not None]
+        return [row for row, number in enumerate(prompt_indices) if self.records[number].finish_reason is not None]
 
     def on_phase(self, phase: str) -> None:
         for listener in self._phase_listeners:
@@ -99,14 +99,14 @@ class RequestTracker:
             callback.on_round(report)
         state, ended = self.state, report.ended
         for row in sorted(ended):
-            number = state.numbers[row]
+            number = state.prompt_indices[row]
             record = self.records[number]
             record.finish_reason = ended[row]
             for callback in self.callbacks:
                 callback.on_row_end(row, record)
-            state.session.finish(row, self.request.prompts[number], record.tokens)
+            state.session.on_end(row, self.request.prompts[number], record.tokens)
         if ended:
-            state.keep([row for row in report.rows if row not in ended])
+            state.keep_rows([row for row in report.rows if row not in ended])
 
     def outcome(self) -> Outcome:
         """Return the answers and their statistics."""
@@ -119,7 +119,7 @@ class RequestTracker:
             drafter=self.drafter.describe() | ({} if policy is None else {"tree": AUTO}),
             seconds=seconds,
             prefill_seconds=timer.prefill_seconds,
-            known=self.prefixes.cached_tokens,
+            cached_tokens=self.prefixes.cached_tokens,
             phases=timer.clock.phases(),
             cache_bytes=self.cache_bytes,
             trees=None if policy is None else policy.stats,

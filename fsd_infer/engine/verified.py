@@ -29,7 +29,7 @@ class VerifiedTree:
     def __init__(self, state: DecodeState, tree: DraftTree, logits: Tensor, features: Tensor) -> None:
         self.tree, self.logits, self.features, self._state = tree, logits, features, state
         self.recurrent: dict[Hashable, Any] = dict(state.cache.recurrent.kept)
-        self._copies: dict[int, Tensor | None] = {}
+        self._seen_ngrams: dict[int, Tensor | None] = {}
 
     def round_input(self, uniforms: Tensor, max_accepted: Tensor | None) -> RoundInput:
         """Return the input of the rules.
@@ -49,7 +49,7 @@ class VerifiedTree:
             process_draft=(lambda tree: self.draft_scores) if state.processors else None,
             texts=state.texts,
             kl_excess=state.kl_excess,
-            copies=self.copies if state.session.remembers else None,
+            seen_ngrams=self.seen_ngrams if state.session.reads_other_texts else None,
             max_accepted=max_accepted,
         )
 
@@ -68,32 +68,32 @@ class VerifiedTree:
         state = self._state
         if not state.processors:
             return self.logits
-        return state.processors.nodes(self.raw_logits, self.tree, self._texts, state.row_numbers)
+        return state.processors.nodes(self.raw_logits, self.tree, self._texts, state.padded_prompt_indices)
 
     @cached_property
     def draft_scores(self) -> Tensor:
         """[B, I, V] the drafter's logits after them."""
         state = self._state
-        return state.processors.drafts(self.tree, self.logits.shape[-1], self._texts, state.row_numbers)
+        return state.processors.drafts(self.tree, self.logits.shape[-1], self._texts, state.padded_prompt_indices)
 
-    def copies(self, n: int) -> Tensor | None:
+    def seen_ngrams(self, n: int) -> Tensor | None:
         """[B, N] bool; the drafts that complete an n-gram of remembered texts."""
-        if n not in self._copies:
-            self._copies[n] = self._state.session.copies(self.tree, n)
-        return self._copies[n]
+        if n not in self._seen_ngrams:
+            self._seen_ngrams[n] = self._state.session.seen_ngrams(self.tree, n)
+        return self._seen_ngrams[n]
 
     def compute(self, name: Hashable) -> None:
         """Compute what :meth:`computed` returns by this name."""
         if isinstance(name, int):
-            self.copies(name)
+            self.seen_ngrams(name)
         else:
             getattr(self, str(name))
 
     def computed(self) -> dict[Hashable, Tensor]:
-        """Return what the host has computed so far, by name; copies of n-grams by n."""
+        """Return what the host has computed so far, by name; drafts that complete seen n-grams by n."""
         names = ("scores", "draft_scores") if self._state.processors.contextual else ()
         values: dict[Hashable, Tensor] = {name: vars(self)[name] for name in names if name in vars(self)}
-        return values | {n: copies for n, copies in self._copies.items() if copies is not None}
+        return values | {n: seen for n, seen in self._seen_ngrams.items() if seen is not None}
 
     def with_computed(self, state: DecodeState, computed: Mapping[Hashable, Tensor] | None = None) -> VerifiedTree:
         """Return the same tree for ``state`` with these results of :meth:`computed`, and no others."""
@@ -101,7 +101,7 @@ class VerifiedTree:
         tree.recurrent = self.recurrent
         for name, values in (computed or {}).items():
             if isinstance(name, int):
-                tree._copies[name] = values
+                tree._seen_ngrams[name] = values
             else:
                 vars(tree)[str(name)] = values
         return tree

@@ -42,7 +42,7 @@ def affordable(inputs: RuleInputs, cost: Tensor, left: Tensor) -> Tensor:
     budget = left = left.to(cost.dtype)[:, None].expand_as(cost)
     for _ in range(inputs.tree.max_depth):
         spent = cost.masked_fill((cost > budget) | cost.isinf(), 0.0)  # inf - inf is NaN
-        budget = torch.where(depths > 0, inputs.above(budget - spent), left)
+        budget = torch.where(depths > 0, inputs.at_parents(budget - spent), left)
     return cost <= budget
 
 
@@ -71,7 +71,10 @@ class _Walk:
         self.cost: Tensor | None = None
         if self.tree.parents.shape[1] == 1:
             return  # nothing was drafted
-        self.p_draft = self.r_draft = inputs.accept_prob
+        output = outputs[0][0]
+        # a test of drawn drafts replaces accept_prob, which would read the vocabulary once more
+        test = output.test if len(outputs) == 1 and output.is_target else None
+        self.p_draft = self.r_draft = inputs.accept_prob if test is None else test.accept_prob
         self.applies = torch.zeros_like(inputs.tree.is_draft)
         self.r_token, self.r_row = inputs.likeliest, torch.full_like(self.tree.parents, -1)
         self.outputs = [self._add(output, rows) for output, rows in outputs]
@@ -117,35 +120,36 @@ class _Walk:
         log_r, where = output.log_r(at), (at.rows, at.nodes)
         r_row = torch.full_like(self.r_row, -1).index_put(where, torch.arange(len(log_r), device=self.device))
         r_row = r_row if holds is None else r_row.masked_fill(~holds, -1)
-        above = inputs.above(r_row)
-        r_draft, cost = (self._dense_greedy if inputs.greedy else self._dense_sampled)(at, log_r, r_row, above)
-        self.r_draft = torch.where((above >= 0) & inputs.tree.is_draft, r_draft, self.r_draft)
+        parent_row = inputs.at_parents(r_row)
+        evaluate = self._dense_greedy if inputs.greedy else self._dense_sampled
+        r_draft, cost = evaluate(at, log_r, r_row, parent_row)
+        self.r_draft = torch.where((parent_row >= 0) & inputs.tree.is_draft, r_draft, self.r_draft)
         assert self.cost is not None
         cost = torch.zeros_like(self.cost).index_put(where, cost.to(self.cost.dtype))
         self.cost = torch.where(r_row >= 0, cost, self.cost)
 
-    def _dense_greedy(self, at: VocabRows, log_r: Tensor, r_row: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+    def _dense_greedy(self, at: VocabRows, log_r: Tensor, r_row: Tensor, parent_row: Tensor) -> tuple[Tensor, Tensor]:
         """Note the tokens of a dense distribution at temperature 0. Arguments and results as of _dense_sampled()."""
         token = log_r.argmax(-1)
         pair = at.scores.gather(1, torch.stack([at.of(self.inputs.likeliest), token], 1))
         self.r_token = self.r_token.index_put((at.rows, at.nodes), token)
-        return self.tree.tokens == self.inputs.above(self.r_token), (pair[:, 0] - pair[:, 1]).clamp_min(0.0)
+        return self.tree.tokens == self.inputs.at_parents(self.r_token), (pair[:, 0] - pair[:, 1]).clamp_min(0.0)
 
-    def _dense_sampled(self, at: VocabRows, log_r: Tensor, r_row: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+    def _dense_sampled(self, at: VocabRows, log_r: Tensor, r_row: Tensor, parent_row: Tensor) -> tuple[Tensor, Tensor]:
         """Add a dense distribution above temperature 0.
 
         Args:
             at: R contexts.
             log_r: [R, V] the distribution there.
             r_row: [B, N] the row of each context; -1 if it has none.
-            above: [B, N] the same of each node's parent.
+            parent_row: [B, N] the same of each node's parent.
 
         Returns:
             [B, N] probability of each draft below these contexts; [R] their costs.
         """
         inputs, r = self.inputs, log_r.softmax(-1)
         cost = functional.divergence_rows(at.scores, log_r, divergence("kl_qp"))
-        r_draft = at.of_drafts(r, above.clamp_min(0)).to(self.r_draft.dtype)
+        r_draft = at.of_drafts(r, parent_row.clamp_min(0)).to(self.r_draft.dtype)
         if inputs.sampled:
             residual = (r - at.proposal).clamp_min(0.0).sum(-1)
             of_context = torch.zeros_like(r_draft).index_put((at.rows, at.nodes), residual.to(r_draft.dtype))
@@ -171,11 +175,11 @@ class _Walk:
         if self.budget_left is not None and self.cost is not None:
             lossy = lossy & affordable(inputs, self.cost.masked_fill(~lossy, 0.0), self.budget_left)
         if self.r_draft is not self.p_draft:
-            prob = torch.where(inputs.above(lossy), self.r_draft, self.p_draft)
+            prob = torch.where(inputs.at_parents(lossy), self.r_draft, self.p_draft)
         if inputs.greedy:
             return lossy, prob.clone(), self.p_draft
         # the children divide [0, 1) by their probabilities; the uniform number falls on one of them or on none
-        offset = inputs.above(inputs.uniform(0)).to(prob.dtype)  # [B, N] from the start of each child's part
+        offset = inputs.at_parents(inputs.uniform(0)).to(prob.dtype)  # [B, N] from the start of each child's part
         if not inputs.is_chain:
             siblings = (self.tree.parents[:, :, None] == self.tree.parents[:, None]).tril(-1)
             offset = offset - torch.where(siblings, prob[:, None], 0.0).sum(-1)
@@ -190,9 +194,9 @@ class _Walk:
             accepted=zeros[:, 0],
             tokens=self._final(zeros, never),
             sources=zeros,
-            gate_open=never,
+            relaxed=never,
             spent=nats,
-            first=zeros - 1,
+            first_choices=zeros - 1,
             logprob_gap=torch.full_like(nats, math.nan),
             faults=self._faults(),
         )
@@ -226,9 +230,9 @@ class _Walk:
             accepted=accepted[:, 0],
             tokens=tokens.masked_fill_(is_padding, 0),
             sources=sources,
-            gate_open=is_lossy,
+            relaxed=is_lossy,
             spent=spent,
-            first=first,
+            first_choices=first,
             logprob_gap=logprob_gap,
             proposers=tree.proposers,
             faults=self._faults(),
@@ -245,7 +249,7 @@ class _Walk:
         """Return what may be wrong with the round, see :attr:`Verdict.faults`."""
         inputs, tree, faults = self.inputs, self.tree, dict(self.non_finite)
         if inputs.is_chain and self.outputs:
-            faults[FORKS] = (tree.child.sum(-1) > 1).any(1, keepdim=True)
+            faults[FORKS] = (tree.is_child.sum(-1) > 1).any(1, keepdim=True)
         return faults
 
     def _final(self, end: Tensor, lossy: Tensor) -> Tensor:

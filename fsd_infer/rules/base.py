@@ -9,30 +9,25 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from fsd_core.errors import FsdError
-from fsd_core.former import rename_members
+from fsd_core.former import FormerName, Renamed
 from fsd_core.registry import Registry
 from fsd_core.tensors import at_nodes, to_device, wide
 from fsd_infer.rules._walk import walk
 from fsd_infer.rules.distributions import OutputDistribution
 from fsd_infer.rules.inputs import RuleInputs
-from fsd_infer.rules.parameters import current, parameter, parameters_of, reads_former_names
+from fsd_infer.rules.parameters import FORMER, current, parameter, parameters_of, reads_former_names
 from fsd_infer.rules.texts import markers
 from fsd_infer.rules.verification import RoundInput, Verdict, row_index
 from fsd_infer.trees.tree import Draws
 
-_FORMER_METHODS = {
-    "law": "output", "charged_law": "restricted_output", "tilt": "draft_bonus", "settled": "exact_answer_tokens",
-    "leading": "exact_sentence_tokens",
-}  # fmt: skip
 
-
-class Rule:
+class Rule(Renamed):
     """An acceptance rule. Subclasses are frozen dataclasses whose fields are the parameters; they define
     :meth:`output`.
 
@@ -47,27 +42,20 @@ class Rule:
         FsdError: a parameter of the wrong type, or out of range.
     """
 
+    former_members = {
+        "law": "output", "charged_law": "restricted_output", "tilt": "draft_bonus", "settled": "exact_answer_tokens",
+        "leading": "exact_sentence_tokens",
+    }  # fmt: skip
+
     name: ClassVar[str] = ""
     budget: float | None = None
     only_in: str | None = None
     greedy_only: ClassVar[bool] = False
     measured: ClassVar[str] = ""
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        rename_members(cls, _FORMER_METHODS)
-
     def __post_init__(self) -> None:
         for name, checks in parameters_of(type(self)).items():
             object.__setattr__(self, name, checks.checked(getattr(self, name)))
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:  # only called for names that the rule does not have
-            new = current(name, getattr(type(self), "__dataclass_fields__", ()))
-            if new == name:
-                raise AttributeError(f"rule {self.name!r} has no {name!r}")
-            return getattr(self, new)
 
     @property
     def exact_answer_tokens(self) -> int:
@@ -138,6 +126,9 @@ class Rule:
                 values.pop(name, None)
         return {"rule": self.name, **values, **({"budget_unit": "nats"} if "budget" in values else {})}
 
+
+for _old, _new in FORMER.items():  # a rule may have a parameter of a former name: then that is what it reads
+    setattr(Rule, _old, FormerName(Rule, _old, _new, f"{_old} of a rule"))
 
 MOST_TOKENS = 64  # of an n-gram
 

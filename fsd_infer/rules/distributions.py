@@ -87,7 +87,7 @@ class OutputDistribution:
         """
         fixed_tree = None if inputs.is_chain else logit_bias() if callable(logit_bias) else logit_bias
         if not inputs.sampled:
-            return cls(inputs.tree.inner, fixed_tree)
+            return cls(inputs.tree.has_children, fixed_tree)
 
         def log_r(at: VocabRows) -> Tensor:
             gains = gain(at) if callable(gain) else torch.full_like(at.log_p, gain)
@@ -108,7 +108,7 @@ class OutputDistribution:
         """Return a dense distribution at contexts with drawn nodes below them, a biased one at the others of a tree."""
         applies = inputs.has_q
         if logit_bias is not None:
-            applies = torch.where(inputs.has_drawn_below, applies, inputs.tree.inner)
+            applies = torch.where(inputs.has_drawn_below, applies, inputs.tree.has_children)
         return cls(applies, logit_bias, log_r, is_reducible=True)
 
     @classmethod
@@ -144,17 +144,17 @@ class OutputDistribution:
             if isinstance(cutoff, float):  # an infinite cutoff decides without ln p
                 passes = inputs.log_p >= cutoff if math.isfinite(cutoff) else inputs.tree.is_draft & (cutoff < 0)
             else:
-                passes = inputs.log_p >= inputs.above(cutoff - ROUNDING)
+                passes = inputs.log_p >= inputs.at_parents(cutoff - ROUNDING)
             logit_bias = torch.zeros_like(inputs.logprob_gap)
             if raise_prob is not None:  # the bias that gives the children raise_prob(p(C)) together
                 mass = inputs.draft_mass
                 raised = raise_prob(mass).clamp(max=1.0)
                 ratio = (torch.logit(raised) - torch.logit(mass)).nan_to_num(0.0, posinf=math.inf).clamp_min(0.0)
                 ratio = ratio.masked_fill(raised >= 1, math.inf).masked_fill(inputs.any_child(passes), 0.0)
-                logit_bias = inputs.above(ratio)
+                logit_bias = inputs.at_parents(ratio)
             logit_bias = logit_bias.masked_fill(passes, math.inf)
         if not inputs.sampled:
-            return cls(inputs.tree.inner, logit_bias)
+            return cls(inputs.tree.has_children, logit_bias)
 
         def log_r(at: VocabRows) -> Tensor:
             passes = (at.log_p >= _limit(at, cutoff)) & (at.p > 0)
@@ -286,7 +286,7 @@ def _biased_greedy(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> B
     # ties: the least gap, then the smallest token, as an argmax over the vocabulary resolves them
     order = -logprob_gap.to(dtype) - 1e-12 * inputs.tree.tokens
     child, wins = order[:, None].masked_fill(value < best, -math.inf).argmax(-1), best[..., 0] > 0
-    r = torch.where(inputs.above(wins), inputs.nodes == inputs.above(child), inputs.accept_prob)
+    r = torch.where(inputs.at_parents(wins), inputs.nodes == inputs.at_parents(child), inputs.accept_prob)
     cost = logprob_gap.gather(1, child).masked_fill(~wins, 0.0).to(dtype)
     return BiasedOutput(applies, r, cost, cost)
 
@@ -301,12 +301,12 @@ def _biased_sampled(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> 
     keeps_p = logit_bias == -inf
     restricted = inputs.any_child(logit_bias == inf)  # contexts where p is restricted to such children
     # ln of the unnormalised mass: of drafts, of the tokens that are not drafted, and of all that do not keep p
-    log_r = log_p + torch.where(inputs.above(restricted), torch.where(logit_bias == inf, 0.0, -inf), logit_bias)
+    log_r = log_p + torch.where(inputs.at_parents(restricted), torch.where(logit_bias == inf, 0.0, -inf), logit_bias)
     drafted = inputs.over_children(log_r, -inf).logsumexp(-1)
     undrafted = (1.0 - inputs.draft_mass).clamp_min(0.0).log().masked_fill(restricted, -inf)
     left = (1.0 - inputs.sum_children(log_p.exp().masked_fill(~keeps_p, 0.0))).clamp_min(0.0).log()
     log_scale = left - torch.logaddexp(drafted, undrafted)
-    log_r = torch.where(keeps_p, log_p, log_r + inputs.above(log_scale))
+    log_r = torch.where(keeps_p, log_p, log_r + inputs.at_parents(log_scale))
     r = log_r.exp()
     cost = ((undrafted + log_scale).exp() * log_scale).masked_fill(undrafted == -inf, 0.0)
     cost = (cost + inputs.sum_children((r * (log_r - log_p)).masked_fill(r == 0, 0.0))).clamp_min(0.0)

@@ -66,16 +66,16 @@ def block_test(inputs: RuleInputs) -> AcceptanceTest:
     p, q, ratio = log_p.exp(), log_q.exp(), (log_p - log_q).exp()
     weight = ones = torch.ones_like(p)
     for _ in range(tree.max_depth):
-        weight = torch.where(drawn, (inputs.above(weight) * ratio).clamp_max(1.0), ones)
+        weight = torch.where(drawn, (inputs.at_parents(weight) * ratio).clamp_max(1.0), ones)
     residual = _residual_mass(inputs, weight)
     ends_here = torch.where(has_drawn_child & (weight < 1), residual / (residual + 1 - weight).clamp_min(TINY), weight)
     ends_below, ends_within = torch.zeros_like(p), ends_here
     for _ in range(tree.max_depth):
         ends_below = torch.zeros_like(p).scatter_add(1, tree.parents, ends_within.masked_fill(~drawn, 0.0))
         ends_within = ends_below + (1 - ends_below) * ends_here
-    goes_on = inputs.above(ends_below / ends_within.clamp_min(TINY)).clamp_max(1.0)  # given that the walk is here
-    rest = (inputs.above(weight) * p - q).clamp_min(0.0) / inputs.above(residual).clamp_min(TINY)
-    fixed = torch.where(inputs.above(has_drawn_child), (1 - goes_on) * rest.clamp_max(1.0), p)
+    goes_on = inputs.at_parents(ends_below / ends_within.clamp_min(TINY)).clamp_max(1.0)  # given that the walk is here
+    rest = (inputs.at_parents(weight) * p - q).clamp_min(0.0) / inputs.at_parents(residual).clamp_min(TINY)
+    fixed = torch.where(inputs.at_parents(has_drawn_child), (1 - goes_on) * rest.clamp_max(1.0), p)
     return AcceptanceTest(torch.where(drawn, goes_on, fixed), lambda at: _residual(at, weight))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,19 +11,13 @@ from torch import Tensor
 from fsd_core import functional
 from fsd_core.divergence import Divergence, divergence, expand_draft
 from fsd_core.errors import FsdError
-from fsd_core.former import say
+from fsd_core.former import Renamed
 from fsd_core.tensors import wide
 from fsd_infer.rules.texts import TokenHistory, in_sentence, inside, repeats_ngram
 from fsd_infer.rules.verification import RoundInput
 
-_FORMER = {
-    "regret": "logprob_gap", "chance": "accept_prob", "tested": "accept_prob_under", "known": "repeats_ngram",
-    "draws": "has_drawn_child", "unsettled": "has_drawn_below", "total": "sum_children", "some": "any_child",
-    "of_children": "over_children",
-}  # fmt: skip
 
-
-class RuleInputs:
+class RuleInputs(Renamed):
     """All trees of a round. Quantities are [B, N] unless stated otherwise, and computed on first use.
 
     A node is two things: a *draft*, its token as a child of its parent, and a *context*, at which the next token is
@@ -42,6 +35,12 @@ class RuleInputs:
         is_chain: whether all of them were, so that they form a chain.
     """
 
+    former_members = {
+        "regret": "logprob_gap", "chance": "accept_prob", "tested": "accept_prob_under", "known": "repeats_ngram",
+        "draws": "has_drawn_child", "unsettled": "has_drawn_below", "total": "sum_children", "some": "any_child",
+        "of_children": "over_children", "above": "at_parents",
+    }  # fmt: skip
+
     def __init__(self, round: RoundInput) -> None:
         self.round, self.tree, self.greedy = round, round.tree, round.greedy
         self.sampled = round.tree.sampled and not round.greedy
@@ -51,15 +50,7 @@ class RuleInputs:
         if round.uniforms is None and not round.greedy:
             raise FsdError("a round above temperature 0 needs uniforms [B, N, 3]; pass them in RoundInput.")
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:  # only called for names that there are not
-            if name not in _FORMER:
-                raise AttributeError(f"RuleInputs has no {name!r}")
-            say(f"RuleInputs.{name}", f"it is now RuleInputs.{_FORMER[name]}")
-            return getattr(self, _FORMER[name])
-
-    def above(self, values: Tensor) -> Tensor:
+    def at_parents(self, values: Tensor) -> Tensor:
         """Map values of contexts to nodes: each node gets its parent's value."""
         return values.gather(1, self.tree.parents)
 
@@ -73,7 +64,7 @@ class RuleInputs:
 
     def any_child(self, holds: Tensor) -> Tensor:
         """Whether ``holds``, a bool per draft, is true for any child of each context."""
-        return (self.tree.child & holds[:, None]).any(-1)
+        return (self.tree.is_child & holds[:, None]).any(-1)
 
     @cached_property
     def nodes(self) -> Tensor:
@@ -82,7 +73,7 @@ class RuleInputs:
 
     @cached_property
     def _no_child(self) -> Tensor:
-        return ~self.tree.child
+        return ~self.tree.is_child
 
     @property
     def has_q(self) -> Tensor:
@@ -111,29 +102,29 @@ class RuleInputs:
 
     @cached_property
     def _row_stats(self) -> tuple[Tensor, Tensor, Tensor]:
-        return functional.row_stats(self.round.scores, self.tree.inner)
+        return functional.row_stats(self.round.scores, self.tree.has_children)
 
     @cached_property
     def entropy(self) -> Tensor:
         """-Σ p ln p in nats at contexts with children."""
-        return functional.row_entropy(self.round.scores, self.tree.inner)
+        return functional.row_entropy(self.round.scores, self.tree.has_children)
 
     def best(self, k: int) -> Tensor:
         """[B, N, k] ln p of the k likeliest tokens in descending order, at contexts with children. k is at most V."""
         k = min(k, self.round.scores.shape[-1])
-        return functional.topk_logprobs(self.round.scores, k, self.tree.inner)[0]
+        return functional.topk_logprobs(self.round.scores, k, self.tree.has_children)[0]
 
     @cached_property
     def logprob_gap(self) -> Tensor:
         """ln p of the likeliest token at the parent minus ln p of the draft, at least 0; inf at roots and padding."""
         scores, tree = self.round.scores, self.tree
         own = scores.flatten(1).gather(1, tree.parents * scores.shape[-1] + tree.tokens).float()
-        return (self.above(self._maxima[0]) - own).clamp_min(0.0).masked_fill(~self.tree.is_draft, math.inf)
+        return (self.at_parents(self._maxima[0]) - own).clamp_min(0.0).masked_fill(~self.tree.is_draft, math.inf)
 
     @cached_property
     def log_p(self) -> Tensor:
         """ln p of each draft at its parent; -inf at roots and padding."""
-        return self.above(self.log_p_max) - self.logprob_gap
+        return self.at_parents(self.log_p_max) - self.logprob_gap
 
     @cached_property
     def draft_mass(self) -> Tensor:
@@ -144,7 +135,7 @@ class RuleInputs:
     def is_drawn(self) -> Tensor:
         """bool; drafts that were drawn from a known q."""
         drawn = self.tree.is_draft if self.tree.drawn is None else self.tree.drawn
-        return drawn & self.above(self.has_q)
+        return drawn & self.at_parents(self.has_q)
 
     @cached_property
     def has_drawn_child(self) -> Tensor:
@@ -171,7 +162,7 @@ class RuleInputs:
     @cached_property
     def log_q(self) -> Tensor:
         """ln q of each draft at its parent, if that has a q."""
-        tree, row = self.tree, self.above(self.tree.q_index).clamp_min(0)
+        tree, row = self.tree, self.at_parents(self.tree.q_index).clamp_min(0)
         scores, entries = (tree.q_scores, self.entries) if self.sampled else (self.draft_scores, tree.tokens)
         assert scores is not None
         own = scores.flatten(1).gather(1, row * scores.shape[-1] + entries.clamp_min(0)).float()
@@ -195,7 +186,7 @@ class RuleInputs:
     def accept_prob(self) -> Tensor:
         """Probability that each draft is emitted under p (a drawn one: passes its test); at temperature 0 bool."""
         if self.greedy:
-            return (self.tree.tokens == self.above(self.likeliest)) & self.tree.is_draft
+            return (self.tree.tokens == self.at_parents(self.likeliest)) & self.tree.is_draft
         p = self.log_p.to(wide(self.log_p.device)).exp()
         if not self.sampled:
             return p
@@ -223,10 +214,10 @@ class RuleInputs:
         passes = (log_r - self.log_q).clamp_max(0.0).to(r.dtype).exp().masked_fill(~self.is_drawn, 0.0)
         if self.is_chain:
             return passes
-        fails = 1.0 - self.above(self.sum_children(passes))
+        fails = 1.0 - self.at_parents(self.sum_children(passes))
         rest = (r - self.log_q.to(r.dtype).exp()).clamp_min(0.0)
-        rest = rest / self.above(residual).to(r.dtype).clamp_min(1e-30)
-        fixed = torch.where(self.above(self.has_drawn_child), fails * rest, r).clamp_max(1.0)
+        rest = rest / self.at_parents(residual).to(r.dtype).clamp_min(1e-30)
+        fixed = torch.where(self.at_parents(self.has_drawn_child), fails * rest, r).clamp_max(1.0)
         return torch.where(self.is_drawn, passes, fixed)
 
     def divergence(self, measure: str | Divergence, processed: bool = False) -> Tensor:
@@ -269,10 +260,10 @@ class RuleInputs:
     def repeats_ngram(self, n: int) -> Tensor:
         """bool; would the draft complete an n-gram that prompt, answer, its path or remembered texts have."""
         if n not in self._repeats:
-            ask = None if self.tree.sampled else self.round.copies
-            copies = None if ask is None else ask(n)
+            ask = None if self.tree.sampled else self.round.seen_ngrams
+            seen = None if ask is None else ask(n)
             found = repeats_ngram(self.texts, self.tree, n)
-            self._repeats[n] = found if copies is None else found | copies
+            self._repeats[n] = found if seen is None else found | seen
         return self._repeats[n]
 
     @property

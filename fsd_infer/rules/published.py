@@ -230,7 +230,7 @@ class Asd(LossyRule):
         mismatch = tree.is_draft & ~inputs.accept_prob
         count = (tree.ancestors.to(ones.dtype) @ mismatch.to(ones.dtype)[..., None]).squeeze(-1)
         depth_below = best_path(tree.ancestors, ones, tree.is_draft)
-        passes = (logprob_gap <= self.gap * inputs.above(depth_below)) & (count <= self.mismatches)
+        passes = (logprob_gap <= self.gap * inputs.at_parents(depth_below)) & (count <= self.mismatches)
         logit_bias = torch.zeros_like(logprob_gap).masked_fill(passes & mismatch, math.inf)
         return OutputDistribution.biased(inputs, logit_bias).where(~inputs.any_child(inputs.accept_prob))
 

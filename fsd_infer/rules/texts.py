@@ -91,7 +91,7 @@ class TokenHistory:
         """What tells texts apart; :meth:`append` changes it in place."""
         return [self._buffer, self.lengths, self._prompted]
 
-    def select(self, rows: Tensor) -> None:
+    def keep_rows(self, rows: Tensor) -> None:
         """Keep only these rows [B'] of the batch."""
         self._buffer, self.lengths, self._prompted = (x[rows] for x in self.tensors)
 

@@ -171,9 +171,9 @@ class Tilted(LossyRule):
         """
         # the target's own choice, whose siblings are never taken
         repeated_choice = ~is_new & (logprob_gap == 0)
-        open = eligible & ~inputs.above(inputs.any_child(repeated_choice)) | repeated_choice
+        open = eligible & ~inputs.at_parents(inputs.any_child(repeated_choice)) | repeated_choice
         if (where := self.lossy_at(inputs)) is not None:
-            open = open & (inputs.above(where) | inputs.accept_prob)
+            open = open & (inputs.at_parents(where) | inputs.accept_prob)
         toll = torch.where(inputs.accept_prob, 0.0, self.effective_toll)
         gains = is_new.to(logprob_gap.dtype) - coef * logprob_gap - toll
         return best_path(inputs.tree.ancestors, gains, open) - toll

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import FsdError, NonFiniteLogitsError
+from fsd_core.former import Renamed, say
 from fsd_core.tensors import is_host, on_host, to_device
 from fsd_infer.rules.texts import TokenHistory
 from fsd_infer.trees.tree import DraftTree
@@ -34,7 +35,7 @@ class Emission(NamedTuple):
     Attributes:
         token: its id.
         source: where it came from.
-        gate_open: whether a lossy distribution applied at its context.
+        relaxed: whether a lossy distribution applied at its context.
         nats: spent at its context.
         proposer: index into the drafter's ``proposers``; -1 if the token was not drafted.
         depth: position among the tokens of its round, from 1.
@@ -44,16 +45,22 @@ class Emission(NamedTuple):
 
     token: int
     source: TokenOrigin
-    gate_open: bool
+    relaxed: bool
     nats: float
     proposer: int
     depth: int
     first_choice: tuple[int, float] | None
     log_likelihood: float | None
 
+    @property
+    def gate_open(self) -> bool:
+        """:attr:`relaxed`, by its former name."""
+        say("Emission.gate_open", "it is now relaxed", 3)
+        return self.relaxed
+
 
 @dataclass
-class RoundInput:
+class RoundInput(Renamed):
     """The input of rules in one round.
 
     Attributes:
@@ -73,9 +80,11 @@ class RoundInput:
             None: nothing is known.
         max_accepted: [B] most drafts that each row may accept; None: all. It depends on lengths alone, so that no
             distribution changes.
-        copies: n -> [B, N] bool, the drafts that complete an n-gram of remembered texts (None: nothing is remembered);
-            for rules that charge for copies. Not asked about sampled drafts.
+        seen_ngrams: n -> [B, N] bool, the drafts that complete an n-gram of other texts that the drafter reads, for
+            rules with ``exact_ngram_size``; None: it reads none. Not asked about sampled drafts.
     """
+
+    former_members = {"copies": "seen_ngrams"}
 
     tree: DraftTree
     logits: Tensor
@@ -86,15 +95,15 @@ class RoundInput:
     process_draft: Callable[[DraftTree], Tensor] | None = None
     texts: TokenHistory | None = None
     kl_excess: Tensor | None = None
-    copies: Callable[[int], Tensor | None] | None = None
+    seen_ngrams: Callable[[int], Tensor | None] | None = None
     max_accepted: Tensor | None = None
 
 
 FORKS = "drafts drawn from q"  # the fault of sampled drafts that form no chain
 _FAULT = "not finite: "  # begins the names of columns with faults
 _COLUMNS = {
-    "path": torch.long, "accepted": torch.long, "tokens": torch.long, "sources": torch.long, "gate_open": torch.bool,
-    "spent": None, "first": torch.long, "logprob_gap": None,
+    "path": torch.long, "accepted": torch.long, "tokens": torch.long, "sources": torch.long, "relaxed": torch.bool,
+    "spent": None, "first_choices": torch.long, "logprob_gap": None,
 }  # fmt: skip
 
 
@@ -123,7 +132,7 @@ def row_index(rows: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @dataclass
-class Verdict:
+class Verdict(Renamed):
     """The result of a round. D is at least the tree's depth; column j is about a row's j-th new token.
 
     The tensors are on the device of the tree, or after :meth:`on_host` on the CPU.
@@ -134,10 +143,10 @@ class Verdict:
         accepted: [B] number of accepted drafts (0..D); the row emits ``accepted + 1`` tokens.
         tokens: [B, D+1] the emitted tokens: the accepted drafts, the token that follows them, padding 0.
         sources: [B, D+1] :class:`TokenOrigin` of each emitted token.
-        gate_open: [B, D+1] bool; whether a lossy distribution emitted the token.
+        relaxed: [B, D+1] bool; whether a lossy distribution emitted the token.
         spent: [B, D+1] nats spent at each context, 0 where the distribution is the target's.
-        first: [B, D+1] the drafter's first choice below each node of the path, the child with the highest score. The
-            first of equals; -1 without children, and in the padding.
+        first_choices: [B, D+1] the drafter's first choice below each node of the path: the child with the highest
+            score, the first of equals; -1 without children, and in the padding.
         logprob_gap: [B, D+1] ln p of the target's likeliest token minus ln p of that choice (processed p), at least 0.
             NaN if there is none.
         proposers: [B, N] of the tree's nodes, see :class:`DraftTree`; None if one drafter proposed all.
@@ -147,13 +156,15 @@ class Verdict:
             any of them is void, see :meth:`check`.
     """
 
+    former_members = {"gate_open": "relaxed", "first": "first_choices"}
+
     path: Tensor
     accepted: Tensor
     tokens: Tensor
     sources: Tensor
-    gate_open: Tensor
+    relaxed: Tensor
     spent: Tensor
-    first: Tensor
+    first_choices: Tensor
     logprob_gap: Tensor
     proposers: Tensor | None = None
     allowed: Tensor | None = None
@@ -166,8 +177,8 @@ class Verdict:
         self.path = self.path.gather(1, steps.minimum(self.accepted[:, None] + 1))
         beyond = steps > self.accepted[:, None]
         self.spent = self.spent.masked_fill(beyond, 0.0)
-        self.first, self.logprob_gap = (
-            self.first.masked_fill(beyond, -1),
+        self.first_choices, self.logprob_gap = (
+            self.first_choices.masked_fill(beyond, -1),
             self.logprob_gap.masked_fill(beyond, float("nan")),
         )
 
@@ -203,15 +214,15 @@ class Verdict:
 
     def emissions(self, log_p: Sequence[Sequence[float]] | None = None) -> list[list[Emission]]:
         """Return each row's tokens in order, of a verdict on the CPU. ``log_p``: log-likelihoods, [B, D+1]."""
-        columns = (self.tokens, self.sources, self.gate_open, self.spent, self.path, self.first, self.logprob_gap)
+        columns = (self.tokens, self.sources, self.relaxed, self.spent, self.path, self.first_choices, self.logprob_gap)
         proposers = None if self.proposers is None else self.proposers.tolist()
         rows: list[list[Emission]] = []
         for row, (count, *facts) in enumerate(zip(self.accepted.tolist(), *(column.tolist() for column in columns))):
-            tokens, sources, gates, spent, path, first, logprob_gap = facts
+            tokens, sources, relaxed, spent, path, first, logprob_gap = facts
             by = [0] * (1 + max(*path, *first)) if proposers is None else proposers[row]
             rows.append([
                 Emission(
-                    tokens[step], sources[step], gates[step], spent[step],
+                    tokens[step], sources[step], relaxed[step], spent[step],
                     by[below] if below != path[step] else -1,
                     step + 1,
                     (by[first[step]], logprob_gap[step]) if first[step] >= 0 else None,

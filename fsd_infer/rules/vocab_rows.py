@@ -147,8 +147,8 @@ class VocabRows:
     def _find_repeating(self, n: int) -> Tensor:
         inputs, tree = self.inputs, self.inputs.tree
         found = repeating_tokens(inputs.texts, tree, self.rows, self.nodes, n, inputs.round.scores.shape[-1])
-        if inputs.round.copies is not None and not tree.sampled:
-            copied = tree.child[self.rows, self.nodes] & inputs.repeats_ngram(n)[self.rows]  # [R, N]
+        if inputs.round.seen_ngrams is not None and not tree.sampled:
+            copied = tree.is_child[self.rows, self.nodes] & inputs.repeats_ngram(n)[self.rows]  # [R, N]
             column = tree.tokens[self.rows].where(copied, found.shape[1])  # one more than there are, for the others
             found = torch.nn.functional.pad(found, (0, 1)).scatter(1, column, True)[:, :-1]
         return found
@@ -204,7 +204,7 @@ class ReducedVocabRows(VocabRows):
 
     def _find_repeating(self, n: int) -> Tensor:
         inputs = self.inputs
-        if inputs.round.copies is not None and not inputs.tree.sampled:
+        if inputs.round.seen_ngrams is not None and not inputs.tree.sampled:
             return torch.nn.functional.pad(super()._find_repeating(n)[:, self._ids], (0, 1))
         width, texts = len(self._ids) + 1, inputs.texts
         return repeating_tokens(texts, inputs.tree, self.rows, self.nodes, n, width, inputs.places)

@@ -309,7 +309,7 @@ class Batcher:
                 job.logprobs.clear()
                 self._decode([job])
             return
-        known = found.stats.known or [0] * len(batch)
-        for job, stats, cached in zip(batch, found.stats.rows, known, strict=True):
-            job.stats, job.cached = stats, cached
+        cached = found.stats.cached_tokens or [0] * len(batch)
+        for job, stats, job.cached in zip(batch, found.stats.rows, cached, strict=True):
+            job.stats = stats
             job.finish(stats.finish_reason)

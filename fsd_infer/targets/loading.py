@@ -224,34 +224,41 @@ def load_target(
     """
     for name in _OURS.keys() & model_kwargs.keys():
         raise ModelLoadError(f"{name} is no argument for a target: {_OURS[name]}.")
-    place, attention = parse_device(take_device(device, model_kwargs)), attn_implementation
-    keep = parse_dtype(dtype) == torch.bfloat16 and not model_kwargs and bool(readable_types(reads_blocks))
-    gguf = gguf_of(name_or_dir, keep, progress)
-    if gguf is not None:
-        if model_kwargs:
-            names = ", ".join(model_kwargs)
-            raise ModelLoadError(f"{name_or_dir} is a GGUF file, which {names} cannot be used with: leave them out.")
-        model, tokenizer = _from_gguf(name_or_dir, gguf, parse_dtype(dtype), attention, reads_blocks if keep else None)
-        if tokenizer is not None:
-            set_control_tokens(tokenizer, allow_control_tokens)
-        return model if keep else model.to(place), tokenizer
-    adapter = adapter_of(name_or_dir)
-    source, where = located(name_or_dir, model_kwargs, progress)
-    where |= {"trust_remote_code": trust_remote_code, "revision": where.get("revision", "main")}
-    options = {name: value for name, value in model_kwargs.items() if name not in HUB_OPTIONS}
-    options |= {"dtype": parse_dtype(dtype), "attn_implementation": attention}
-    load = explained(name_or_dir, source)(_load)
-    model, tokenizer, quantised = load_whole(
-        source, lambda: load(source, where, options, place, allow_control_tokens, adapter), **where
-    )
+    place, kind = parse_device(take_device(device, model_kwargs)), parse_dtype(dtype)
+    keeps_blocks = kind == torch.bfloat16 and not model_kwargs and bool(readable_types(reads_blocks))
+    gguf = gguf_of(name_or_dir, keeps_blocks, progress)
+    if gguf is None:
+        adapter, (source, where) = adapter_of(name_or_dir), located(name_or_dir, model_kwargs, progress)
+        where |= {"trust_remote_code": trust_remote_code, "revision": where.get("revision", "main")}
+        options = {name: value for name, value in model_kwargs.items() if name not in HUB_OPTIONS}
+        options |= {"dtype": kind, "attn_implementation": attn_implementation}
+        load = explained(name_or_dir, source)(_load)
+        model, tokenizer, quantised = load_whole(
+            source, lambda: load(source, where, options, place, allow_control_tokens, adapter), **where
+        )
+        placed = "device_map" in options or "tp_plan" in options
+        return _prepared(model, adapter, quantised, None if placed else place), tokenizer
+    if model_kwargs:
+        names = ", ".join(model_kwargs)
+        raise ModelLoadError(f"{name_or_dir} is a GGUF file, which {names} cannot be used with: leave them out.")
+    reads_blocks = reads_blocks if keeps_blocks else None
+    model, tokenizer = _load_gguf(name_or_dir, gguf, kind, attn_implementation, reads_blocks)
+    if tokenizer is not None:
+        set_control_tokens(tokenizer, allow_control_tokens)
+    return model if keeps_blocks else model.to(place), tokenizer
+
+
+def _prepared(
+    model: PreTrainedModel, adapter: Path | None, quantised: bool, device: torch.device | None
+) -> PreTrainedModel:
+    """Return a loaded model with its adapter, in eval mode without gradients, on the device if that is not None."""
     model.requires_grad_(False)
     if adapter is not None:
         add_adapter(model, adapter, merge=not quantised)
-    placed = "device_map" in options or "tp_plan" in options
-    return model.eval() if placed else model.eval().to(place), tokenizer
+    return model.eval() if device is None else model.eval().to(device)
 
 
-def _from_gguf(
+def _load_gguf(
     name: str | os.PathLike[str], file: Path, dtype: torch.dtype, attention: str | None, reads: ReadsBlocks | None
 ) -> tuple[Any, Any]:
     """Return model and tokenizer of a GGUF file, whose library is imported by those who need it."""

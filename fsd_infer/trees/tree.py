@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fsd_core import functional
+from fsd_core.former import Renamed
 from fsd_core.tensors import lists, padded, to_device
 
 
@@ -28,7 +29,7 @@ class Draws(Enum):
 
 
 @dataclass
-class DraftTree:
+class DraftTree(Renamed):
     """A tree of candidate tokens per batch row, on the target's device. A chain is a tree of width 1.
 
     Node 0 is the root: the last emitted token, which the target has not read yet. Parents precede their children, and
@@ -57,6 +58,8 @@ class DraftTree:
         forecast: [B, S + 1] as of :func:`fsd_infer.trees.forecast.forecast`; None: nobody asks.
         depth_bound: at least the depth of the deepest node, as far as the host knows; None: not known.
     """
+
+    former_members = {"child": "is_child", "inner": "has_children"}
 
     tokens: Tensor
     parents: Tensor
@@ -93,22 +96,22 @@ class DraftTree:
         return drafted
 
     @cached_property
-    def child(self) -> Tensor:
+    def is_child(self) -> Tensor:
         """[B, N, N] bool; whether node j is a child of node i."""
         nodes = torch.arange(self.parents.shape[1], device=self.parents.device)
         return (self.parents[:, None] == nodes[:, None]) & self.is_draft[:, None]
 
     @cached_property
-    def inner(self) -> Tensor:
+    def has_children(self) -> Tensor:
         """[B, N] bool; nodes with children."""
-        return self.child.any(-1)
+        return self.is_child.any(-1)
 
     @cached_property
     def first_choices(self) -> Tensor:
         """[B, N] the child with the highest score that was not drawn, the first of equals; -1 if there is none."""
-        child = self.child if self.drawn is None else self.child & ~self.drawn[:, None]
-        best = self.scores[:, None].masked_fill(~child, -math.inf).argmax(-1)
-        return best.masked_fill(~child.any(-1), -1)
+        eligible = self.is_child if self.drawn is None else self.is_child & ~self.drawn[:, None]
+        best = self.scores[:, None].masked_fill(~eligible, -math.inf).argmax(-1)
+        return best.masked_fill(~eligible.any(-1), -1)
 
     @property
     def max_depth(self) -> int:
@@ -141,7 +144,7 @@ class DraftTree:
             proposers=None if self.proposers is None else self.proposers.gather(1, nodes),
             drawn=None if self.drawn is None else self.drawn.gather(1, nodes),
         )
-        kept.q_index = torch.where(kept.inner, self.q_index.gather(1, nodes), -1)
+        kept.q_index = torch.where(kept.has_children, self.q_index.gather(1, nodes), -1)
         return kept
 
     def padded_to(self, count: int) -> DraftTree:

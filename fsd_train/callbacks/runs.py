@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
@@ -17,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fsd_core.errors import CheckpointError, DataError
+from fsd_core.files import lock_for_run
 from fsd_train.callbacks.decoded import DecodedTau
 from fsd_train.callbacks.export import ExportHead, check_output, recover, trains_again
 from fsd_train.checkpoints import callbacks_of, check_checkpoint, differing, read_checkpoint
@@ -152,18 +152,13 @@ class RunDirectory(Callback):
     def _hold(self, directory: Path) -> None:
         """Lock a directory until the run ends, and remove what killed runs left of checkpoints that they were writing.
 
-        Raises DataError if another run holds it.
+        Where nothing can be locked these stay: they may be another run's. Raises DataError if another run holds it.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._held.append(os.open(directory, os.O_RDONLY))
-        try:
-            fcntl.flock(self._held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"another run is writing {directory}. Wait for it, or choose another directory.") from None
-        except OSError:  # a file system without locks
-            return
-        for draft in directory.glob(".*.ckpt.*.partial"):
-            draft.unlink(missing_ok=True)
+        if lock_for_run(self._held[-1], directory, "Wait for it, or choose another directory."):
+            for draft in directory.glob(".*.ckpt.*.partial"):
+                draft.unlink(missing_ok=True)
 
     def _let_go(self) -> None:
         while self._held:

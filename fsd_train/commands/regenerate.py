@@ -7,7 +7,6 @@ continues a killed run: it removes a torn last line and skips finished rows.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import mmap
 import os
@@ -23,7 +22,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig
 
 from fsd_core.errors import ContextLengthError, DataError, FsdError
-from fsd_core.files import disk_errors, read_json, write_json
+from fsd_core.files import disk_errors, lock_for_run, read_json, write_json
 from fsd_core.hub import guarded, hub_fault
 from fsd_core.text.control import set_control_tokens
 from fsd_core.text.conversations import TOOLS
@@ -63,12 +62,7 @@ class AnswerFile:
         """Yield the finished ids and the file to append to. Only one process may hold it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with disk_errors(self.path), open(self.path, "ab") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise FsdError(
-                    f"another run is writing {self.path}. Wait for it or choose another --output."
-                ) from error
+            lock_for_run(file.fileno(), self.path, "Wait for it or choose another --output.", FsdError)
             self._check_settings()
             self._cut_torn_line()
             yield self._done(), file

@@ -221,8 +221,8 @@ class FeatureRecorder(Callback):
     def on_round(self, report: RoundReport) -> None:
         counts = (report.verdict.accepted + 1).tolist()
         if report.phase == "prefill":
-            counts = [len(self._prompts[number]) for number in report.numbers]
-        for number, features, count in zip(report.numbers, report.tensors.features, counts, strict=True):
+            counts = [len(self._prompts[number]) for number in report.prompt_indices]
+        for number, features, count in zip(report.prompt_indices, report.tensors.features, counts, strict=True):
             self._read.setdefault(number, []).append(features[:count].clone())
 
     def save(self, answers: Sequence[Sequence[int]]) -> None:

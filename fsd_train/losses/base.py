@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import DataError
+from fsd_core.former import Renamed
 from fsd_core.registry import Registry
 from fsd_core.tensors import to_device
 from fsd_train.types import NonNegativeFloat, PositiveFloat
@@ -61,9 +62,11 @@ class LMHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Compute logits [..., Vd] in fp32 from hidden [..., H]; the product runs in the weight's dtype."""
-        return self.finish(torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias).float())
+        return self.scale_and_cap(
+            torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias).float()
+        )
 
-    def finish(self, products: Tensor) -> Tensor:
+    def scale_and_cap(self, products: Tensor) -> Tensor:
         """Apply the family's scale and soft cap to h Wᵀ + b [..., Vd]."""
         logits = products if self.scale == 1.0 else products * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
@@ -82,7 +85,7 @@ class LMHead:
 
 
 @dataclass(frozen=True)
-class LossIndex:
+class LossIndex(Renamed):
     """The supervised rows of a batch: R drafts, each of one chain step at one of N positions, sorted by position.
 
     A row at position i predicts token i+2 from the estimate of feature i+1 (:mod:`fsd_train.models.unroll` defines the
@@ -91,7 +94,7 @@ class LossIndex:
 
     Attributes:
         position: [N] index i in the packed sequence, ascending.
-        feature: [R] index of each row's position among the N, ascending.
+        position_index: [R] index of each row's position among the N, ascending.
         step: [R] chain step, from 0.
         weight: [R] fp32.
         chains: [S, C] rows; column c is a chain with all S steps supervised.
@@ -102,8 +105,10 @@ class LossIndex:
         chain_total: scalar, by which losses divide sums over chains.
     """
 
+    former_members = {"feature": "position_index"}
+
     position: Tensor
-    feature: Tensor
+    position_index: Tensor
     step: Tensor
     weight: Tensor
     chains: Tensor
@@ -115,7 +120,10 @@ class LossIndex:
     def to(self, device: torch.device) -> LossIndex:
         """Copy to a device without waiting for it: integers in one transfer, other numbers in another."""
         moved: dict[str, Any] = {}
-        for names in (("position", "feature", "step", "chains"), ("weight", "stands_for", "total", "chain_total")):
+        for names in (
+            ("position", "position_index", "step", "chains"),
+            ("weight", "stands_for", "total", "chain_total"),
+        ):
             values = [getattr(self, name) for name in names]
             flat = to_device(torch.cat([value.flatten() for value in values]), device)
             parts = flat.split([value.numel() for value in values])
@@ -133,15 +141,15 @@ class LossIndex:
 
 
 @dataclass(frozen=True)
-class DraftBatch:
+class DraftBatch(Renamed):
     """A batch of predictions: an estimate per row, a feature per position.
 
     Attributes:
         estimates: [R, H] outputs of the head.
         features: [N, H] features of the target.
         rows: step, position and weight of each estimate.
-        head: the target's LM head over the draft vocabulary.
-        own_head: the drafter's trained LM head over the draft vocabulary; None if it shares the target's.
+        target_lm_head: the target's LM head over the draft vocabulary.
+        own_lm_head: the drafter's trained LM head over the draft vocabulary; None if it shares the target's.
         feature_scale: [H] divisor of the features in the head, or None.
         reference: [R, H] estimates of a frozen reference drafter on the same inputs, or None.
         progress: completed share of the run, 0 to 1; 1 outside training, where schedules have ended.
@@ -151,12 +159,14 @@ class DraftBatch:
         confidence: [R] logits of a confidence head, or None (:mod:`fsd_train.losses.confidence`).
     """
 
+    former_members = {"head": "target_lm_head", "own_head": "own_lm_head", "draft_head": "draft_lm_head"}
+
     estimates: Tensor
     features: Tensor
     rows: LossIndex
-    head: LMHead
+    target_lm_head: LMHead
     feature_scale: Tensor | None = None
-    own_head: LMHead | None = None
+    own_lm_head: LMHead | None = None
     reference: Tensor | None = None
     progress: float = 1.0
     step: float = math.inf
@@ -175,9 +185,9 @@ class DraftBatch:
         return replace(self, rows=replace(self.rows, weight=weights, total=self.rows.total * share))
 
     @property
-    def draft_head(self) -> LMHead:
+    def draft_lm_head(self) -> LMHead:
         """The LM head that is applied to the estimates."""
-        return self.head if self.own_head is None else self.own_head
+        return self.target_lm_head if self.own_lm_head is None else self.own_lm_head
 
 
 @dataclass
@@ -297,7 +307,7 @@ def feature_distance(batch: DraftBatch) -> Tensor:
     if batch.feature_scale is not None:
         estimates = estimates / batch.feature_scale.to(estimates.dtype)
         features = features / batch.feature_scale.to(features.dtype)
-    wanted = features.to(estimates.dtype).index_select(0, batch.rows.feature)
+    wanted = features.to(estimates.dtype).index_select(0, batch.rows.position_index)
     return torch.nn.functional.smooth_l1_loss(estimates, wanted, reduction="none").mean(-1, dtype=torch.float32)
 
 

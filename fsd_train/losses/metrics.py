@@ -63,7 +63,7 @@ def compare(
     distances = {name: torch.empty(rows, device=device) for name in divergences}
     for block in blocks(batch.rows.ends, chunk_size):
         here = block.rows  # n rows at m positions
-        at = batch.rows.feature[here] - block.positions.start  # [n] position of each row
+        at = batch.rows.position_index[here] - block.positions.start  # [n] position of each row
         p = full_head(batch.features[block.positions])  # [m, V] logits
         best = p.argmax(-1)[at]  # [n]
         log_p = p.log_softmax(-1)
@@ -71,7 +71,7 @@ def compare(
         if draft_ids is not None:
             inside = log_p[:, draft_ids]  # [m, Vd]
             merged, _ = reduced(p, inside, draft_ids)  # [m, Vd + 1], one bin for all tokens outside
-        q = batch.draft_head(batch.estimates[here])  # [n, Vd] logits
+        q = batch.draft_lm_head(batch.estimates[here])  # [n, Vd] logits
         drafted = q.argmax(-1)
         agree[here] = (drafted if draft_ids is None else draft_ids[drafted]) == best
         log_q = q.log_softmax(-1)

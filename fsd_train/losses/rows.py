@@ -183,7 +183,7 @@ def _evaluate(
     Returns:
         (values [K, R] fp32, agreement [R], gradients on the estimates [R, H] and, if trained, on the LM head's weight)
     """
-    estimates, head = batch.estimates, batch.draft_head
+    estimates, head = batch.estimates, batch.draft_lm_head
     evaluate = _compiled_block if batch.compiled else _block
     values = torch.zeros(function.count, len(estimates), dtype=torch.float32, device=estimates.device)
     agree = torch.zeros(len(estimates), dtype=torch.bool, device=estimates.device)
@@ -219,15 +219,15 @@ def _logits_of(batch: DraftBatch, block: Block) -> tuple[Tensor, Tensor, Tensor]
     If both share an LM head, one product computes them, because a block has too few positions for full speed.
     """
     features, estimates = batch.features[block.positions], batch.estimates[block.rows].detach()
-    if batch.own_head is None and features.shape[-1] == estimates.shape[-1]:
-        dtype = batch.head.weight.dtype
-        target, draft = batch.head(torch.cat([features.to(dtype), estimates.to(dtype)])).split(
+    if batch.own_lm_head is None and features.shape[-1] == estimates.shape[-1]:
+        dtype = batch.target_lm_head.weight.dtype
+        target, draft = batch.target_lm_head(torch.cat([features.to(dtype), estimates.to(dtype)])).split(
             [len(features), len(estimates)]
         )
         draft = draft.clone()  # a view would keep the target's logits alive
     else:
-        target, draft = batch.head(features), batch.draft_head(estimates).detach()
-    return target, batch.rows.feature[block.rows] - block.positions.start, draft
+        target, draft = batch.target_lm_head(features), batch.draft_lm_head(estimates).detach()
+    return target, batch.rows.position_index[block.rows] - block.positions.start, draft
 
 
 _BlockResult = tuple[Tensor, Tensor | None, Tensor, Tensor]
@@ -280,7 +280,7 @@ def chunked_rows(function: RowFunction, batch: DraftBatch, chunk_size: int | Non
 
     Args:
         function: K values per row.
-        batch: differentiable in the estimates and in the weight of ``own_head``, if any.
+        batch: differentiable in the estimates and in the weight of ``own_lm_head``, if any.
         chunk_size: memory bound in rows of fp32 logits. Beyond arguments and results the peak stays below
             1.3·4·chunk_size·Vd bytes if a block holds a position's rows. None: :func:`default_chunk_size`.
 
@@ -313,12 +313,12 @@ def _apply(
         (values [K, R], agreement [R], scalar Σ w·x of the first values with ``row_weights`` [R], by default 1)
     """
     if chunk_size is None:
-        chunk_size = default_chunk_size(batch.estimates.device.type, len(batch.head.weight))
+        chunk_size = default_chunk_size(batch.estimates.device.type, len(batch.target_lm_head.weight))
     divided = equal_blocks if batch.compiled else blocks
-    if batch.own_head is None:
+    if batch.own_lm_head is None:
         lm_weight, groups = None, [[block] for block in divided(batch.rows.ends, max(1, chunk_size // function.live))]
     else:  # a quarter of the memory for the gradients of a group
-        lm_weight = batch.own_head.weight
+        lm_weight = batch.own_lm_head.weight
         pieces = divided(batch.rows.ends, max(1, chunk_size * 3 // 4 // function.live))
         groups = grouped(pieces, chunk_size * 4 // lm_weight.element_size() // 4)
     values, agree, total = _RowValues.apply(batch.estimates, lm_weight, row_weights, batch, function, groups)

@@ -129,7 +129,7 @@ class BlockModule(DistillationModule):
             torch.manual_seed(self.seed)
             head = BlockHead(self.options.config(target, self.block_size, size or target.vocab_size)).float()
         ids = None if size is None else torch.arange(size)
-        if size is not None and self._attached is not None and self.trainer.training:
+        if size is not None and self._trainer_or_none is not None and self.trainer.training:
             ends = [i for i in target.eos_token_ids if i < target.vocab_size]
             ids = choose_draft_ids(self._answer_counts("draft_vocab_size"), size, ends)
         head.register_buffer("draft_ids", ids)
@@ -190,8 +190,8 @@ class BlockModule(DistillationModule):
             estimates=estimates.flatten(0, 1).index_select(0, output),  # [R, H + r]
             features=final.index_select(0, rows.position + 1).to(estimates.dtype),  # [N, H]
             rows=rows,
-            head=self.lm_head(),
-            own_head=LMHead(weight.to(self.target.dtype), ids=self.head.draft_ids),
+            target_lm_head=self.lm_head(),
+            own_lm_head=LMHead(weight.to(self.target.dtype), ids=self.head.draft_ids),
             confidence=confidence,
         )
 
@@ -351,7 +351,7 @@ def plan_blocks(loss_mask: Tensor, size: int, most: int, decay: float, generator
     whole = is_row.all(1)
     rows = LossIndex(
         position,
-        feature=feature,
+        position_index=feature,
         step=slot,
         weight=weight,
         chains=number[whole].T,

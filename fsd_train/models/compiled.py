@@ -28,17 +28,17 @@ def padded_count(count: int, length: int) -> int:
     return max(-(-count // step), 1) * step
 
 
-class CompiledLayers:
+class LayerCompiler:
     """Compiled forwards of modules, by module; a deep copy's modules get their own."""
 
     def __init__(self) -> None:
         self._forwards: dict[int, Callable[..., Any]] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledLayers:
-        return CompiledLayers()
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerCompiler:
+        return LayerCompiler()
 
     @contextmanager
-    def __call__(self, layers: Iterable[nn.Module]) -> Iterator[None]:
+    def running(self, layers: Iterable[nn.Module]) -> Iterator[None]:
         """Let these modules run compiled within the context. Others, in decoding or validation, stay as they are."""
         chosen = list(layers)
         for layer in chosen:

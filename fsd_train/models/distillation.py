@@ -26,7 +26,7 @@ from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput, as_loss, refe
 from fsd_train.losses.base import LossIndex
 from fsd_train.losses.confidence import with_confidence
 from fsd_train.losses.metrics import DEFAULT_RULES, ValidationMetrics, compare
-from fsd_train.models.compiled import CompiledLayers
+from fsd_train.models.compiled import LayerCompiler
 from fsd_train.models.optim import WarmupCosine
 from fsd_train.models.run import RunModule
 from fsd_train.models.slim import load_slim, move
@@ -107,7 +107,7 @@ class DistillationModule(RunModule, ABC):
             )
         self.target_name, self.target_kwargs, self.seed = target, dict(target_kwargs or {}), seed
         self.unroll_steps, self.step_decay, self.compile_option = unroll_steps, step_decay, compile
-        self._compiled_layers = CompiledLayers()
+        self._layer_compiler = LayerCompiler()
         self.loss = as_loss(loss)
         self.reference = reference_of(self.loss)  # directory of a drafter that adaspec compares with
         self.depths = max(unroll_steps, eval_steps)
@@ -182,7 +182,7 @@ class DistillationModule(RunModule, ABC):
     @property
     def _target_device(self) -> torch.device | str:
         """Where the target is loaded. Weights that are quantised as they are loaded cannot be moved afterwards."""
-        if self._attached is None or not self.target_kwargs.get("quantization_config"):
+        if self._trainer_or_none is None or not self.target_kwargs.get("quantization_config"):
             return "cpu"
         return self.trainer.strategy.root_device
 
@@ -207,7 +207,7 @@ class DistillationModule(RunModule, ABC):
     @property
     def _runs_target(self) -> bool:
         """Whether training needs the target's layers."""
-        return self._attached is not None and getattr(self._datamodule, "features", None) is None
+        return self._trainer_or_none is not None and getattr(self._datamodule, "features", None) is None
 
     @property
     def _feature_store(self) -> FeatureStore | None:
@@ -222,7 +222,7 @@ class DistillationModule(RunModule, ABC):
 
     def setup(self, stage: str) -> None:
         """Build the model. Raises DataError for rows that do not fit the target, or weights not in fp32."""
-        if self._attached is not None and self.trainer.precision not in PRECISIONS:
+        if self._trainer_or_none is not None and self.trainer.precision not in PRECISIONS:
             raise DataError(
                 f"trainer.precision is {self.trainer.precision}, but weights are trained in fp32. Choose "
                 f"{', '.join(PRECISIONS)}."
@@ -241,7 +241,7 @@ class DistillationModule(RunModule, ABC):
         checkpoint["target"] = target_record(self.target)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        trainer = self._attached
+        trainer = self._trainer_or_none
         check_target(self.target, checkpoint.get("target", {}), source_of(trainer))
         # strategies that read checkpoints themselves have compared them
         if trainer is None or not trainer.strategy.restore_checkpoint_after_setup:
@@ -251,7 +251,7 @@ class DistillationModule(RunModule, ABC):
     # compiling -----------------------------------------------------------------------------------------------------
 
     @property
-    def compiles(self) -> bool:
+    def is_compiled(self) -> bool:
         """Whether rows are padded to static shapes, and layers and losses run compiled: in training, if chosen."""
         if not self.training or self.compile_option is False:
             return False
@@ -259,7 +259,7 @@ class DistillationModule(RunModule, ABC):
 
     def _uncompilable(self) -> str | None:
         """Return the setting that excludes compiled steps, or None."""
-        strategy = "" if self._attached is None else type(self.trainer.strategy).__name__
+        strategy = "" if self._trainer_or_none is None else type(self.trainer.strategy).__name__
         if strategy and "SingleDevice" not in strategy and "DDP" not in strategy:
             return f"trainer.strategy is {strategy}, which gathers weights within layers: use one device or ddp"
         return None
@@ -270,9 +270,9 @@ class DistillationModule(RunModule, ABC):
         if reason is not None:
             raise DataError(f"model.compile is true, but {reason}. Set model.compile to false.")
 
-    def _compiled(self, layers: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    def _running_compiled(self, layers: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Let these layers run compiled within the context if the step does."""
-        return self._compiled_layers(layers) if self.compiles else nullcontext()
+        return self._layer_compiler.running(layers) if self.is_compiled else nullcontext()
 
     # steps ---------------------------------------------------------------------------------------------------------
 
@@ -294,9 +294,9 @@ class DistillationModule(RunModule, ABC):
             )
         target = self.target
         layers: Sequence[nn.Module] = ()
-        if self.compiles and not self.target_kwargs and supports_packing(target.features, target.model):
+        if self.is_compiled and not self.target_kwargs and supports_packing(target.features, target.model):
             layers = target.layers(range(int(target.config.num_hidden_layers)))
-        with self._compiled(layers):
+        with self._running_compiled(layers):
             features = forward_packed(target.features, target.model, batch["input_ids"], mask)
         writer: FeatureWriter | None = getattr(self._datamodule, "writer", None)
         if writer is not None:
@@ -335,7 +335,7 @@ class DistillationModule(RunModule, ABC):
         out = self.loss(drafts)
         if self._frozen.full_lm_head is None or self._frozen.full_lm_head.weight.device != self.device:
             self._frozen.full_lm_head = LMHead.of(self.target)
-        agreement = compare(drafts, self._frozen.full_lm_head, drafts.head.ids, self.validation.divergences)
+        agreement = compare(drafts, self._frozen.full_lm_head, drafts.target_lm_head.ids, self.validation.divergences)
         self.validation.update(agreement, drafts.rows, out.loss)
 
     def on_validation_epoch_end(self) -> None:

@@ -119,7 +119,7 @@ class EagleModule(DistillationModule):
 
     @property
     def _in_training(self) -> bool:
-        return self._attached is not None and bool(self.trainer.training)
+        return self._trainer_or_none is not None and bool(self.trainer.training)
 
     def _continue(self, head: str) -> None:
         """Copy the weights of an earlier head, and in validation its draft vocabulary."""
@@ -156,7 +156,7 @@ class EagleModule(DistillationModule):
             share, generator = self.chain_share, self._generator()
         plan = plan_chains(
             on_host(batch, "loss_mask")[0], steps, self.step_decay, share, generator,
-            supervised_rows=batch.get("supervised") if self.training else None, static_shapes=self.compiles,
+            supervised_rows=batch.get("supervised") if self.training else None, static_shapes=self.is_compiled,
         )  # fmt: skip
         rows = plan.rows.to(self.device)
         mask = TextMask(tuple(batch["lengths"].tolist()), self.device)
@@ -172,11 +172,11 @@ class EagleModule(DistillationModule):
             estimates=self._estimates(head, embeds, noisy, mask, plan),  # [R, H]
             features=final.index_select(0, rows.position + 1).to(inputs.dtype),  # [N, H]
             rows=rows,
-            head=self._lm_head_of(batch) if self.context_ids else self.lm_head(),
+            target_lm_head=self._lm_head_of(batch) if self.context_ids else self.lm_head(),
             feature_scale=head.feature_scale,
-            own_head=None if own is None else LMHead(own.weight.to(self.target.dtype), ids=head.draft_ids),
+            own_lm_head=None if own is None else LMHead(own.weight.to(self.target.dtype), ids=head.draft_ids),
             reference=self._reference_estimates(embeds, features, mask, plan) if compares else None,
-            compiled=self.compiles,
+            compiled=self.is_compiled,
         )
 
     def operations(self, batch: dict[str, Any]) -> Operations:
@@ -188,7 +188,7 @@ class EagleModule(DistillationModule):
 
     def _estimates(self, head: EagleHead, embeds: Tensor, inputs: Tensor, mask: TextMask, plan: ChainPlan) -> Tensor:
         """Return the inputs of the LM head at the rows of a plan, [R, H]."""
-        with self._compiled(head.layers):
+        with self._running_compiled(head.layers):
             by_step = unroll(head, embeds, inputs, mask, len(plan.rows.chains), plan.roots)
         outputs = torch.cat(by_step, dim=1)[0]  # [M + (S-1)·K, H]
         return head.readout(outputs.index_select(0, to_device(plan.output, self.device)))

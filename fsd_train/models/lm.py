@@ -113,7 +113,7 @@ class LMModule(DistillationModule):
 
     def setup(self, stage: str) -> None:
         """Build the model. Raises DataError if the rows hold ids that the drafter's embedding lacks."""
-        if self.lora is not None and self._attached and callbacks_of(self._attached, WeightAveraging):
+        if self.lora is not None and self._trainer_or_none and callbacks_of(self._trainer_or_none, WeightAveraging):
             raise DataError("weight averaging does not support lora. Omit the callback or model.lora.")
         if self.on_policy and getattr(self._datamodule, "record_features", None) is not None:
             raise DataError("record_features keeps features of fixed answers, but on_policy samples others. Unset one.")
@@ -141,7 +141,7 @@ class LMModule(DistillationModule):
     @property
     def _runs_target(self) -> bool:
         """Whether training needs the target's layers: also if answers are sampled, even with cached features."""
-        return super()._runs_target or (self._attached is not None and self.on_policy > 0)
+        return super()._runs_target or (self._trainer_or_none is not None and self.on_policy > 0)
 
     def _new_lm_head(self) -> LogitsHead:
         """Return an LM head that passes the drafter's logits through."""
@@ -156,7 +156,7 @@ class LMModule(DistillationModule):
             batch = self.maybe_on_policy(batch)
         rows = plan_positions(
             on_host(batch, "loss_mask")[0], steps, self.step_decay,
-            supervised_rows=batch.get("supervised") if self.training else None, static_shapes=self.compiles,
+            supervised_rows=batch.get("supervised") if self.training else None, static_shapes=self.is_compiled,
         ).to(self.device)  # fmt: skip
         ids, mask = batch["input_ids"], TextMask(tuple(batch["lengths"].tolist()), self.device)
         features = self._target_features(batch, mask)[0, :, : self.target.hidden_size]  # [M, H]
@@ -166,16 +166,18 @@ class LMModule(DistillationModule):
             estimates=self._logits(ids, mask, places),  # [N, Vd]
             features=features.index_select(0, places),  # [N, H]
             rows=rows,
-            head=self.lm_head(),
+            target_lm_head=self.lm_head(),
             reference=self._reference_logits(ids, mask, places) if compares else None,
-            compiled=self.compiles,
+            compiled=self.is_compiled,
         )
 
     def operations(self, batch: dict[str, Any]) -> Operations:
         return lm_operations(self, batch)
 
     def _logits(self, ids: Tensor, mask: TextMask, places: Tensor) -> Tensor:
-        with self._compiled(self.head.layers if supports_packing(self.head.hidden, self.head.causal_lm) else ()):
+        with self._running_compiled(
+            self.head.layers if supports_packing(self.head.hidden, self.head.causal_lm) else ()
+        ):
             logits: Tensor = self.head(ids, mask, places)
         return logits
 

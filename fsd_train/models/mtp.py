@@ -117,7 +117,7 @@ class MtpModule(DistillationModule):
         head: Any = self.head
         plan = plan_chains(
             on_host(batch, "loss_mask")[0], steps, self.step_decay,
-            supervised_rows=batch.get("supervised") if self.training else None, static_shapes=self.compiles,
+            supervised_rows=batch.get("supervised") if self.training else None, static_shapes=self.is_compiled,
         )  # fmt: skip
         rows = plan.rows.to(self.device)
         mask = TextMask(tuple(batch["lengths"].tolist()), self.device)
@@ -125,15 +125,15 @@ class MtpModule(DistillationModule):
         final = features[..., : self.target.hidden_size].to(head.layers[0].eh_proj.weight.dtype)  # [1, M, H]
         with torch.no_grad():  # of the next token, [1, M, H]; the last one's is never read
             embeds = self.target.embed(batch["input_ids"].roll(-1, 1)).to(final.dtype)
-        with self._compiled([layer.block for layer in head.layers]):
+        with self._running_compiled([layer.block for layer in head.layers]):
             by_step = unroll(head, embeds, final, mask, len(rows.chains), plan.roots)
         outputs = torch.cat(by_step, dim=1)[0]  # [M + (S-1)·K, H]
         return DraftBatch(
             estimates=outputs.index_select(0, to_device(plan.output, self.device)),  # [R, H]
             features=final[0].index_select(0, rows.position + 1),  # [N, H]
             rows=rows,
-            head=self.lm_head(),
-            compiled=self.compiles,
+            target_lm_head=self.lm_head(),
+            compiled=self.is_compiled,
         )
 
     def make_drafter(self, target: Target, tree: TreeShape | None = None) -> MtpDrafter:

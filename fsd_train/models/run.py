@@ -52,7 +52,7 @@ class RunModule(LightningModule):
         self._batches = 0  # training batches begun, those before a resume included
 
     @property
-    def _attached(self) -> Trainer | None:
+    def _trainer_or_none(self) -> Trainer | None:
         """The trainer, or None."""
         try:
             return self.trainer
@@ -61,16 +61,16 @@ class RunModule(LightningModule):
 
     @property
     def _single_process(self) -> bool:
-        return self._attached is None or self.trainer.world_size == 1
+        return self._trainer_or_none is None or self.trainer.world_size == 1
 
     @property
     def _in_bf16(self) -> bool:
-        return self._attached is not None and "bf16" in str(self.trainer.precision)
+        return self._trainer_or_none is not None and "bf16" in str(self.trainer.precision)
 
     @property
     def _datamodule(self) -> Any:
         """The trainer's data module, or None."""
-        return getattr(self._attached, "datamodule", None)
+        return getattr(self._trainer_or_none, "datamodule", None)
 
     @property
     def tables(self) -> list[Tensor]:
@@ -138,7 +138,7 @@ class RunModule(LightningModule):
 
     def record(self, extra: dict[str, Any] | None) -> dict[str, Any]:
         """Return the record beside exported weights: completed steps, all options, and ``extra``."""
-        steps = int(self.global_step) if self._attached is not None else None
+        steps = int(self.global_step) if self._trainer_or_none is not None else None
         return {"steps": steps, "hyperparameters": self.settings, **(extra or {})}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ class RunModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         begun = checkpoint.get("batches", {"begun": 0, "replicas": 0})
-        before, now = begun["replicas"], 1 if self._attached is None else self.trainer.world_size
+        before, now = begun["replicas"], 1 if self._trainer_or_none is None else self.trainer.world_size
         self._batches = begun["begun"]
         if before not in (0, now):
             self._batches = self._batches * before // now

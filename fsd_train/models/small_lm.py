@@ -138,9 +138,9 @@ class SmallLM(nn.Module):
         head = LMHead.of(self)  # type: ignore[arg-type]  # it uses only config and lm_head_rows
         own = self.causal_lm.get_output_embeddings()
         if self.draft_ids is None or len(self.draft_ids) == self.common:
-            return head.finish(own(hidden)[..., : self.common])
+            return head.scale_and_cap(own(hidden)[..., : self.common])
         bias = None if own.bias is None else own.bias[self.draft_ids]
-        return head.finish(nn.functional.linear(hidden, own.weight[self.draft_ids], bias))
+        return head.scale_and_cap(nn.functional.linear(hidden, own.weight[self.draft_ids], bias))
 
     def merged(self, dtype: torch.dtype) -> Any:
         """Copy as a plain transformers model, with adapters merged into the weights."""

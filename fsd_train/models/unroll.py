@@ -152,37 +152,28 @@ def plan_chains(
     """
     wanted = supervised(loss_mask, steps)  # [S, M]
     length, later = wanted.shape[1], torch.arange(1, steps)[:, None]  # the steps beyond 0: [S-1, 1]
-    # the chains and their later steps: K roots, each of which stands for a number of chains
-    roots, stands_for = torch.zeros(0, dtype=torch.long), torch.zeros(0)
-    if steps > 1:
-        roots, stands_for = chain_roots(wanted, share, generator)
-        if static_shapes:
-            count = padded_count(len(roots), length)
-            roots, stands_for = _padded(roots, count, length - 1), _padded(stands_for, count, 0)
-    place = (roots + later).clamp_max(length - 1)  # [S-1, K]
-    is_supervised = wanted[later, place] & (roots + later < length) & (stands_for > 0)  # [S-1, K]
-    # the rows: at each of N positions, the steps that have an output there
+    roots, stands_for = _chosen_chains(wanted, share, generator, static_shapes)  # [K], [K]
+    later_position = (roots + later).clamp_max(length - 1)  # [S-1, K]
+    is_supervised = wanted[later, later_position] & (roots + later < length) & (stands_for > 0)  # [S-1, K]
     position = wanted[0].nonzero().squeeze(1)  # [N]
-    output, weight = _outputs(position, place, is_supervised, stands_for * decay**later, length)  # [M, S] each
-    if static_shapes:  # the last two places are never supervised at step 0
+    output, weight = _outputs(position, later_position, is_supervised, stands_for * decay**later, length)
+    if static_shapes:  # the last two positions are never supervised at step 0
         position = _padded(position, padded_count(len(position), length), max(length - 2, 0))
-    output, weight = output[position], weight[position]  # [N, S]
+    output, weight = output[position], weight[position]  # [N, S] each
+    # the rows: at each of N positions, the steps that have an output there
     is_row = (output >= 0) | static_shapes  # [N, S]
-    feature, step = is_row.nonzero().unbind(1)  # [R] each
-    number = is_row.flatten().cumsum(0).view_as(is_row) - 1  # of each row: [N, S]
-    # the rows of whole chains: C columns of S rows
-    first, represented = (position, weight[:, 0]) if steps == 1 else (roots, stands_for * is_supervised.all(0))
+    position_index, step = is_row.nonzero().unbind(1)  # [R] each
+    # the chains whose steps are all supervised, by their roots
+    whole_roots, represented = (position, weight[:, 0]) if steps == 1 else (roots, stands_for * is_supervised.all(0))
     if not static_shapes:
-        first, represented = first[represented > 0], represented[represented > 0]  # [C] each
-    # each step's place among the N; padding has any
-    among = torch.searchsorted(position, first + torch.arange(steps)[:, None]).clamp_max(len(position) - 1)  # [S, C]
+        whole_roots, represented = whole_roots[represented > 0], represented[represented > 0]  # [C] each
     total, chain_total = totals(wanted.sum(1) if supervised_rows is None else supervised_rows, steps, decay)
     rows = LossIndex(
         position,
-        feature=feature,
+        position_index=position_index,
         step=step,
         weight=weight[is_row],
-        chains=number[among, torch.arange(steps)[:, None]],
+        chains=_rows_of_chains(is_row, position, whole_roots),
         stands_for=represented,
         ends=[0, *is_row.sum(1).cumsum(0).tolist()],
         total=total,
@@ -191,23 +182,50 @@ def plan_chains(
     return ChainPlan(roots, output[is_row].clamp_min(0), rows)
 
 
+def _chosen_chains(
+    wanted: Tensor, share: float, generator: torch.Generator | None, static_shapes: bool
+) -> tuple[Tensor, Tensor]:
+    """Return :func:`chain_roots`, padded if shapes are static; without steps beyond 0 there are no chains."""
+    if len(wanted) == 1:
+        return torch.zeros(0, dtype=torch.long), torch.zeros(0)
+    roots, stands_for = chain_roots(wanted, share, generator)
+    if not static_shapes:
+        return roots, stands_for
+    count = padded_count(len(roots), wanted.shape[1])
+    return _padded(roots, count, wanted.shape[1] - 1), _padded(stands_for, count, 0)
+
+
+def _rows_of_chains(is_row: Tensor, position: Tensor, roots: Tensor) -> Tensor:
+    """Return the row of each step of these chains, [S, C]; of padding, any.
+
+    Args:
+        is_row: [N, S] bool; rows are numbered in this order.
+        position: [N], ascending.
+        roots: [C] their positions.
+    """
+    row = is_row.flatten().cumsum(0).view_as(is_row) - 1  # [N, S]
+    step = torch.arange(is_row.shape[1])[:, None]  # [S, 1]
+    position_index = torch.searchsorted(position, roots + step).clamp_max(len(position) - 1)  # [S, C]
+    return row[position_index, step]
+
+
 def _outputs(
-    position: Tensor, place: Tensor, is_supervised: Tensor, weights: Tensor, length: int
+    position: Tensor, later_position: Tensor, is_supervised: Tensor, weights: Tensor, length: int
 ) -> tuple[Tensor, Tensor]:
     """Return each position's output of every step, as an index or -1, and its weight: [M, S] each.
 
     Args:
         position: [N] positions that are supervised at step 0.
-        place: [S-1, K] positions of K chains at the later steps.
+        later_position: [S-1, K] positions of K chains at the later steps.
         is_supervised: [S-1, K] bool; whether they are supervised.
         weights: [S-1, K] of the chains' outputs.
         length: M.
     """
-    steps, chains = len(place) + 1, place.shape[1]
+    steps, chains = len(later_position) + 1, later_position.shape[1]
     output, weight = torch.full((length, steps), -1), torch.zeros(length, steps)
     output[position, 0], weight[position, 0] = position, 1.0
     step, chain = is_supervised.nonzero().unbind(1)
-    at = place[step, chain]
+    at = later_position[step, chain]
     output[at, step + 1] = length + step * chains + chain
     weight[at, step + 1] = weights[step, chain]
     return output, weight
@@ -251,7 +269,7 @@ def plan_positions(
     total, chain_total = totals(is_supervised.sum(1) if supervised_rows is None else supervised_rows, steps, decay)
     return LossIndex(
         position,
-        feature=torch.arange(len(position)),
+        position_index=torch.arange(len(position)),
         step=torch.zeros_like(position),
         weight=weight,
         chains=row,

@@ -104,17 +104,20 @@ def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
 
 def mixed_children(
     log_q: Tensor,
-    reach: Tensor,
-    sees: Tensor,
+    accept_log_probs: Tensor,
+    ancestors: Tensor,
     reserved: Tensor,
-    left: Tensor,
-    shares: tuple[float, float],
-    least: float,
+    free_nodes: Tensor,
+    ratios: tuple[float, float],
+    min_log_prob: float,
 ) -> Any:
     """In torch this takes forty small operations."""
-    compiled = kernels() if log_q.dtype == reach.dtype == torch.float32 else None
-    how = Mixing(*shares, functional.UNSURE, functional.SURE, functional.LEAST_REST, least)
-    return NotImplemented if compiled is None else compiled.mixed_children(log_q, reach, sees, reserved, left, how)
+    compiled = kernels() if log_q.dtype == accept_log_probs.dtype == torch.float32 else None
+    if compiled is None:
+        return NotImplemented
+    constants = functional.ACCEPT_IF_UNSURE, functional.ACCEPT_IF_SURE, functional.MIN_REST
+    how = Mixing(*ratios, *constants, min_log_prob)
+    return compiled.mixed_children(log_q, accept_log_probs, ancestors, reserved, free_nodes, how)
 
 
 def host_max(values: Tensor, bound: int) -> int:

@@ -211,33 +211,34 @@ void fsd_draw(const float* x, int64_t rows, int64_t columns, const float* unifor
   }
 }
 
-// See mixed_children in fsd_core/functional.py: log_q [batch, count, width], reach [batch, count], sees [batch, count,
-// nodes], reserved [batch, nodes] and left [batch], which change.
-void fsd_mixed_children(const float* log_q, const float* reach, const uint8_t* sees, int64_t batch, int64_t count,
+// See mixed_children in fsd_core/functional.py: log_q [batch, count, width], accept [batch, count], ancestors [batch,
+// count, nodes], reserved [batch, nodes] and free_nodes [batch], which change.
+void fsd_mixed_children(const float* log_q, const float* accept, const uint8_t* ancestors, int64_t batch, int64_t count,
                         int64_t width, int64_t nodes, const fsd_mixing* how, uint8_t* fixed, uint8_t* draws,
-                        float* passes, uint8_t* reserved, int64_t* left) {
+                        float* drawn_accept, uint8_t* reserved, int64_t* free_nodes) {
   std::vector<uint8_t> before(nodes);
   for (int64_t row = 0; row < batch; ++row, reserved += nodes) {
     int64_t sum = 0, spent = 0;
     std::copy(reserved, reserved + nodes, before.begin());
-    for (int64_t each = 0; each < count; ++each, log_q += width, fixed += width, ++reach, ++draws, ++passes, sees += nodes) {
+    for (int64_t each = 0; each < count;
+         ++each, ++accept, ++draws, ++drawn_accept, log_q += width, fixed += width, ancestors += nodes) {
       const float ratio = std::min(how->drawn * (how->unsure + (how->sure - how->unsure) * std::exp(log_q[0])), how->sure);
       const float gain = std::log(std::max(how->likely - ratio, 0.f));
       float rest = 1;
       for (int64_t i = 0; i < width; ++i) {
-        fixed[i] = i + 1 < width && *reach + log_q[i] + gain >= how->least;
+        fixed[i] = i + 1 < width && *accept + log_q[i] + gain >= how->min_accept;
         if (fixed[i]) rest -= std::exp(log_q[i]);
       }
-      *passes = std::log(ratio * std::max(rest, 0.f));
+      *drawn_accept = std::log(ratio * std::max(rest, 0.f));
       int64_t cost = 1;
-      for (int64_t node = 0; node < nodes; ++node) cost += sees[node] && !before[node];
-      const bool wants = *reach + *passes >= how->least && rest > how->least_rest;
-      *draws = wants && (sum += cost) <= left[row];
+      for (int64_t node = 0; node < nodes; ++node) cost += ancestors[node] && !before[node];
+      const bool wants = *accept + *drawn_accept >= how->min_accept && rest > how->min_rest;
+      *draws = wants && (sum += cost) <= free_nodes[row];
       if (!*draws) continue;
       spent += cost;
-      for (int64_t node = 0; node < nodes; ++node) reserved[node] |= sees[node];
+      for (int64_t node = 0; node < nodes; ++node) reserved[node] |= ancestors[node];
     }
-    left[row] -= spent;
+    free_nodes[row] -= spent;
   }
 }
 
@@ -276,7 +277,7 @@ void fsd_ancestors(const int64_t* parents, int64_t trees, int64_t count, uint8_t
 // those of side without its root. GraftedDrafter in graft.py defines the scores. Padding has the score -inf.
 void fsd_union(int64_t trees, const fsd_tree* main, const fsd_tree* side, int64_t mains, int64_t* tokens,
                int64_t* parents, float* scores, int64_t* proposers) {
-  const float least_wrong = 0.001f;  // as LEAST_WRONG in graft.py
+  const float min_wrong = 0.001f;  // as MIN_WRONG in functional.py
   const int64_t first = main->count, own = side->count, count = first + own - 1;
   std::vector<int64_t> place(own);
   std::vector<float> chance(count), total(count), wrong(count);
@@ -308,7 +309,7 @@ void fsd_union(int64_t trees, const fsd_tree* main, const fsd_tree* side, int64_
           chance[same] += chance[at] - chance[same] * chance[at];
           chance[at] = 0, place[node] = same;
         }
-      chance[at] *= std::max(wrong[parent], least_wrong);
+      chance[at] *= std::max(wrong[parent], min_wrong);
     }
     std::fill(total.begin(), total.end(), 0.f);
     for (int64_t node = 1; node < count; ++node) total[parents[node]] += chance[node];

@@ -185,14 +185,14 @@ class Kernels:
         return found
 
     def mixed_children(
-        self, log_q: Tensor, reach: Tensor, sees: Tensor, reserved: Tensor, left: Tensor, how: Mixing
+        self, log_q: Tensor, accept: Tensor, ancestors: Tensor, reserved: Tensor, free_nodes: Tensor, how: Mixing
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Compute :func:`fsd_core.functional.mixed_children` of fp32 numbers."""
-        given = [x.contiguous() for x in (log_q, reach, sees)]
-        fixed, draws = torch.empty(log_q.shape, dtype=torch.bool), torch.empty(reach.shape, dtype=torch.bool)
-        out = fixed, draws, torch.empty(reach.shape), reserved.clone(), left.clone()
-        addresses = (x.data_ptr() for x in out)
-        self._library.fsd_mixed_children(*(x.data_ptr() for x in given), *log_q.shape, sees.shape[-1], how, *addresses)
+        given = [x.contiguous() for x in (log_q, accept, ancestors)]
+        fixed, draws = torch.empty(log_q.shape, dtype=torch.bool), torch.empty(accept.shape, dtype=torch.bool)
+        out = fixed, draws, torch.empty(accept.shape), reserved.clone(), free_nodes.clone()
+        addresses, nodes = (x.data_ptr() for x in out), ancestors.shape[-1]
+        self._library.fsd_mixed_children(*(x.data_ptr() for x in given), *log_q.shape, nodes, how, *addresses)
         return out
 
     def keep_largest(self, scores: Tensor, count: int, other: float) -> Tensor:

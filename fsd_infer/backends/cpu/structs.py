@@ -82,4 +82,4 @@ class Tree(Structure):
 class Mixing(Structure):
     """``fsd_mixing`` of kernels.cpp."""
 
-    _fields_ = [(name, c_float) for name in ("likely", "drawn", "unsure", "sure", "least_rest", "least")]
+    _fields_ = [(name, c_float) for name in ("likely", "drawn", "unsure", "sure", "min_rest", "min_accept")]

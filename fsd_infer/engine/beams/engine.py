@@ -22,7 +22,7 @@ from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.engine import Outcome, Request
 from fsd_infer.engine.beams.options import BeamOptions, can_draft, check_beam_request, filled
 from fsd_infer.engine.beams.plan import Planner
-from fsd_infer.engine.beams.sampling import Draw, chances_of_width, draw, dynamic_width
+from fsd_infer.engine.beams.sampling import Draw, draw, dynamic_width, width_probabilities
 from fsd_infer.engine.beams.search import Hypothesis, Search, Terms
 from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.request.processors import TreeProcessors
@@ -116,7 +116,7 @@ class _Beams:
             width=None if self.options.confidence is None else self._width,
             join_every=self.options.join_every,
         )
-        self.successors = min(
+        self.list_size = min(
             target.vocab_size, SUCCESSORS if self.sampled else self.terms.candidates * self.terms.beams
         )
         self.clock = clock_of(self.device)
@@ -138,20 +138,20 @@ class _Beams:
             width = self.target.hidden_size
             element = torch.empty((), dtype=self.target.dtype).element_size()
             self.cache_bytes += count * slots * width * (2 + len(self.target.captured_layers)) * element
-        held = self.target.held_bytes + drafts.held_bytes
-        check_caches(self.cache_bytes, count, slots, self.device, request.max_cache_bytes, held)
+        shared = self.target.shared_cache_bytes + drafts.shared_cache_bytes
+        check_caches(self.cache_bytes, count, slots, self.device, request.max_cache_bytes, shared)
         self.cache, self.slots = self.target.new_cache(count, slots), slots
         where = getattr(request.generator, "device", None)
         seed = int(torch.randint(2**62, (), generator=request.generator, device=where))
         seeded = request.generator is not None
-        drafted = DraftRequest(count, slots, device=self.device, keys=request.cache_keys, seeded=seeded)
+        drafted = DraftRequest(count, slots, device=self.device, users=request.users, seeded=seeded)
         self.session = drafts.start(torch.tensor([prompt[0] for prompt in prompts]), drafted)
         self.all_searches = [
             Search(self.terms, prompt, limit, row, seed + row)
             for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
         ]
         self.searches = list(self.all_searches)
-        self.planner = Planner(self.terms, options, self.session, self.look, self.successors)
+        self.planner = Planner(self.terms, options, self.session, self.look, self.list_size)
 
     # a round ---------------------------------------------------------------------------------------------------------
 
@@ -188,15 +188,15 @@ class _Beams:
             search.record.target_forwards += 1
         self.clock.lap("target")
         more = 1 + max(map(len, frontier.tokens)) - self.features.shape[1]
-        known = torch.nn.functional.pad(self.features, (0, 0, 0, more))
-        return known.scatter(1, numbers[..., None].expand_as(features), features)
+        longer = torch.nn.functional.pad(self.features, (0, 0, 0, more))
+        return longer.scatter(1, numbers[..., None].expand_as(features), features)
 
     def advance(self, frontier: Frontier, features: Tensor) -> None:
         """Take all possible steps, drop the nodes that these leave behind, and finished searches."""
         shared = [search.length if self.session.reads_nodes else search.limit for search in self.searches]
         for search in self.searches:
             search.advance(self.look)
-        frontier.likely = [[known.likely for known in search.known] for search in self.searches]
+        frontier.likely = [[each.likely for each in search.successors] for search in self.searches]
         room = self.slots - self.planner.nodes - self.beams  # for the nodes of the next round
         pruned = [search.prune(most, room) for search, most in zip(self.searches, shared, strict=True)]
         nodes, grown = [left for left, _ in pruned], [count for _, count in pruned]
@@ -207,7 +207,7 @@ class _Beams:
         self.roots += to_device(torch.tensor(grown), self.device)
         order = [[0, *row][count:] for row, count in zip(nodes, grown, strict=True)]
         self.features = at_nodes(features, frontier.padded_nodes(order).clamp_max(features.shape[1] - 1))
-        self._put_aside()
+        self._record_finished()
         self.clock.lap("search")
 
     def outcome(self, count: int) -> Outcome:
@@ -248,22 +248,22 @@ class _Beams:
     def _take(self, frontier: Frontier, logits: Tensor) -> None:
         """Attach the target's logits [B, M, V] to its new nodes. Without processors, also list their successors."""
         for search, of_row in zip(self.searches, logits, strict=True):
-            for known, of_node in zip(search.known[search.read :], of_row):
-                known.logits = of_node
+            for successors, of_node in zip(search.successors[search.read :], of_row):
+                successors.logits = of_node
             search.read = len(search.tokens)
         if not self.processors:
-            values, tokens = functional.topk_logprobs(logits, self.successors)
+            values, tokens = functional.topk_logprobs(logits, self.list_size)
             for row, search in enumerate(self.searches):
                 new = range(frontier.read[row], search.read)
                 self._list(search, new, values[row, : len(new)], tokens[row, : len(new)])
 
     def look(self, search: Search, nodes: Sequence[int]) -> None:
         """Set ``likely`` and ``rest`` of nodes of one depth that the target has read."""
-        unseen = [node for node in nodes if search.known[node].likely is None]
+        unseen = [node for node in nodes if search.successors[node].likely is None]
         if unseen:
             scores = self._processed(search, unseen)
             total = scores.double().exp().sum(-1) if self.sampled else 1.0
-            self._list(search, unseen, *scores.topk(self.successors), total)
+            self._list(search, unseen, *scores.topk(self.list_size), total)
 
     @staticmethod
     def _list(
@@ -286,12 +286,12 @@ class _Beams:
                     "(fp16 overflows; bf16 or fp32 do not), and the request's logits processors."
                 )
             finite = [value for value in values_of if value > -math.inf]
-            known = search.known[node]
-            known.likely, known.rest = (finite, ids[: len(finite)]), max(rest, 0.0)
+            found = search.successors[node]
+            found.likely, found.rest = (finite, ids[: len(finite)]), max(rest, 0.0)
 
     def _processed(self, search: Search, nodes: Sequence[int]) -> Tensor:
         """Return the target's processed log-probabilities [M, V], fp32, at nodes of one depth that it has read."""
-        logits = torch.stack([of for node in nodes if (of := search.known[node].logits) is not None])
+        logits = torch.stack([of for node in nodes if (of := search.successors[node].logits) is not None])
         scores = logits.float().log_softmax(-1)
         if not self.processors:
             return scores
@@ -313,10 +313,10 @@ class _Beams:
     def _draw(self, search: Search, count: int) -> list[Draw]:
         nodes = [beam.node for beam in search.live]
         return draw(
-            [search.keys[node] for node in nodes],
+            [search.text_hashes[node] for node in nodes],
             [beam.score for beam in search.live],
             [search.likely(node) for node in nodes],
-            [search.known[node].rest for node in nodes],
+            [search.successors[node].rest for node in nodes],
             count,
             lambda beam: self._processed(search, [nodes[beam]])[0].double().exp().cpu(),
         )
@@ -325,10 +325,10 @@ class _Beams:
         """Return the dynamic width of a step, see :mod:`fsd_infer.engine.beams.sampling`."""
         assert self.options.confidence is not None
         target = [search.likely(beam.node) for beam in search.live]
-        chances = chances_of_width(
+        chances = width_probabilities(
             [beam.score for beam in search.live],
             target,
-            [search.known[beam.node].proposed or known for beam, known in zip(search.live, target)],
+            [search.successors[beam.node].proposed or likely for beam, likely in zip(search.live, target)],
             self.beams,
             self.options.breadth(self.beams),
             self.terms.candidates,
@@ -336,7 +336,7 @@ class _Beams:
         )
         return dynamic_width(chances, self.options.confidence, self.options.min_width or 1)
 
-    def _put_aside(self) -> None:
+    def _record_finished(self) -> None:
         """Record the answers of finished searches, and drop their rows."""
         going = [row for row, search in enumerate(self.searches) if not search.done]
         if len(going) == len(self.searches):
@@ -344,13 +344,13 @@ class _Beams:
         for row, search in enumerate(self.searches):
             if search.done:
                 self._record(search)
-                self.session.finish(row, search.prompt, search.record.tokens)
+                self.session.on_end(row, search.prompt, search.record.tokens)
         self.searches = [self.searches[row] for row in going]
         if not going:
             return
         rows = torch.tensor(going)
-        self.cache.select(rows)
-        self.session.select(rows)
+        self.cache.keep_rows(rows)
+        self.session.keep_rows(rows)
         kept = to_device(rows, self.device)
         self.roots, self.features = self.roots[kept], self.features[kept]
 

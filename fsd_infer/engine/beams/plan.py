@@ -25,7 +25,7 @@ class Planner:
         options: with ``depth`` and ``spread``.
         session: the drafter's.
         look: ``look(search, nodes)`` lists ``likely`` of nodes that the target has read.
-        successors: how many successors of a node are listed.
+        list_size: how many successors of a node are listed.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class Planner:
         options: BeamOptions,
         session: DraftSession,
         look: Callable[[Search, Sequence[int]], None],
-        successors: int,
+        list_size: int,
     ) -> None:
-        self.terms, self.options, self.session, self.look, self.successors = terms, options, session, look, successors
+        self.terms, self.options, self.session, self.look, self.list_size = terms, options, session, look, list_size
         self.nodes = options.most_nodes(terms.beams)
 
     def plan(self, searches: Sequence[Search], frontier: Frontier) -> None:
@@ -52,11 +52,11 @@ class Planner:
                 break
             self._ask(searches, frontier, frontiers)
             for row, search in enumerate(searches):
-                likely = self._next_beams(search, frontiers[row], search.most_kept(search.length + level))
+                likely = self._next_beams(search, frontiers[row], search.max_beams(search.length + level))
                 frontiers[row] = [
                     Beam(search.child(parent, token), score)
                     for score, parent, token in likely
-                    if len(search.tokens) < most[row] or (parent, token) in search.numbers
+                    if len(search.tokens) < most[row] or (parent, token) in search.children
                 ]
 
     def _ask(self, searches: Sequence[Search], frontier: Frontier, frontiers: Sequence[Sequence[Beam]]) -> None:
@@ -68,26 +68,26 @@ class Planner:
             for search, beams in zip(searches, frontiers, strict=True)
         ]
         if any(unread):
-            found = self.session.successors(frontier, unread, self.successors)
+            found = self.session.successors(frontier, unread, self.list_size)
             for search, nodes, guesses in zip(searches, unread, found, strict=True):
                 for node, guess in zip(nodes, guesses, strict=True):
-                    search.known[node].proposed = guess
+                    search.successors[node].proposed = guess
 
     def _next_beams(self, search: Search, beams: Sequence[Beam], width: int) -> list[Draw]:
         """Return score, parent and token of the likely beams of the next step, which keeps ``width``."""
-        known = [search.known[beam.node] for beam in beams]
-        lists = [of.likely or of.proposed or NO_SUCCESSORS for of in known]
+        successors = [search.successors[beam.node] for beam in beams]
+        lists = [of.likely or of.proposed or NO_SUCCESSORS for of in successors]
         candidates = [
-            (beam.score + value, place, token)
-            for place, (beam, guess) in enumerate(zip(beams, lists, strict=True))
+            (beam.score + value, index, token)
+            for index, (beam, guess) in enumerate(zip(beams, lists, strict=True))
             for value, token in zip(*guess)
         ]
         candidates.sort(key=lambda draw: -draw[0])
         if self.terms.draw is not None and candidates:
-            keys = [search.keys[beam.node] for beam in beams]
-            times = arrivals(keys, [beam.score for beam in beams], lists).tolist()
+            hashes = [search.text_hashes[beam.node] for beam in beams]
+            times = arrivals(hashes, [beam.score for beam in beams], lists).tolist()
             columns = [{token: column for column, token in enumerate(tokens)} for _, tokens in lists]
             candidates.sort(key=lambda draw: times[draw[1]][columns[draw[1]][draw[2]]])
             candidates = sorted(candidates[: self.terms.candidates * width], key=lambda draw: -draw[0])
         going = [draw for draw in candidates if draw[2] not in self.terms.eos_token_ids]
-        return [(score, beams[place].node, token) for score, place, token in going[: self.options.breadth(width)]]
+        return [(score, beams[index].node, token) for score, index, token in going[: self.options.breadth(width)]]

@@ -29,9 +29,9 @@ Draw = tuple[float, int, int]  # score, beam, token
 RACES = 64  # simulated for the dynamic width
 
 
-def exponentials(keys: Sequence[int], tokens: Tensor) -> Tensor:
-    """Return independent exponentials [R, C] fp64 for successors tokens [R, C] of nodes with these R keys."""
-    x = torch.tensor(keys)[:, None] - 0x61C8864680B583EB * (tokens + 1)
+def exponentials(text_hashes: Sequence[int], tokens: Tensor) -> Tensor:
+    """Return independent exponentials [R, C] fp64 for successors [R, C] of nodes whose texts have these R hashes."""
+    x = torch.tensor(text_hashes)[:, None] - 0x61C8864680B583EB * (tokens + 1)
     # the finalizer of splitmix64 (Steele et al. 2014) in signed integers that wrap around; the masks make >> logical
     x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
@@ -39,22 +39,22 @@ def exponentials(keys: Sequence[int], tokens: Tensor) -> Tensor:
     return -(((x >> 11 & (1 << 53) - 1).double() + 0.5) * 2.0**-53).log()
 
 
-def arrivals(keys: Sequence[int], scores: Sequence[float], lists: Sequence[Successors]) -> Tensor:
+def arrivals(text_hashes: Sequence[int], scores: Sequence[float], lists: Sequence[Successors]) -> Tensor:
     """ln of the time at which each listed successor arrives, [R, C]; inf where a list is shorter than the longest.
 
     Args:
-        keys: of R nodes, hashes of their texts.
+        text_hashes: of R nodes.
         scores: ln of each node's weight.
         lists: of each node the log-probabilities of some successors, and their tokens.
     """
     tokens = padded([tokens for _, tokens in lists]).long()
     values = padded([values for values, _ in lists], -math.inf).double()
     weights = values + torch.tensor(scores, dtype=torch.double)[:, None]
-    return exponentials(keys, tokens).log() - weights
+    return exponentials(text_hashes, tokens).log() - weights
 
 
 def draw(
-    keys: Sequence[int],
+    text_hashes: Sequence[int],
     scores: Sequence[float],
     lists: Sequence[Successors],
     rests: Sequence[float],
@@ -68,7 +68,7 @@ def draw(
     total weight as rate, and a draw by weight picks one of them.
 
     Args:
-        keys: of the beams, as in :func:`arrivals`.
+        text_hashes: of the beams, as in :func:`arrivals`.
         scores: of the beams.
         lists: of each beam the log-probabilities of its likeliest successors, and their tokens.
         rests: of each beam the total probability of the other successors.
@@ -77,15 +77,15 @@ def draw(
             only for a draw outside ``lists``.
     """
     highest = max(scores)
-    times = arrivals(keys, [score - highest for score in scores], lists)
+    times = arrivals(text_hashes, [score - highest for score in scores], lists)
     first, where = times.flatten().sort()
     drawn: list[tuple[float, int, int, float]] = []  # ln time, beam, token, log-probability
-    for time, place in zip(first[:count].tolist(), where[:count].tolist()):
-        beam, column = divmod(place, times.shape[1])
+    for time, index in zip(first[:count].tolist(), where[:count].tolist()):
+        beam, column = divmod(index, times.shape[1])
         if time < math.inf:
             drawn.append((time, beam, lists[beam][1][column], lists[beam][0][column]))
 
-    generator = torch.Generator().manual_seed(hash(tuple(keys)))
+    generator = torch.Generator().manual_seed(hash(tuple(text_hashes)))
     shares = torch.tensor(scores, dtype=torch.double).sub(highest).exp()
     rates = shares * torch.tensor(rests)
     others: dict[int, Tensor] = {}  # weights of a beam's successors that are not listed
@@ -114,7 +114,7 @@ def _log_exponentials(size: int) -> Tensor:
     return torch.empty(size, RACES, dtype=torch.double).exponential_(generator=generator).log().T.contiguous()
 
 
-def chances_of_width(
+def width_probabilities(
     scores: Sequence[float],
     target: Sequence[Successors],
     drafter: Sequence[Successors],
@@ -165,7 +165,7 @@ def _aligned(
     scores: Sequence[float], target: Sequence[Successors], drafter: Sequence[Successors], ends: Collection[int]
 ) -> tuple[Tensor, Tensor]:
     """Return scores [2, beams · C] of the candidates by target and drafter (-inf if not listed), and which continue."""
-    tokens = [list(dict.fromkeys([*known[1], *guess[1]])) for known, guess in zip(target, drafter)]
+    tokens = [list(dict.fromkeys([*likely[1], *guess[1]])) for likely, guess in zip(target, drafter)]
     most = max(map(len, tokens))
     rows = []
     for lists in (target, drafter):

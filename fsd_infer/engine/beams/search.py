@@ -65,8 +65,8 @@ class Terms:
 
 
 @dataclass
-class Known:
-    """What is known about the successors of a node.
+class NodeSuccessors:
+    """The likely next tokens of a node, as far as they are known.
 
     Attributes:
         logits: [V] the target's; None before it has read the node.
@@ -89,15 +89,15 @@ class Search:
         prompt: token ids.
         limit: most new tokens.
         row: the prompt's index in the request.
-        key: of the root.
+        root_hash: of the root's text.
 
     Attributes:
         shared: the tokens after the prompt up to the root.
         tokens: of each node, the root first.
         parents: number of each node's parent; the root's is 0.
-        keys: of each node, a 64-bit hash of its text.
-        known: of each node.
-        numbers: of the nodes, by parent and token.
+        text_hashes: of each node, a 64-bit hash of its text.
+        successors: of each node.
+        children: the nodes by parent and token.
         read: number of leading nodes that the target has read.
         live: the beams, best first.
         finished: the best W finished answers so far, best first.
@@ -106,11 +106,11 @@ class Search:
         record: of the best answer, complete once the search has ended.
     """
 
-    def __init__(self, terms: Terms, prompt: list[int], limit: int, row: int, key: int) -> None:
+    def __init__(self, terms: Terms, prompt: list[int], limit: int, row: int, root_hash: int) -> None:
         self.terms, self.prompt, self.limit, self.row = terms, prompt, limit, row
         self.shared: list[int] = []
-        self.tokens, self.parents, self.keys, self.known = prompt[-1:], [0], [key], [Known()]
-        self.numbers: dict[tuple[int, int], int] = {}
+        self.tokens, self.parents, self.text_hashes, self.successors = prompt[-1:], [0], [root_hash], [NodeSuccessors()]
+        self.children: dict[tuple[int, int], int] = {}
         self.read = 0
         self.live = [Beam(0, 0.0)]
         self.finished: list[Hypothesis] = []
@@ -122,12 +122,12 @@ class Search:
 
     def child(self, parent: int, token: int) -> int:
         """Return the node of this successor, created on first use."""
-        node = self.numbers.setdefault((parent, token), len(self.tokens))
+        node = self.children.setdefault((parent, token), len(self.tokens))
         if node == len(self.tokens):
             self.tokens.append(token)
             self.parents.append(parent)
-            self.keys.append(hash((self.keys[parent], token)))
-            self.known.append(Known())
+            self.text_hashes.append(hash((self.text_hashes[parent], token)))
+            self.successors.append(NodeSuccessors())
         return node
 
     def text(self, node: int) -> list[int]:
@@ -140,7 +140,7 @@ class Search:
 
     def likely(self, node: int) -> Successors:
         """Return the target's likely successors of a node that it has read."""
-        return self.known[node].likely or NO_SUCCESSORS
+        return self.successors[node].likely or NO_SUCCESSORS
 
     def prune(self, shared: int, slots: int) -> tuple[list[int], int]:
         """Drop all nodes but the live beams, those above, and read ones below.
@@ -172,20 +172,23 @@ class Search:
         taken = len(self.prompt) + len(self.shared) + len(above) + len(below)
         kept = path + sorted(others if taken > slots else others | below)
         for node in above - live:
-            self.known[node] = Known()  # frees its logits
+            self.successors[node] = NodeSuccessors()  # frees its logits
         self.shared += [self.tokens[node] for node in path]
         self._renumber([[0, *path][-1], *kept[len(path) :]])
         return kept, len(path)
 
     def _renumber(self, nodes: list[int]) -> None:
         """Keep these nodes, the new root first, in this order."""
-        number = {node: place for place, node in enumerate(nodes)}
+        new_node = {node: index for index, node in enumerate(nodes)}
         self.read = sum(node < self.read for node in nodes)
-        self.live = [Beam(number[beam.node], beam.score) for beam in self.live]
-        self.parents = [0, *(number[self.parents[node]] for node in nodes[1:])]
-        self.tokens, self.keys = [self.tokens[node] for node in nodes], [self.keys[node] for node in nodes]
-        self.known = [self.known[node] for node in nodes]
-        self.numbers = {(self.parents[node], self.tokens[node]): node for node in range(1, len(nodes))}
+        self.live = [Beam(new_node[beam.node], beam.score) for beam in self.live]
+        self.parents = [0, *(new_node[self.parents[node]] for node in nodes[1:])]
+        self.tokens, self.text_hashes = (
+            [self.tokens[node] for node in nodes],
+            [self.text_hashes[node] for node in nodes],
+        )
+        self.successors = [self.successors[node] for node in nodes]
+        self.children = {(self.parents[node], self.tokens[node]): node for node in range(1, len(nodes))}
 
     # steps
 
@@ -212,13 +215,13 @@ class Search:
         self.done = last or not self.live or self._decided()
         return True
 
-    def most_kept(self, step: int) -> int:
+    def max_beams(self, step: int) -> int:
         """Return the most beams that this step keeps; steps count from 1."""
         joins = self.terms.join_every is not None and step % self.terms.join_every == 0
         return 1 if joins and step < self.limit else self.terms.beams
 
     def _width(self) -> int:
-        most = self.most_kept(self.length + 1)
+        most = self.max_beams(self.length + 1)
         if self.terms.width is None or most == 1 or self.length + 1 >= self.limit:
             return most
         return self.terms.width(self)
@@ -228,10 +231,10 @@ class Search:
         if self.terms.draw is not None:
             return self.terms.draw(self, count)
         candidates: list[Draw] = []
-        for place, beam in enumerate(self.live):
+        for index, beam in enumerate(self.live):
             values, tokens = self.likely(beam.node)
             scores = array("f", [beam.score + value for value in values])  # sums in fp32, as in transformers
-            candidates += [(score, place, token) for score, token in zip(scores, tokens)]
+            candidates += [(score, index, token) for score, token in zip(scores, tokens)]
         return sorted(candidates, key=lambda draw: -draw[0])[:count]  # stable: of equals, the better beam's is first
 
     def _ends(self, candidates: Sequence[Draw], last: bool) -> list[bool]:
