@@ -236,7 +236,7 @@ def _draws(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws
     """Return which drafts of a request are drawn: what all its rules take."""
     wanted = {rule.draws for rule in rules}
     charged = drafter.keeps_texts and any(getattr(rule, "exact_ngram_size", 0) for rule in rules)
-    # copies of remembered texts are looked up for likely drafts only
+    # n-grams of other texts are looked up for likely drafts only
     if not temperature or Draws.NONE in wanted or charged:
         return Draws.NONE
     if Draws.CHAIN in wanted:

@@ -259,7 +259,7 @@ class RuleInputs(Renamed):
         return self.round.texts
 
     def repeats_ngram(self, n: int) -> Tensor:
-        """bool; would the draft complete an n-gram that prompt, answer, its path or remembered texts have."""
+        """bool; would the draft complete an n-gram of prompt, answer, its path or other texts the drafter reads?"""
         if n not in self._repeats:
             ask = None if self.tree.sampled else self.round.seen_ngrams
             seen = None if ask is None else ask(n)

@@ -139,7 +139,7 @@ class VocabRows:
 
     def repeating_tokens(self, n: int) -> Tensor:
         """[R, V] bool; would a token, as the next, complete an n-gram that prompt, answer and path already have, or as
-        a draft one of remembered texts."""
+        a draft one of other texts that the drafter reads."""
         if n not in self._repeating:
             self._repeating[n] = self._find_repeating(n)
         return self._repeating[n]
