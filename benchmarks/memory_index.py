@@ -134,7 +134,7 @@ def store_figures(requests: int, mib: int) -> dict[str, Any]:
 def draft_figures(mib: int) -> dict[str, float]:
     """Milliseconds of a draft, and microseconds of a token that the text grows by, alone and with a full store."""
     from fsd_infer.drafters.free import best_first
-    from fsd_infer.drafters.memory import Recall
+    from fsd_infer.drafters.memory import TextMatcher
     from fsd_infer.drafters.prefixes import Store
 
     store = Store(mib << 20)
@@ -144,14 +144,14 @@ def draft_figures(mib: int) -> dict[str, float]:
     for name, stores in {"text": [], "text_and_store": [store]}.items():
         drafts, tokens = [], []
         for ids, _ in zip(texts(0), range(60)):
-            recall = Recall(list(stores))
+            matcher = TextMatcher(list(stores))
             for place, token in enumerate(ids):
                 if place > 40 and place % 3 == 0:
                     begun = time.perf_counter()
-                    best_first(recall, recall.look(), recall.tokens[-1], NODES, DEPTH, LEAST)
+                    best_first(matcher, matcher.look_up(), matcher.tokens[-1], NODES, DEPTH, LEAST)
                     drafts.append(1e3 * (time.perf_counter() - begun))
                 begun = time.perf_counter()
-                recall.append(token)
+                matcher.append(token)
                 tokens.append(1e6 * (time.perf_counter() - begun))
         found |= {f"{name}_draft_ms": median(drafts), f"{name}_draft_ms_p95": quantiles(drafts, n=20)[-1]}
         found |= {f"{name}_token_us": median(tokens)}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, ClassVar, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _said: set[str] = set()
 
@@ -47,6 +50,22 @@ class Renamed:
                     setattr(cls, new, vars(cls)[old])
         for old, new in vars(cls).get("former_members", {}).items():
             setattr(cls, old, FormerName(cls, old, new))
+
+
+def former_keywords(**names: str) -> Callable[[F], F]:
+    """Return a decorator of functions that lets them take renamed keywords by their former names: old="new"."""
+
+    def decorate(function: F) -> F:
+        @wraps(function)
+        def renamed(*args: Any, **options: Any) -> Any:
+            for old in names.keys() & options.keys():
+                say(f"{function.__qualname__.removesuffix('.__init__')}({old}=...)", f"it is now {names[old]}", 3)
+                options[names[old]] = options.pop(old)
+            return function(*args, **options)
+
+        return cast(F, renamed)
+
+    return decorate
 
 
 def say(old: str, new: str, stacklevel: int = 4) -> None:

@@ -152,7 +152,7 @@ class BigramDrafter(FreeDrafter):
     name = "bigram"
 
     def __init__(self) -> None:
-        super().__init__(VOCAB, depth=4, nodes=8, least=0.05)
+        super().__init__(VOCAB, depth=4, nodes=8, min_accept_prob=0.05)
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
         return BigramSession(self, first_tokens, request)
@@ -168,7 +168,7 @@ class BigramSession(FreeSession):
             self.after.update({token: [(then, 0.8)] for token, then in zip([tail[-1], *row], row)})
         super().extend_on_host(rows)
 
-    def places(self) -> list[tuple[Table, Any]]:
+    def states(self) -> list[tuple[Table, Any]]:
         return [(Pairs(self.after), tail[-1]) for tail in self.tails]
 
 

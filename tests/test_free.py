@@ -15,7 +15,7 @@ from fsd_core.tensors import padded
 from fsd_infer import FsdError, Target
 from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, LookupDrafter, MemoryDrafter
 from fsd_infer.drafters.free import HitRate, Options, best_first
-from fsd_infer.drafters.memory import FILED, NEAR, Recall
+from fsd_infer.drafters.memory import INDEX_NGRAM, MAX_OCCURRENCES, TextMatcher
 from fsd_infer.drafters.prefixes import match_size
 from fsd_infer.drafters.recycle import RecycleDrafter, RecycleTable
 from fsd_infer.trees.tree import DraftTree
@@ -76,9 +76,9 @@ def drafted(drafter: Drafter, texts: list[list[int]]) -> tuple[DraftSession, Dra
 
 
 BAD: dict[type, list[dict[str, float]]] = {
-    LookupDrafter: [{"depth": 0}, {"nodes": 1}, {"least": 0.0}, {"least": math.nan}],
+    LookupDrafter: [{"depth": 0}, {"nodes": 1}, {"min_accept_prob": 0.0}, {"min_accept_prob": math.nan}],
     MemoryDrafter: [{"nodes": 1}, {"store_bytes": -1}],
-    RecycleDrafter: [{"nodes": 1}, {"width": 0}, {"most": 0}, {"least": 1.0}],
+    RecycleDrafter: [{"nodes": 1}, {"width": 0}, {"max_contexts": 0}, {"min_accept_prob": 1.0}],
 }
 
 
@@ -113,18 +113,18 @@ TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 def test_an_index_knows_what_a_scan_of_all_texts_finds(text: list[int], turns: list[int], drafts: list[int]) -> None:
     """A context's longest matches, and whether an n-gram was said: of one text, and of three that grow in turns."""
     for speakers in ([0] * len(text), [*turns, *[0] * len(text)]):
-        first = Recall()
-        recalls = [first, *(Recall(index=first.index) for _ in range(2))]
+        first = TextMatcher()
+        matchers = [first, *(TextMatcher(index=first.index) for _ in range(2))]
         for speaker, token in zip(speakers, text):
-            recalls[speaker].append(token)
+            matchers[speaker].append(token)
         context = [*first.tokens, *drafts]
-        places = [(recall.tokens, at) for recall in recalls for at in range(1, len(recall.tokens))]
+        places = [(matcher.tokens, at) for matcher in matchers for at in range(1, len(matcher.tokens))]
         matches = Counter((match_size(tokens, at, context), tokens[at]) for tokens, at in places)
         matches = Counter({match: count for match, count in matches.items() if match[0]})
         found = Counter((size, tokens[at]) for size, _, tokens, at in first.at(context))
-        assert found <= matches and found.total() == min(matches.total(), NEAR)
+        assert found <= matches and found.total() == min(matches.total(), MAX_OCCURRENCES)
         if left := matches - found:
-            assert min(min(found)[0], FILED) >= min(max(left)[0], FILED)
+            assert min(min(found)[0], INDEX_NGRAM) >= min(max(left)[0], INDEX_NGRAM)
         for n in range(1, min(len(context), 6) + 1):
             assert first.has(context[-n:]) == any(size >= n for size, _ in matches)
 
@@ -136,11 +136,11 @@ def test_estimates_follow_the_text() -> None:
         """What follows the last text, if every text was drafted for token by token."""
         known: dict[tuple[int, int], HitRate] = {}
         for text in texts:
-            recall = Recall(hit_rates=known)
+            matcher = TextMatcher(hit_rates=known)
             for token in text:
-                recall.append(token)
-                recall.look()
-        return dict(recall.options(recall.here))
+                matcher.append(token)
+                matcher.look_up()
+        return dict(matcher.options(matcher.occurrences))
 
     assert chances([[5, 6, 7, 8, 9] * 40])[5] > 0.95
     # 1 is always followed by something new: matches of one token are never right

@@ -46,7 +46,7 @@ def test_a_heads_step_is_one_call_and_gives_what_its_modules_give(
         features, sees = torch.randn(2, 5, width).bfloat16(), torch.ones(2, 5, 5, dtype=torch.bool).tril()
         slots, visible = cache.after_text(lengths, sees)
         made = drafter.step(cache, visible, tokens, features, slots, vocabulary)
-        return [*made, *cache.pools(head.stack.key_heads, head.stack.width, torch.bfloat16)]
+        return [*made, *cache.keys_and_values(head.stack.key_heads, head.stack.width, torch.bfloat16)]
 
     for width in {128, 128 * (1 + len(fused))}:
         with torch.inference_mode():

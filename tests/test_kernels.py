@@ -203,8 +203,8 @@ def test_the_kernels_layers_of_a_head_are_those_of_torch(first: bool) -> None:
             expected.append(x)
         found.append(out)
         expected.append(owner.norm(x))
-    found += here.pools(stack.key_heads, stack.width, x.dtype)
-    expected += there.pools(stack.key_heads, stack.width, x.dtype)
+    found += here.keys_and_values(stack.key_heads, stack.width, x.dtype)
+    expected += there.keys_and_values(stack.key_heads, stack.width, x.dtype)
     for one, other in zip(found, expected, strict=True):
         assert float((one - other).float().norm()) < 0.02 * float(other.float().norm())
 

@@ -18,7 +18,7 @@ from fsd_bench.engine import EngineMethod
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters import DraftRequest, GraftedDrafter, LookupDrafter, MemoryDrafter
 from fsd_infer.drafters.loading import load_drafter
-from fsd_infer.drafters.prefixes import END, LEAST_MATCH, MAX_MATCH, Store, SuffixStore, sorted_prefixes
+from fsd_infer.drafters.prefixes import END, MAX_MATCH, MIN_MATCH, Store, SuffixStore, sorted_prefixes
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.batcher import Batcher
 from fsd_infer.trees.tree import DraftTree
@@ -37,7 +37,7 @@ def matches(texts: list[list[int]], context: list[int]) -> list[tuple[int, int]]
             size = 0
             while size < min(MAX_MATCH, len(context), place + 1) and text[place - size] == context[-1 - size]:
                 size += 1
-            if size >= LEAST_MATCH:
+            if size >= MIN_MATCH:
                 found.append((size, [*text, END][place + 1]))
     return sorted(found)
 
@@ -71,7 +71,7 @@ def test_a_store_keeps_its_bound_and_what_is_used() -> None:
         if request % 25 == 0:
             ((size, _, tokens, at),) = store.matches(used[:20], 1)
             assert size == 20 and tokens[at] == used[20]
-            store.use(tokens, at)
+            store.mark_used(tokens, at)
         most = max(most, store.nbytes)
         assert store.array.nbytes + store.order.nbytes <= store.nbytes <= bound
     assert most > 0.9 * bound and len(store.texts) < bound / 8 / 26
@@ -86,7 +86,7 @@ def test_a_large_memory_loses_texts_and_not_all_at_once() -> None:
     drafter = MemoryDrafter(VOCAB, store_bytes=1 << 16)
     for request in range(300):
         drafter.store_of("large", drafter.stores).add([[request, *range(1000, 1050)]])
-        drafter.recalls([f"user {request}"])
+        drafter.matchers([f"user {request}"])
         if request % 10 == 0:
             drafter.store_of(f"user {request}", drafter.stores).add([[request, *range(50, 250)]])
         drafter.trim()

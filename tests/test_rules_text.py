@@ -10,6 +10,7 @@ import pytest
 
 from fsd_core.errors import FsdError
 from fsd_infer.drafters.free import FreeDrafter
+from fsd_infer.drafters.recycle import RecycleDrafter
 from fsd_infer.drafters.session import DraftSession
 from fsd_infer.rules import (
     Exact,
@@ -158,3 +159,5 @@ def test_a_session_written_with_former_names_works(monkeypatch: pytest.MonkeyPat
         mine.keep_rows([1])
         assert mine.kept == [1] and mine.remembers is False  # type: ignore[attr-defined]
     assert Bigrams.context_length == 2
+    with pytest.warns(FutureWarning, match=r"RecycleDrafter\(most=\.\.\.\) works until .*: it is now max_contexts"):
+        assert RecycleDrafter(9, least=0.1, most=3).max_contexts == 3  # type: ignore[call-arg]

@@ -14,7 +14,7 @@ from transformers import TextIteratorStreamer
 import fsd_infer
 from fsd_infer import Drafter, FsdError, FuzzyDecoder, Target
 from fsd_infer.drafters import NoDrafter
-from fsd_infer.targets.prefixes import LEAST, Prefix, PrefixCache
+from fsd_infer.targets.prefixes import MIN_TOKENS, Prefix, PrefixCache
 from tests.families import drafter_of, tiny_head, tiny_model, tiny_prompts
 from tests.text_toys import tiny_tokenizer
 
@@ -107,7 +107,7 @@ def text_of(tokens: list[int], width: int = 4) -> Prefix:
 
 
 def test_memory_is_bounded_and_what_was_used_last_stays() -> None:
-    first, second, third = (text_of([start] * LEAST) for start in (1, 2, 3))
+    first, second, third = (text_of([start] * MIN_TOKENS) for start in (1, 2, 3))
     cache = PrefixCache(2 * first.nbytes)
     for text in (first, second):
         cache.store(text)
@@ -119,7 +119,7 @@ def test_memory_is_bounded_and_what_was_used_last_stays() -> None:
     cache.store(text_of([4] * 100))
     assert [len(text.tokens) for text in cache.texts] == [30], "what does not fit is not kept"
     assert cache.find([1] * 20, ()).tokens.tolist() == [1] * 19, "the last token's logits are wanted"
-    assert cache.find([1] * LEAST, ()) is None and cache.find([7], ()) is None
+    assert cache.find([1] * MIN_TOKENS, ()) is None and cache.find([7], ()) is None
 
 
 @pytest.mark.parametrize("bound", [0, -1, True, 2.5, "1 GB"])

@@ -231,45 +231,58 @@ def serve(args: argparse.Namespace) -> int:
 
 def rules(args: argparse.Namespace) -> int:
     """Run `fsd-infer rules`."""
-    from fsd_core.divergence import DIVERGENCES
     from fsd_infer.drafters.free import free_drafters
     from fsd_infer.drafters.loading import NAMES
+
+    free = {name: first_paragraph(kind) for name, kind in free_drafters().items() if name not in NAMES}
+    lists = (
+        ("rules (as text, e.g. fuzzy:js:0.3)", _rules()),
+        ("divergences (p the target, q the drafter)", _divergences()),
+        ("drafters", [*NAMES.items(), *free.items()]),
+        ("built-in targets", _builtin_targets()),
+    )
+    print("\n\n".join(_listing(title, rows) for title, rows in lists))
+    return 0
+
+
+def _rules() -> list[tuple[str, str]]:
+    """Return each rule with its parameters, and what it does; first what all lossy rules take."""
     from fsd_infer.rules import RULES, LossyRule
-    from fsd_infer.targets.builtin import BUILTIN_TARGETS, shipped_drafter
 
     shared = [_field(field) for field in dataclasses.fields(LossyRule)]
     listed = [(f"each lossy rule takes {', '.join(shared)}", SHARED)]
     for name in RULES:
         made: Any = RULES.get(name)
         fields = [text for field in dataclasses.fields(made) if (text := _field(field)) not in shared]
-        listed.append(
-            (
-                f"{name}({', '.join(fields)})" if fields else name,
-                first_paragraph(made) + (f" Measured: {made.measured}." if made.measured else ""),
-            )
-        )
-    measures = []
+        measured = f" Measured: {made.measured}." if made.measured else ""
+        listed.append((f"{name}({', '.join(fields)})" if fields else name, first_paragraph(made) + measured))
+    return listed
+
+
+def _divergences() -> list[tuple[str, str]]:
+    """Return each divergence with its formula, direction and range."""
+    from fsd_core.divergence import DIVERGENCES
+
+    listed = []
     for name in DIVERGENCES:
         measure = DIVERGENCES.get(name)
         if measure.k is None:
             low, high = measure.bounds
-            measures.append((name, f"{measure.formula}; {measure.direction}; {low:g} to {high:.3g}"))
+            listed.append((name, f"{measure.formula}; {measure.direction}; {low:g} to {high:.3g}"))
     forms = ", ".join(name for name in DIVERGENCES if name.startswith("top_k_"))
-    measures.append((forms, "the same over the target's k likeliest tokens (top_k_js:20 sets k = 20)"))
-    targets = []
+    return [*listed, (forms, "the same over the target's k likeliest tokens (top_k_js:20 sets k = 20)")]
+
+
+def _builtin_targets() -> list[tuple[str, str]]:
+    """Return each built-in target with its origin, and whether a head comes with it."""
+    from fsd_infer.targets.builtin import BUILTIN_TARGETS, shipped_drafter
+
+    listed = []
     for name in BUILTIN_TARGETS:
         entry = BUILTIN_TARGETS.get(name)
         head = "with a trained head" if shipped_drafter(name) else "no head in this installation"
-        targets.append((name, f"{entry.origin} ({entry.license}); {head}"))
-    own = {name: kind for name, kind in free_drafters().items() if name not in NAMES}
-    lists = (
-        ("rules (as text, e.g. fuzzy:js:0.3)", listed),
-        ("divergences (p the target, q the drafter)", measures),
-        ("drafters", [*NAMES.items(), *((name, first_paragraph(kind)) for name, kind in own.items())]),
-        ("built-in targets", targets),
-    )
-    print("\n\n".join(_listing(title, rows) for title, rows in lists))
-    return 0
+        listed.append((name, f"{entry.origin} ({entry.license}); {head}"))
+    return listed
 
 
 def _field(field: dataclasses.Field[Any]) -> str:

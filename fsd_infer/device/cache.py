@@ -49,49 +49,49 @@ class _SlotLayer(CacheLayerMixin):
     keys: Tensor
     values: Tensor
 
-    def __init__(self, pool: SlotCache, index: int) -> None:
+    def __init__(self, cache: SlotCache, index: int) -> None:
         super().__init__()
         # a weak reference: keys and values are freed with the cache's last reference, not by a later garbage collection
-        self._pool = weakref.ref(pool)
+        self._cache = weakref.ref(cache)
         self.index = index
 
     @property
-    def pool(self) -> SlotCache:
-        pool = self._pool()
-        assert pool is not None, "the cache is gone"
-        return pool
+    def cache(self) -> SlotCache:
+        cache = self._cache()
+        assert cache is not None, "the cache is gone"
+        return cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        place = self.pool.places[self.index]
-        self.keys = self.pool._pool("keys", key_states)[place]
-        self.values = self.pool._pool("values", value_states)[place]
+        cache, index = self.cache, self.cache.indices[self.index]
+        self.keys = cache.layered("keys", key_states)[index]
+        self.values = cache.layered("values", value_states)[index]
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        pool = self.pool
-        if pool.start is not None:
-            stop = pool.start + key_states.shape[2]
-            self.keys[:, :, pool.start : stop] = key_states
-            self.values[:, :, pool.start : stop] = value_states
+        cache = self.cache
+        if cache.start is not None:
+            stop = cache.start + key_states.shape[2]
+            self.keys[:, :, cache.start : stop] = key_states
+            self.values[:, :, cache.start : stop] = value_states
         else:
-            self.keys.scatter_(2, pool.slots[:, None, :, None].expand_as(key_states), key_states)
-            self.values.scatter_(2, pool.slots[:, None, :, None].expand_as(value_states), value_states)
-        return self.keys[:, :, : pool.used], self.values[:, :, : pool.used]
+            self.keys.scatter_(2, cache.slots[:, None, :, None].expand_as(key_states), key_states)
+            self.values.scatter_(2, cache.slots[:, None, :, None].expand_as(value_states), value_states)
+        return self.keys[:, :, : cache.used], self.values[:, :, : cache.used]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.pool.used, 0
+        return self.cache.used, 0
 
     def get_seq_length(self) -> int:
         return 0  # the engine passes positions
 
     def get_max_length(self) -> int:
-        return self.pool.capacity
+        return self.cache.capacity
 
     def get_max_cache_shape(self) -> int:
-        return self.pool.capacity
+        return self.cache.capacity
 
 
 class SlotCache(Cache):
@@ -103,57 +103,61 @@ class SlotCache(Cache):
         config: the (text) config of the model.
         batch: B.
         slots: slots per row, for the longest text plus the largest tree.
-        memory: allocations of ``rows`` rows and as many slots each, filled on demand (default: private ones).
-        rows: rows of ``memory``, at least ``batch``.
+        pool: allocations of ``rows`` rows and as many slots each, made on demand (default: private ones).
+        rows: rows of these, at least ``batch``.
 
     Attributes:
         prefilled: [B] length of each row's text when it was last read at once, on the device; None: unknown.
         window: slots that a forward attends to where the host does not know the lengths; the texts lie within.
         recurrent: the states of recurrent layers.
-        offsets: [B] what a token's rotary position exceeds its place in the text by (M-RoPE, after images), on the
-            device; None: places are positions.
+        offsets: [B] what a token's rotary position exceeds its index in the text by (M-RoPE, after images), on the
+            device; None: indices are positions.
     """
 
-    def __init__(self, config: Any, batch: int, slots: int, memory: KVPool | None = None, rows: int = 0) -> None:
+    def __init__(self, config: Any, batch: int, slots: int, pool: KVPool | None = None, rows: int = 0) -> None:
         self.config, self.batch, self.capacity = config, batch, slots
-        self._memory, self._rows = KVPool() if memory is None else memory, max(rows, batch)
+        self._pool, self._rows = KVPool() if pool is None else pool, max(rows, batch)
         self.parent: tuple[SlotCache, int] | None = None
         self.num_layers = int(config.num_hidden_layers)
         types = getattr(config, "layer_types", None) or [None] * self.num_layers
         have_keys = (kind not in WITHOUT_KEYS for kind in types)
-        self.places = list(accumulate(have_keys, initial=0))  # of each layer in the pools; at the end their number
-        self.recurrent = RecurrentStates(batch, self._memory, self._rows)
+        # of each layer among those with keys and values; at the end their number
+        self.indices = list(accumulate(have_keys, initial=0))
+        self.recurrent = RecurrentStates(batch, self._pool, self._rows)
         self.start: int | None = 0
         self.slots = torch.zeros(batch, 0, dtype=torch.long)
         self.used = 0
         self.positions: Tensor | None = None
         self.prefilled: Tensor | None = None
         self.offsets: Tensor | None = None
-        self.text: tuple[Tensor, Tensor] | None = None  # lengths [B] and sees [B, M, E], if a caller says them
+        self.text: tuple[Tensor, Tensor] | None = None  # as after_text() was given them: lengths [B] and sees [B, M, E]
         self.window = slots
-        self._pools: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
+        self._layered: dict[tuple[str, int, int, torch.dtype], Tensor] = {}  # see layered()
         super().__init__(layers=[_SlotLayer(self, index) for index in range(self.num_layers)])
 
-    def pools(
+    def keys_and_values(
         self, heads: int, width: int, dtype: torch.dtype, device: torch.device | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return writable keys and values [layers, B, heads, slots, width] of all layers with this many heads."""
         like = torch.empty(self.batch, heads, 0, width, dtype=dtype, device=device)
-        return self._pool("keys", like), self._pool("values", like)
+        return self.layered("keys", like), self.layered("values", like)
 
-    def _pool(self, kind: str, like: Tensor) -> Tensor:
-        """Return the pool [layers, B, heads, slots, head_dim] for states [B, heads, M, head_dim] like ``like``."""
+    def layered(self, kind: str, like: Tensor) -> Tensor:
+        """Return the tensor [layers, B, heads, slots, head_dim] that holds "keys" or "values" of one shape.
+
+        ``like``: states [B, heads, M, head_dim] of a layer. The tensor is allocated on first use.
+        """
         if self.parent is not None:
             whole, row = self.parent
-            return whole._pool(kind, like)[:, row : row + 1]
+            return whole.layered(kind, like)[:, row : row + 1]
         _, heads, _, width = like.shape
         key = (kind, heads, width, like.dtype)
-        if key not in self._pools:
-            if key not in self._memory:
-                shape = (self.places[-1], self._rows, heads, self.capacity, width)
-                self._memory.zeros(key, shape, like)
-            self._pools[key] = self._memory[key][:, : self.batch]
-        return self._pools[key]
+        if key not in self._layered:
+            if key not in self._pool:
+                shape = (self.indices[-1], self._rows, heads, self.capacity, width)
+                self._pool.zeros(key, shape, like)
+            self._layered[key] = self._pool[key][:, : self.batch]
+        return self._layered[key]
 
     def row(self, index: int) -> SlotCache:
         """Return one batch row as a cache that shares this cache's memory."""
@@ -165,12 +169,12 @@ class SlotCache(Cache):
         return row
 
     def rotary(self, positions: Tensor) -> Tensor:
-        """Return the rotary positions of tokens at these places in the text, [B, M]."""
+        """Return the rotary positions of tokens at these indices of the text, [B, M]."""
         return positions if self.offsets is None else positions + self.offsets[:, None]
 
     def saved(self, row: int, count: int) -> dict[Any, Tensor]:
         """Return copies of a row's first ``count`` keys and values, and of its states, for :meth:`restore`."""
-        keys = {key: pool[:, row, :, :count].clone() for key, pool in self._pools.items()}
+        keys = {key: layers[:, row, :, :count].clone() for key, layers in self._layered.items()}
         return {**keys, **self.recurrent.saved(row)}
 
     def restore(self, states: dict[Any, Tensor]) -> None:
@@ -178,7 +182,7 @@ class SlotCache(Cache):
         self.recurrent.restore({key: state for key, state in states.items() if key[0] == "recurrent"})
         for (kind, heads, width, dtype), state in ((key, x) for key, x in states.items() if key[0] != "recurrent"):
             like = torch.empty(1, heads, 0, width, dtype=dtype, device=state.device)
-            self._pool(kind, like)[:, 0, :, : state.shape[2]] = state
+            self.layered(kind, like)[:, 0, :, : state.shape[2]] = state
 
     def set_write_slots(self, slots: Tensor, start: int | None, used: int, positions: Tensor | None = None) -> None:
         """Set where the next forward writes.
@@ -256,13 +260,13 @@ class SlotCache(Cache):
     def move(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy keys and values from slots [B, K] to slots [B, K] of the same row, in all layers."""
         if self.batch == 1:
-            for pool in self._pools.values():
-                pool.index_copy_(3, destinations[0], pool.index_select(3, sources[0]))
+            for layers in self._layered.values():
+                layers.index_copy_(3, destinations[0], layers.index_select(3, sources[0]))
             return
         rows = torch.arange(self.batch, device=sources.device)[:, None]
-        for pool in self._pools.values():
+        for layers in self._layered.values():
             # advanced indices around a slice: [B, K, layers, heads, width]
-            pool[:, rows, :, destinations] = pool[:, rows, :, sources]
+            layers[:, rows, :, destinations] = layers[:, rows, :, sources]
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep these batch rows [B'] (ascending, on the CPU) and move them up in place."""
@@ -271,30 +275,30 @@ class SlotCache(Cache):
         for name in ("prefilled", "offsets"):
             if (of_rows := getattr(self, name)) is not None:
                 setattr(self, name, of_rows.index_select(0, to_device(rows, of_rows.device)))
-        for key, pool in self._pools.items():
-            for place, row in enumerate(rows.tolist()):
-                if place != row:
-                    pool[:, place] = pool[:, row]
-            self._pools[key] = pool[:, : self.batch]
+        for key, layers in self._layered.items():
+            for new, old in enumerate(rows.tolist()):
+                if new != old:
+                    layers[:, new] = layers[:, old]
+            self._layered[key] = layers[:, : self.batch]
         for layer in self.layers:
             if isinstance(layer, _SlotLayer) and layer.is_initialized:
                 layer.lazy_initialization(layer.keys[: self.batch], layer.values[: self.batch])
 
     def detached(self) -> SlotCache:
         """Return a cache of the same rows in the same memory, which :meth:`keep_rows` changes alone."""
-        made = SlotCache(self.config, self.batch, self.capacity, self._memory, self._rows)
-        made._pools, made.recurrent.states = dict(self._pools), dict(self.recurrent.states)
+        made = SlotCache(self.config, self.batch, self.capacity, self._pool, self._rows)
+        made._layered, made.recurrent.states = dict(self._layered), dict(self.recurrent.states)
         made.prefilled, made.offsets = self.prefilled, self.offsets
         return made
 
     def reallocated(self, into: Callable[[], SlotCache]) -> SlotCache:
         """Return an empty cache of as many rows, which may lie in the same memory, with all that this one holds."""
-        pools = {key: pool.clone() for key, pool in self._pools.items()}
+        cloned = {key: layers.clone() for key, layers in self._layered.items()}
         states = {name: state.clone() for name, state in self.recurrent.states.items()}
         made = into()
-        for (kind, heads, width, dtype), pool in pools.items():
-            like = torch.empty(self.batch, heads, 0, width, dtype=dtype, device=pool.device)
-            made._pool(kind, like).copy_(pool)
+        for (kind, heads, width, dtype), layers in cloned.items():
+            like = torch.empty(self.batch, heads, 0, width, dtype=dtype, device=layers.device)
+            made.layered(kind, like).copy_(layers)
         for name, state in states.items():
             made.recurrent.place(name, state).copy_(state)
         made.prefilled, made.offsets = self.prefilled, self.offsets
@@ -303,7 +307,7 @@ class SlotCache(Cache):
     @property
     def nbytes(self) -> int:
         """Allocated bytes, 0 before the first forward."""
-        return sum(pool.nbytes for pool in self._memory.values())
+        return sum(allocated.nbytes for allocated in self._pool.values())
 
     @property
     def slot_bytes(self) -> int:

@@ -92,7 +92,7 @@ class CachedModel(Renamed, ABC):
         return {True: {}, False: {}}
 
     @cached_property
-    def _memories(self) -> WeakValueDictionary[tuple[int, int, bool], KVPool]:
+    def _pools(self) -> WeakValueDictionary[tuple[int, int, bool], KVPool]:
         """Keys and values that requests share, by rows, slots, and the arena. Those that recordings hold stay."""
         return WeakValueDictionary()
 
@@ -106,16 +106,16 @@ class CachedModel(Renamed, ABC):
         if self.recorder is None:
             return SlotCache(self.cache_config, batch, slots)
         mode = torch.is_inference_mode_enabled()
-        memory = self._memories.setdefault((batch, slots, mode), KVPool(self._arenas[mode]))
-        for pool in memory.values():
-            pool.zero_()  # NaN of an earlier answer would reach the next one through a masked slot
-        return SlotCache(self.cache_config, batch, slots, memory)
+        pool = self._pools.setdefault((batch, slots, mode), KVPool(self._arenas[mode]))
+        for allocated in pool.values():
+            allocated.zero_()  # NaN of an earlier answer would reach the next one through a masked slot
+        return SlotCache(self.cache_config, batch, slots, pool)
 
     @property
     def shared_cache_bytes(self) -> int:
         """Bytes of the memory that requests share, at most twice those of the largest request so far."""
-        parts = [*self._arenas.values(), *(memory.places for memory in self._memories.values())]
-        return sum({id(place): place.nbytes for part in parts for place in part.values()}.values())
+        parts = [*self._arenas.values(), *(pool.in_arena for pool in self._pools.values())]
+        return sum({id(tensor): tensor.nbytes for part in parts for tensor in part.values()}.values())
 
     def cache_bytes(self, batch: int, slots: int) -> int:
         """Return the bytes that :meth:`new_cache` takes."""

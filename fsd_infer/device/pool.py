@@ -14,12 +14,12 @@ class KVPool(dict[Any, Tensor]):
 
     Args:
         arena: from which all sizes take theirs, since no two requests run at the same time; None: private ones. What
-            no longer fits gets a larger place there. The earlier one stays while something uses it.
+            no longer fits gets a larger tensor there. The earlier one stays while something uses it.
     """
 
     def __init__(self, arena: dict[Any, Tensor] | None = None) -> None:
         self.arena = arena
-        self.places: dict[Any, Tensor] = {}  # in the arena, of which these are the beginnings
+        self.in_arena: dict[Any, Tensor] = {}  # tensors of the arena, whose beginnings these are
 
     def zeros(self, key: Any, shape: Sequence[int], like: Tensor) -> Tensor:
         """Allocate zeros of this shape, and of the type and device of ``like``."""
@@ -30,6 +30,6 @@ class KVPool(dict[Any, Tensor]):
         if key not in self.arena or self.arena[key].numel() < count:
             self.arena.pop(key, None)  # which frees it, unless something uses it
             self.arena[key] = like.new_empty(count)
-        self.places[key] = self.arena[key]
-        self[key] = self.places[key][:count].view(*shape).zero_()
+        self.in_arena[key] = self.arena[key]
+        self[key] = self.in_arena[key][:count].view(*shape).zero_()
         return self[key]

@@ -83,7 +83,7 @@ class RecurrentStates:
 
     Args:
         batch: B.
-        memory: allocations of ``rows`` rows each, filled on demand.
+        pool: allocations of ``rows`` rows each, made on demand.
         rows: at least ``batch``.
         parent: the states of a batch, and the one row of it that these are.
 
@@ -92,10 +92,8 @@ class RecurrentStates:
         counts: [B] how many of the tokens that continue the text are real; None: all.
     """
 
-    def __init__(
-        self, batch: int, memory: KVPool, rows: int, parent: tuple[RecurrentStates, int] | None = None
-    ) -> None:
-        self.batch, self.memory, self.rows, self.parent = batch, memory, rows, parent
+    def __init__(self, batch: int, pool: KVPool, rows: int, parent: tuple[RecurrentStates, int] | None = None) -> None:
+        self.batch, self.pool, self.rows, self.parent = batch, pool, rows, parent
         self.branches: Branches | None = None
         self.counts: Tensor | None = None
         self.states: dict[Hashable, Tensor] = {}
@@ -125,7 +123,7 @@ class RecurrentStates:
 
     def row(self, index: int) -> RecurrentStates:
         """Return one batch row, which shares this memory."""
-        return RecurrentStates(1, self.memory, self.rows, (self, index))
+        return RecurrentStates(1, self.pool, self.rows, (self, index))
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep these batch rows [B'] (ascending, on the CPU) and move them up in place."""
@@ -153,7 +151,7 @@ class RecurrentStates:
     @property
     def nbytes(self) -> int:
         """Allocated bytes, 0 before the first forward."""
-        return sum(state.nbytes for name, state in self.memory.items() if name[0] == "recurrent")
+        return sum(state.nbytes for name, state in self.pool.items() if name[0] == "recurrent")
 
     def _state(self, name: Hashable, recurrence: Recurrence, inputs: Inputs) -> Tensor:
         return self.states[name] if name in self.states else self.place(name, recurrence.initial(inputs))
@@ -166,7 +164,7 @@ class RecurrentStates:
                 self.states[name] = whole.place(name, like)[row : row + 1]
             else:
                 key = "recurrent", name
-                if key not in self.memory:
-                    self.memory.zeros(key, (self.rows, *like.shape[1:]), like)
-                self.states[name] = self.memory[key][: self.batch]
+                if key not in self.pool:
+                    self.pool.zeros(key, (self.rows, *like.shape[1:]), like)
+                self.states[name] = self.pool[key][: self.batch]
         return self.states[name]

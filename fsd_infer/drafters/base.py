@@ -130,7 +130,12 @@ class Drafter(Renamed, ABC):
         return self
 
     def cache_bytes(self, batch: int, slots: int) -> int:
-        """Return the bytes of a session's KV caches, by default those of the parts. Arguments as in DraftRequest."""
+        """Return the bytes of a session's KV caches, by default those of the parts.
+
+        Args:
+            batch: as of :class:`DraftRequest`.
+            slots: its ``cache_slots``.
+        """
         return sum(part.cache_bytes(batch, slots) for part in self.parts)
 
     @property

@@ -96,8 +96,8 @@ class BlockDrafter(StepDrafter):
         head, ids = read_block_head(directory, config, target)
         return cls(head, target, shape, ids)
 
-    def slots(self, longest: int) -> int:
-        return longest + self.head.config.block_size
+    def slots(self, max_length: int) -> int:
+        return max_length + self.head.config.block_size
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> BlockSession:
         return BlockSession(self, request)

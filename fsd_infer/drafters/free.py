@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from fsd_core.errors import FsdError
+from fsd_core.former import former_keywords
 from fsd_infer.drafters.base import DRAFTERS, Drafter
 from fsd_infer.drafters.frontier import Frontier, Successors
 from fsd_infer.drafters.session import DraftRequest, DraftSession
@@ -49,49 +50,49 @@ class HitRate:
 
 
 class Table(Protocol):
-    """The continuations known for one text. A place is the table's own form of a context."""
+    """The continuations known for one text. A state is what the table makes of the tokens before the next one."""
 
     def at(self, context: Sequence[int]) -> Any:
-        """Return the place of a context that ends with these tokens."""
+        """Return the state after a context that ends with these tokens."""
 
-    def step(self, place: Any, token: int) -> Any:
-        """Return the place after one more token."""
+    def step(self, state: Any, token: int) -> Any:
+        """Return the state after one more token."""
 
-    def options(self, place: Any) -> Options:
+    def options(self, state: Any) -> Options:
         """Return the possible next tokens."""
 
 
-def best_first(table: Table, place: Any, root: int, nodes: int, depth: int, least: float) -> Nodes:
+def best_first(table: Table, state: Any, root: int, nodes: int, depth: int, min_accept_prob: float) -> Nodes:
     """Grow a tree of a text's most likely continuations, best first.
 
     Args:
         table: of the text.
-        place: the table's place of the text.
+        state: the table's, after the text.
         root: the text's last token.
         nodes: most nodes, the root included.
         depth: of the deepest node.
-        least: probability of acceptance below which a node is not drafted.
+        min_accept_prob: a node that is accepted with a smaller probability is not drafted.
     """
     tokens, parents, scores, depths = [root], [0], [0.0], [0]
-    queue: list[tuple[float, int, int, int, Any]] = []  # -score, order of arrival, parent, token, parent's place
-    arrivals, lowest = 0, math.log(least)
+    queue: list[tuple[float, int, int, int, Any]] = []  # -score, order of arrival, parent, token, parent's state
+    arrivals, min_score = 0, math.log(min_accept_prob)
     node = 0
     while True:
-        if place is not None:
-            for token, prob in table.options(place):
+        if state is not None:
+            for token, prob in table.options(state):
                 score = scores[node] + math.log(prob)
-                if score >= lowest:
+                if score >= min_score:
                     arrivals += 1
-                    heapq.heappush(queue, (-score, arrivals, node, token, place))
+                    heapq.heappush(queue, (-score, arrivals, node, token, state))
         if not queue or len(tokens) == nodes:
             return tokens, parents, scores
-        negative, _, parent, token, above = heapq.heappop(queue)
+        negative, _, parent, token, parent_state = heapq.heappop(queue)
         node = len(tokens)
         tokens.append(token)
         parents.append(parent)
         scores.append(-negative)
         depths.append(depths[parent] + 1)
-        place = table.step(above, token) if depths[node] < depth and len(tokens) < nodes else None
+        state = table.step(parent_state, token) if depths[node] < depth and len(tokens) < nodes else None
 
 
 class FreeDrafter(Drafter):
@@ -101,7 +102,7 @@ class FreeDrafter(Drafter):
         vocab_size: V of the target.
         depth: of the deepest draft, in tokens after the root.
         nodes: most nodes verified per round, the root included.
-        least: estimated probability of acceptance below which a node is not drafted, in (0, 1).
+        min_accept_prob: a node that is accepted with a smaller estimated probability is not drafted; in (0, 1).
         width: most children per context, for the check of the shape.
 
     Attributes:
@@ -113,7 +114,7 @@ class FreeDrafter(Drafter):
         FsdError: an option out of range.
     """
 
-    former_members = {"reach": "context_length"}
+    former_members = {"reach": "context_length", "least": "min_accept_prob"}
     largest: ClassVar[Mapping[str, TreeShape]] = LARGEST_OF_LM
     relative_cost = 0.0
     context_length: ClassVar[int] = 32
@@ -121,11 +122,12 @@ class FreeDrafter(Drafter):
     most_chosen: ClassVar[int] = 0
 
     @abstractmethod
-    def __init__(self, vocab_size: int, depth: int, nodes: int, least: float, width: int = 1) -> None:
+    @former_keywords(least="min_accept_prob")
+    def __init__(self, vocab_size: int, depth: int, nodes: int, min_accept_prob: float, width: int = 1) -> None:
         check_tree(self.name, depth, nodes, width)
-        if not 0.0 < least < 1.0:
-            raise FsdError(f"{self.name} needs 0 < least < 1; got {least}.")
-        self.vocab_size, self.depth, self.nodes, self.least = vocab_size, depth, nodes, least
+        if not 0.0 < min_accept_prob < 1.0:
+            raise FsdError(f"{self.name} needs 0 < min_accept_prob < 1; got {min_accept_prob}.")
+        self.vocab_size, self.depth, self.nodes, self.min_accept_prob = vocab_size, depth, nodes, min_accept_prob
 
     @property
     def max_nodes(self) -> int:
@@ -159,6 +161,7 @@ class FreeSession(DraftSession):
         tails: the last tokens of each text, as many as :attr:`FreeDrafter.context_length`.
     """
 
+    former_members = {"places": "states"}
     drafter: FreeDrafter
     needs_report = True
     _host_inputs: Tensor | None = None  # the trees of recorded rounds
@@ -168,8 +171,8 @@ class FreeSession(DraftSession):
         self.tails: list[list[int]] = first_tokens[:, None].tolist()
 
     @abstractmethod
-    def places(self) -> list[tuple[Table, Any]]:
-        """Return the table of each text and the text's place in it."""
+    def states(self) -> list[tuple[Table, Any]]:
+        """Return the table of each text, and its state after the text."""
 
     def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
         self.tails = [self._tail([*tail, *row]) for tail, row in zip(self.tails, rows, strict=True)]
@@ -208,12 +211,12 @@ class FreeSession(DraftSession):
         """Return the tree of each row."""
         drafter = self.drafter
         return [
-            best_first(table, place, tail[-1], drafter.nodes, drafter.depth, drafter.least)
-            for (table, place), tail in zip(self.places(), self.tails, strict=True)
+            best_first(table, state, tail[-1], drafter.nodes, drafter.depth, drafter.min_accept_prob)
+            for (table, state), tail in zip(self.states(), self.tails, strict=True)
         ]
 
     def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Successors]]:
-        rows = enumerate(zip(self.places(), nodes, strict=True))
+        rows = enumerate(zip(self.states(), nodes, strict=True))
         return [
             [likeliest_of(table.options(table.at(self.context(frontier, row, node))), count) for node in wanted]
             for row, ((table, _), wanted) in rows

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import FsdError
+from fsd_core.former import former_keywords
 from fsd_core.tensors import to_device
 from fsd_infer.drafters.base import DRAFTERS
 from fsd_infer.drafters.corpus import open_corpus
@@ -31,31 +32,31 @@ from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.tree import DraftTree
 
-FILED = 4  # length of the longest n-grams in the index of the texts at hand
-NEAR = 12  # occurrences that a context takes from each source
-# An occurrence with a match of n tokens has trust · n² votes, and DOUBT votes are for none of the candidates. The
+INDEX_NGRAM = 4  # length of the longest n-grams in the index of the batch's own texts
+MAX_OCCURRENCES = 12  # that a context takes from each source
+# An occurrence with a match of n tokens has trust · n² votes, and OTHER_VOTES are for none of the candidates. The
 # likelihood of training answers (data/smollm2-135m-answers-4.jsonl.gz and -5) chose these numbers.
-DOUBT = 4.0
-BINS = 16  # of a candidate's share of the votes
-PRIOR_TRIALS, TRIALS = 12.0, 256.0  # trials that the share counts as, and trials after which older ones fade
+OTHER_VOTES = 4.0
+BINS = 16  # of a candidate's fraction of the votes
+PRIOR_TRIALS, TRIALS = 12.0, 256.0  # trials that this fraction counts as, and trials after which older ones fade
 
-Index = dict[tuple[int, ...], list[tuple["Recall", int]]]
-Kind = tuple[int, int]  # the sources that propose a candidate, one bit each, and the bin of its votes
-HitRates = dict[Kind, HitRate]
+Index = dict[tuple[int, ...], list[tuple["TextMatcher", int]]]
+VoteKind = tuple[int, int]  # the sources that propose a candidate, one bit each, and the bin of its votes
+HitRates = dict[VoteKind, HitRate]
 
 
-class Recall(TextIndex):
-    """One text, with every text that it drafts from: itself, the texts that share its index, and stores.
+class TextMatcher(TextIndex):
+    """One text and the occurrences of its end in all that it drafts from: itself, texts with its index, and stores.
 
     Args:
         stores: remembered texts.
         hit_rates: estimated acceptance of each kind of candidate, learned while decoding; None: no estimates yet.
-        index: by n-gram of up to :data:`FILED` tokens, the texts and places of the tokens that followed it; None: an
-            empty index. Texts that share an index draft from each other.
+        index: by n-gram of up to :data:`INDEX_NGRAM` tokens, the texts and indices of the tokens that followed it;
+            None: an empty index. Texts that share an index draft from each other.
 
     Attributes:
         tokens: the text.
-        here: occurrences of the text's end at the last look-up, continued by the tokens appended since.
+        occurrences: of the text's end at the last look-up, continued by the tokens appended since.
     """
 
     def __init__(
@@ -65,83 +66,83 @@ class Recall(TextIndex):
         self.tokens: list[int] = []
         self.hit_rates: HitRates = {} if hit_rates is None else hit_rates
         self.index: Index = {} if index is None else index
-        self.here: list[Occurrence] = []
+        self.occurrences: list[Occurrence] = []
 
     def append(self, token: int) -> None:
         """Append a token: judge the candidates for it, then add it to the index. Takes O(1) steps."""
-        for candidate, kind in self._candidates(self.here):
+        for candidate, kind in self._candidates(self.occurrences):
             self._hit_rate(kind).learn(candidate == token)
-        for _, source, tokens, at in self.here:
+        for _, source, tokens, at in self.occurrences:
             if source is not self and tokens[at] == token:
-                source.use(tokens, at)
+                source.mark_used(tokens, at)
                 break
         at = len(self.tokens)
-        for size in range(1, min(FILED, at) + 1):
+        for size in range(1, min(INDEX_NGRAM, at) + 1):
             self.index.setdefault(tuple(self.tokens[-size:]), []).append((self, at))
         self.tokens.append(token)
-        self.here = self.step(self.here, token)
+        self.occurrences = self.step(self.occurrences, token)
 
-    def look(self) -> list[Occurrence]:
+    def look_up(self) -> list[Occurrence]:
         """Find the occurrences of the text's end."""
-        self.here = self.at(self.tokens)
-        return self.here
+        self.occurrences = self.at(self.tokens)
+        return self.occurrences
 
     def at(self, context: Sequence[int]) -> list[Occurrence]:
         """Return the occurrences of a context's end, those of each source with the longest matches first."""
-        found = self._said(context)
+        found = self._in_index(context)
         for store in self.stores:
-            found += store.matches(context, NEAR)
+            found += store.matches(context, MAX_OCCURRENCES)
         return found
 
-    def step(self, place: list[Occurrence], token: int) -> list[Occurrence]:
+    def step(self, state: list[Occurrence], token: int) -> list[Occurrence]:
         """Return the occurrences that continue with a token."""
         return [
             (size + 1, source, tokens, at + 1)
-            for size, source, tokens, at in place
+            for size, source, tokens, at in state
             if tokens[at] == token and at + 1 < len(tokens)
         ]
 
-    def options(self, place: list[Occurrence]) -> Options:
+    def options(self, state: list[Occurrence]) -> Options:
         """Return distinct next tokens with their probabilities, which add up to at most 1."""
-        options = [(token, self._hit_rate(kind).value) for token, kind in self._candidates(place)]
+        options = [(token, self._hit_rate(kind).value) for token, kind in self._candidates(state)]
         total = max(1.0, sum(prob for _, prob in options))
         return [(token, prob / total) for token, prob in options]
 
     def has(self, context: Sequence[int]) -> bool:
         """Return whether these tokens, at most :data:`MAX_MATCH`, occur in any of the texts."""
-        said = self.index.get(tuple(context[-FILED:]), ())
-        if any(match_size(text.tokens, at, context) >= len(context) for text, at in said):
+        indexed = self.index.get(tuple(context[-INDEX_NGRAM:]), ())
+        if any(match_size(text.tokens, at, context) >= len(context) for text, at in indexed):
             return True
         return any(size >= len(context) for store in self.stores for size, *_ in store.matches(context, 1))
 
-    def _said(self, context: Sequence[int]) -> list[Occurrence]:
-        """Return occurrences in the texts at hand: those of longer n-grams first, and the latest first for each."""
-        found: dict[tuple[Recall, int], Occurrence] = {}
-        for filed in range(min(FILED, len(context)), 0, -1):
-            for text, at in self.index.get(tuple(context[-filed:]), ())[: -NEAR - 1 : -1]:
+    def _in_index(self, context: Sequence[int]) -> list[Occurrence]:
+        """Return occurrences in the batch's own texts: those of longer n-grams first, and the latest first for each."""
+        found: dict[tuple[TextMatcher, int], Occurrence] = {}
+        for length in range(min(INDEX_NGRAM, len(context)), 0, -1):
+            for text, at in self.index.get(tuple(context[-length:]), ())[: -MAX_OCCURRENCES - 1 : -1]:
                 if (text, at) not in found:
-                    size = match_size(text.tokens, at, context) if filed == FILED else filed
+                    size = match_size(text.tokens, at, context) if length == INDEX_NGRAM else length
                     gap = len(text.tokens) - at
                     if text is self and gap < MAX_MATCH:  # a period, which continues past the end of the text
                         found[text, at] = size, text, text.tokens[at:] * (MAX_MATCH // gap + 1), 0
                     else:
                         found[text, at] = size, text, text.tokens, at
-            if len(found) >= NEAR:
+            if len(found) >= MAX_OCCURRENCES:
                 break
-        return list(found.values())[:NEAR]
+        return list(found.values())[:MAX_OCCURRENCES]
 
-    def _candidates(self, place: list[Occurrence]) -> list[tuple[int, Kind]]:
+    def _candidates(self, state: list[Occurrence]) -> list[tuple[int, VoteKind]]:
         """Return distinct next tokens and their kinds."""
         votes: dict[int, tuple[int, float]] = {}
-        total = DOUBT
-        for size, source, tokens, at in place:
+        total = OTHER_VOTES
+        for size, source, tokens, at in state:
             sources, count = votes.get(tokens[at], (0, 0.0))
             votes[tokens[at]] = sources | source.bit, count + source.trust * size * size
             total += source.trust * size * size
         votes.pop(END, None)
         return [(token, (sources, int(BINS * count / total))) for token, (sources, count) in votes.items()]
 
-    def _hit_rate(self, kind: Kind) -> HitRate:
+    def _hit_rate(self, kind: VoteKind) -> HitRate:
         if kind not in self.hit_rates:
             self.hit_rates[kind] = HitRate((kind[1] + 0.5) / BINS, TRIALS, PRIOR_TRIALS)
         return self.hit_rates[kind]
@@ -156,14 +157,14 @@ class MemoryDrafter(FreeDrafter):
     q: gates stay closed there, and rules that emit from q emit from p. The drafter needs no model and no training.
 
     A request with a seed neither reads nor fills the store of earlier requests, so its answer is reproducible. A text
-    drafts from texts with its own key only, and with an empty key from itself only.
+    drafts from texts of its own user only, and without a user from itself only.
 
     Args:
         vocab_size: V of the target.
         depth: of the deepest draft, in tokens after the root.
         nodes: most nodes verified per round, the root included. A round without a match has the root alone.
-        least: estimated probability of acceptance below which a node is not drafted, in (0, 1).
-        store_bytes: bytes of remembered prompts and answers, over all keys; 0: each text drafts from itself only.
+        min_accept_prob: a node that is accepted with a smaller estimated probability is not drafted; in (0, 1).
+        store_bytes: bytes of remembered prompts and answers, over all users; 0: each text drafts from itself only.
         keep: make :meth:`forget` do nothing, so that benchmarks measure the effect of earlier prompts.
 
     Attributes:
@@ -178,21 +179,22 @@ class MemoryDrafter(FreeDrafter):
     context_length = MAX_MATCH
     most_chosen = 24
 
+    @former_keywords(least="min_accept_prob")
     def __init__(
         self,
         vocab_size: int,
         depth: int = 24,
         nodes: int = 16,
-        least: float = 0.02,
+        min_accept_prob: float = 0.02,
         store_bytes: int = 16 << 20,
         keep: bool = False,
         corpus: SuffixStore | None = None,
     ) -> None:
-        super().__init__(vocab_size, depth, nodes, least)
+        super().__init__(vocab_size, depth, nodes, min_accept_prob)
         if store_bytes < 0:
             raise FsdError(f"{self.name} needs store_bytes >= 0; got {store_bytes}.")
         self.store_bytes, self.keep, self.corpus = store_bytes, keep, corpus
-        self.stores: dict[str, Store] = {}  # by key, the most recently used last
+        self.stores: dict[str, Store] = {}  # by user, the most recently active last
 
     @classmethod
     def option(cls, text: str, target: Target) -> dict[str, Any]:
@@ -200,47 +202,47 @@ class MemoryDrafter(FreeDrafter):
             return super().option(text, target)
         return {"keep": True} if text == "keep" else {"corpus": open_corpus(text, target)}
 
-    def store_of(self, key: str, stores: dict[str, Store]) -> Store:
-        """Return the store of a key, and mark it as the most recently used. A missing store is created."""
-        stores[key] = stores.pop(key) if key in stores else Store(self.store_bytes)
-        return stores[key]
+    def store_of(self, user: str, stores: dict[str, Store]) -> Store:
+        """Return the store of a user, and mark it as the most recently used. A missing store is created."""
+        stores[user] = stores.pop(user) if user in stores else Store(self.store_bytes)
+        return stores[user]
 
     def trim(self) -> None:
-        """Evict texts of the least recently used keys until the stores fit the bound, and keys without texts."""
+        """Evict texts of the least recently active users until the stores fit the bound, and users without texts."""
         while (over := sum(store.nbytes + STORE_BYTES for store in self.stores.values()) - self.store_bytes) > 0:
-            key, store = next(iter(self.stores.items()))
+            user, store = next(iter(self.stores.items()))
             if store.nbytes > over:
                 store.shrink(store.nbytes - over)
             else:
-                del self.stores[key]
+                del self.stores[user]
 
     def forget(self) -> None:
         if not self.keep:
             self.stores = {}
 
-    def recalls(self, keys: Sequence[str | None], seeded: bool = False) -> list[Recall]:
-        """Return an empty text for each key. Texts with the same key share what they recall.
+    def matchers(self, users: Sequence[str | None], seeded: bool = False) -> list[TextMatcher]:
+        """Return an empty text for each user. Texts of the same user share what they match.
 
         Args:
-            keys: of their owners; None: the caller, "": nobody.
+            users: their owners; None: the caller, "": nobody.
             seeded: whether the request has a seed. Its stores begin empty and are not kept.
         """
         stores: dict[str, Store] = {} if seeded else self.stores
         indexes: dict[str | None, Index] = {}
         corpus = [] if self.corpus is None else [self.corpus]
-        recalls = []
-        for key in keys:
-            if self.store_bytes and key != "":
-                store = self.store_of(key or "", stores)
-                recalls.append(Recall([store, *corpus], store.hit_rates, indexes.setdefault(key, {})))
+        matchers = []
+        for user in users:
+            if self.store_bytes and user != "":
+                store = self.store_of(user or "", stores)
+                matchers.append(TextMatcher([store, *corpus], store.hit_rates, indexes.setdefault(user, {})))
                 self.trim()
             else:
-                recalls.append(Recall(corpus))
-        return recalls
+                matchers.append(TextMatcher(corpus))
+        return matchers
 
-    def remember(self, recall: Recall, prompt: list[int], answer: list[int]) -> None:
+    def remember(self, matcher: TextMatcher, prompt: list[int], answer: list[int]) -> None:
         """Add a finished text to the store that it drafted from, if any."""
-        for store in recall.stores:
+        for store in matcher.stores:
             if isinstance(store, Store):
                 store.add([prompt, [*prompt[-MAX_MATCH:], *answer]])
                 self.trim()
@@ -250,7 +252,8 @@ class MemoryDrafter(FreeDrafter):
 
     def describe(self) -> dict[str, Any]:
         corpus = {} if self.corpus is None else {"corpus": len(self.corpus)}
-        options = {"least": self.least, "store_bytes": self.store_bytes, "keep": self.keep}
+        # records keep the key "least"
+        options = {"least": self.min_accept_prob, "store_bytes": self.store_bytes, "keep": self.keep}
         return {**super().describe(), **options, **corpus}
 
 
@@ -260,22 +263,23 @@ class LookupDrafter(MemoryDrafter):
 
     name = "lookup"
 
-    def __init__(self, vocab_size: int, depth: int = 24, nodes: int = 16, least: float = 0.02) -> None:
-        super().__init__(vocab_size, depth, nodes, least, store_bytes=0)
+    @former_keywords(least="min_accept_prob")
+    def __init__(self, vocab_size: int, depth: int = 24, nodes: int = 16, min_accept_prob: float = 0.02) -> None:
+        super().__init__(vocab_size, depth, nodes, min_accept_prob, store_bytes=0)
 
 
 class MemorySession(FreeSession):
-    """A session with the :class:`Recall` of each row."""
+    """A session with the :class:`TextMatcher` of each row."""
 
     def __init__(self, drafter: MemoryDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(first_tokens, request)
         self.drafter: MemoryDrafter = drafter
-        keys = [None] * len(first_tokens) if request.users is None else request.users
-        self.recalls = drafter.recalls(keys, request.seeded)
-        indexes = {id(recall.index) for recall in self.recalls}
-        self._reads_other_texts = len(indexes) < len(self.recalls) or any(recall.stores for recall in self.recalls)
-        for recall, token in zip(self.recalls, first_tokens.tolist(), strict=True):
-            recall.append(token)
+        users = [None] * len(first_tokens) if request.users is None else request.users
+        self.matchers = drafter.matchers(users, request.seeded)
+        indexes = {id(matcher.index) for matcher in self.matchers}
+        self._reads_other_texts = len(indexes) < len(self.matchers) or any(each.stores for each in self.matchers)
+        for matcher, token in zip(self.matchers, first_tokens.tolist(), strict=True):
+            matcher.append(token)
 
     @property
     def reads_other_texts(self) -> bool:
@@ -283,27 +287,27 @@ class MemorySession(FreeSession):
 
     def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
         super().extend_on_host(rows)
-        for recall, row in zip(self.recalls, rows, strict=True):
+        for matcher, row in zip(self.matchers, rows, strict=True):
             for token in row:
-                recall.append(token)
+                matcher.append(token)
 
-    def places(self) -> list[tuple[Table, Any]]:
-        return [(recall, recall.look()) for recall in self.recalls]
+    def states(self) -> list[tuple[Table, Any]]:
+        return [(matcher, matcher.look_up()) for matcher in self.matchers]
 
     def seen_ngrams(self, tree: DraftTree, n: int) -> Tensor | None:
         if not self.reads_other_texts:
             return None
         rows = []
-        for recall, tokens, parents in zip(self.recalls, *tree.nodes, strict=True):
-            ends = [recall.tokens[-n:]]
+        for matcher, tokens, parents in zip(self.matchers, *tree.nodes, strict=True):
+            ends = [matcher.tokens[-n:]]
             for parent, token in zip(parents[1:], tokens[1:]):
                 ends.append([*ends[parent], token][-n:])
-            rows.append([False, *(len(end) == n and recall.has(end) for end in ends[1:])])
+            rows.append([False, *(len(end) == n and matcher.has(end) for end in ends[1:])])
         return to_device(torch.tensor(rows), tree.tokens.device) & tree.is_draft
 
     def on_end(self, row: int, prompt: list[int], answer: list[int]) -> None:
-        self.drafter.remember(self.recalls[row], prompt, answer)
+        self.drafter.remember(self.matchers[row], prompt, answer)
 
     def keep_rows(self, rows: Tensor) -> None:
         super().keep_rows(rows)
-        self.recalls = [self.recalls[row] for row in rows.tolist()]
+        self.matchers = [self.matchers[row] for row in rows.tolist()]

@@ -2,7 +2,7 @@
 
 The prefixes of all texts are sorted by their last token, then by the one before it, and so on. So the prefixes that
 end like a given text are adjacent, and the longest matches are nearest to the text's own position in the order. One
-binary search finds them. An entry takes eight bytes: a token and a place.
+binary search finds them. An entry takes eight bytes: a token and an index.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_MATCH = 32  # tokens by which prefixes are sorted, hence the longest match
-LEAST_MATCH = 2
+MIN_MATCH = 2
 END = -1  # separates texts
-ENTRY_BYTES, TEXT_ENTRIES = 8, 32  # bytes of a token and its place; entries that a text costs in addition
+ENTRY_BYTES, TEXT_ENTRIES = 8, 32  # bytes of a token and its index; entries that a text costs in addition
 STORE_BYTES = 2048  # of a store without texts
 
 Ids = NDArray[np.int32]
@@ -34,24 +34,24 @@ class TextIndex:
 
     bit, trust = 1, 1.0
 
-    def use(self, tokens: Sequence[int], place: int) -> None:
-        """Note that the token at this place was right."""
+    def mark_used(self, tokens: Sequence[int], index: int) -> None:
+        """Note that the token at this index was accepted."""
 
 
-# length of the match, its source, the text that has it, and the place in that text of the token after the match
+# length of the match, its source, the text that has it, and the index in that text of the token after the match
 Occurrence = tuple[int, TextIndex, Sequence[int], int]
 
 
-def match_size(tokens: Sequence[int], place: int, context: Sequence[int]) -> int:
-    """Return how many tokens before a place equal the end of ``context``, at most :data:`MAX_MATCH`."""
-    size, most = 0, min(place, len(context), MAX_MATCH)
-    while size < most and tokens[place - 1 - size] == context[-1 - size]:
+def match_size(tokens: Sequence[int], index: int, context: Sequence[int]) -> int:
+    """Return how many tokens before an index equal the end of ``context``, at most :data:`MAX_MATCH`."""
+    size, longest = 0, min(index, len(context), MAX_MATCH)
+    while size < longest and tokens[index - 1 - size] == context[-1 - size]:
         size += 1
     return size
 
 
 def sorted_prefixes(tokens: Ids) -> Ids:
-    """Return the places of the tokens, sorted by the prefixes that end there. The method is prefix doubling."""
+    """Return the indices of the tokens, sorted by the prefixes that end there. The method is prefix doubling."""
     count = len(tokens)
     _, rank = np.unique(tokens, return_inverse=True)
     rank, compared = rank.astype(np.int64), 1  # tokens by which they are sorted so far
@@ -82,43 +82,43 @@ class SuffixStore(TextIndex):
     def _set(self, tokens: Ids, order: Ids) -> None:
         self.array, self.order = tokens, order
         views: Any = memoryview  # single numbers are read faster than from an array
-        self.tokens, self._places = views(tokens), views(order)
+        self.tokens, self._order = views(tokens), views(order)
 
     def __len__(self) -> int:
         return len(self.array)
 
-    def matches(self, context: Sequence[int], most: int) -> list[Occurrence]:
-        """Return up to ``most`` occurrences of the end of ``context``, the longest matches first."""
+    def matches(self, context: Sequence[int], limit: int) -> list[Occurrence]:
+        """Return up to ``limit`` occurrences of the end of ``context``, the longest matches first."""
 
-        def size_of(number: int) -> int:
-            return match_size(tokens, places[number] + 1, context) if 0 <= number < len(places) else 0
+        def size_of(rank: int) -> int:
+            return match_size(tokens, order[rank] + 1, context) if 0 <= rank < len(order) else 0
 
-        tokens, places = self.tokens, self._places
+        tokens, order = self.tokens, self._order
         found: list[Occurrence] = []
-        right = bisect_left(places, list(context[-1 : -MAX_MATCH - 1 : -1]), key=self._reversed_prefix)
+        right = bisect_left(order, list(context[-1 : -MAX_MATCH - 1 : -1]), key=self._reversed_prefix)
         left = right - 1
         of_left, of_right = size_of(left), size_of(right)
-        while len(found) < most and max(of_left, of_right) >= LEAST_MATCH:
+        while len(found) < limit and max(of_left, of_right) >= MIN_MATCH:
             if of_left >= of_right:
-                found.append((of_left, self, tokens, places[left] + 1))
+                found.append((of_left, self, tokens, order[left] + 1))
                 left -= 1
                 of_left = size_of(left)
             else:
-                found.append((of_right, self, tokens, places[right] + 1))
+                found.append((of_right, self, tokens, order[right] + 1))
                 right += 1
                 of_right = size_of(right)
         return found
 
-    def _reversed_prefix(self, place: int) -> list[int]:
-        """Return the prefix that ends at a place, backwards."""
-        return self.tokens[max(place - MAX_MATCH + 1, 0) : place + 1].tolist()[::-1]
+    def _reversed_prefix(self, index: int) -> list[int]:
+        """Return the prefix that ends at an index, backwards."""
+        return self.tokens[max(index - MAX_MATCH + 1, 0) : index + 1].tolist()[::-1]
 
 
 class Store(SuffixStore):
     """Texts of earlier requests, within a bound in bytes. The least recently used texts are evicted first.
 
     Args:
-        most_bytes: of its arrays, and of :data:`TEXT_ENTRIES` entries for each text.
+        max_bytes: of its arrays, and of :data:`TEXT_ENTRIES` entries for each text.
 
     Attributes:
         hit_rates: estimated acceptance of candidates, learned while decoding.
@@ -126,11 +126,11 @@ class Store(SuffixStore):
 
     bit = 2
 
-    def __init__(self, most_bytes: int) -> None:
-        self.most = most_bytes // ENTRY_BYTES
+    def __init__(self, max_bytes: int) -> None:
+        self.max_entries = max_bytes // ENTRY_BYTES
         self.clock = 0
         self.hit_rates: dict[Any, Any] = {}
-        self.texts: list[_Text] = []  # in the order of their places
+        self.texts: list[_Text] = []  # in the order of their tokens
         self.by_hash: dict[int, _Text] = {}
         super().__init__(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
@@ -151,35 +151,35 @@ class Store(SuffixStore):
             text.used = self.clock
             if text.start < 0:
                 text.start = len(self) + len(new)
-                new += [*tokens[-self.most // 4 :], END]
+                new += [*tokens[-self.max_entries // 4 :], END]
                 self.texts.append(text)
         if not new:
             return
         array = np.array(new, np.int32)
         order = sorted_prefixes(array)
         alone = SuffixStore(array, order)
-        places = [
-            bisect_left(self._places, alone._reversed_prefix(place), key=self._reversed_prefix)
-            for place in order.tolist()
+        ranks = [
+            bisect_left(self._order, alone._reversed_prefix(index), key=self._reversed_prefix)
+            for index in order.tolist()
         ]
         self._set(
             np.concatenate([self.array, array]),
-            np.insert(self.order, places, order + np.int32(len(self))),
+            np.insert(self.order, ranks, order + np.int32(len(self))),
         )
-        if self._entries > self.most:
-            self.shrink(self.most * ENTRY_BYTES)
+        if self._entries > self.max_entries:
+            self.shrink(self.max_entries * ENTRY_BYTES)
 
-    def use(self, tokens: Sequence[int], place: int) -> None:
+    def mark_used(self, tokens: Sequence[int], index: int) -> None:
         if tokens is self.tokens:  # no text was added since
-            self.texts[bisect_right(self.texts, place, key=lambda text: text.start) - 1].used = self.clock
+            self.texts[bisect_right(self.texts, index, key=lambda text: text.start) - 1].used = self.clock
 
-    def shrink(self, most_bytes: int) -> None:
-        """Evict the least recently used texts until nine tenths of ``most_bytes`` are held."""
-        most = most_bytes // ENTRY_BYTES
+    def shrink(self, max_bytes: int) -> None:
+        """Evict the least recently used texts until nine tenths of ``max_bytes`` are held."""
+        max_entries = max_bytes // ENTRY_BYTES
         ends = [*(text.start for text in self.texts[1:]), len(self)]
         keep, entries = np.ones(len(self), bool), self._entries
         for text, end in sorted(zip(self.texts, ends), key=lambda one: one[0].used):
-            if entries <= 0.9 * most:
+            if entries <= 0.9 * max_entries:
                 break
             keep[text.start : end] = False
             entries -= end - text.start + TEXT_ENTRIES
@@ -193,7 +193,7 @@ class Store(SuffixStore):
 
 @dataclass
 class _Text:
-    """The place where a text of a store begins, and the time of its last use."""
+    """The index at which a text of a store begins, and the time of its last use."""
 
     start: int
     used: int

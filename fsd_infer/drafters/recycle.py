@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fsd_core import functional
 from fsd_core.errors import FsdError
+from fsd_core.former import former_keywords
 from fsd_infer.drafters.base import DRAFTERS
 from fsd_infer.drafters.free import FreeDrafter, FreeSession, HitRate, Options, Table
 from fsd_infer.drafters.frontier import Frontier
@@ -38,15 +39,15 @@ class RecycleTable:
 
     Args:
         width: candidates per context.
-        most: contexts in the table; the one not updated for longest is dropped first.
+        max_contexts: of the table; the one not updated for longest is dropped first.
 
     Attributes:
         after: candidates by context, each with its token and bucket, the likeliest first.
         hit_rates: estimated acceptance by kind and bucket.
     """
 
-    def __init__(self, width: int, most: int) -> None:
-        self.width, self.most = width, most
+    def __init__(self, width: int, max_contexts: int) -> None:
+        self.width, self.max_contexts = width, max_contexts
         self.after: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         middles = [math.exp(-BUCKET_NATS * (bucket + 0.5)) for bucket in range(BUCKETS)]
         self.hit_rates = [[HitRate(prior * middle, WINDOW) for middle in middles] for prior in PRIORS]
@@ -71,7 +72,7 @@ class RecycleTable:
             key = tuple(context[-length:])
             self.after.pop(key, None)  # move the key to the end
             self.after[key] = found
-        while len(self.after) > self.most:
+        while len(self.after) > self.max_contexts:
             del self.after[next(iter(self.after))]
 
     def candidates(self, context: Sequence[int]) -> list[Candidate]:
@@ -88,16 +89,16 @@ class RecycleTable:
             self.hit_rates[kind][bucket].learn(candidate == token)
 
     def at(self, context: Sequence[int]) -> tuple[int, ...]:
-        """Return the context of a text: its last two tokens."""
+        """Return the state after a text: its last two tokens."""
         return tuple(context[-2:])
 
-    def step(self, place: tuple[int, ...], token: int) -> tuple[int, ...]:
-        """Return the context after one more token."""
-        return *place[-1:], token
+    def step(self, state: tuple[int, ...], token: int) -> tuple[int, ...]:
+        """Return the state after one more token."""
+        return *state[-1:], token
 
-    def options(self, context: Sequence[int]) -> Options:
-        """Return distinct next tokens after ``context`` with their probabilities, which add up to at most 1."""
-        options = [(token, self.hit_rates[kind][bucket].value) for token, kind, bucket in self.candidates(context)]
+    def options(self, state: Sequence[int]) -> Options:
+        """Return distinct next tokens after a state with their probabilities, which add up to at most 1."""
+        options = [(token, self.hit_rates[kind][bucket].value) for token, kind, bucket in self.candidates(state)]
         total = max(1.0, sum(prob for _, prob in options))
         return [(token, prob / total) for token, prob in options]
 
@@ -119,8 +120,8 @@ class RecycleDrafter(FreeDrafter):
         depth: of the deepest draft, in tokens after the root.
         nodes: most nodes verified per round, the root included.
         width: candidates per context.
-        least: estimated probability of acceptance below which a node is not drafted, in (0, 1).
-        most: contexts in the table, about 0.5 kB each.
+        min_accept_prob: a node that is accepted with a smaller estimated probability is not drafted; in (0, 1).
+        max_contexts: of the table, about 0.5 kB each.
         keep: whether later requests draft from earlier ones. If not, a tree depends on its request only, and answers
             of lossy rules repeat.
 
@@ -128,37 +129,41 @@ class RecycleDrafter(FreeDrafter):
         FsdError: an option out of range.
     """
 
+    former_members = {"most": "max_contexts"}
     name = "recycle"
     context_length = 2
 
+    @former_keywords(least="min_accept_prob", most="max_contexts")
     def __init__(
         self,
         vocab_size: int,
         depth: int = 6,
         nodes: int = 16,
         width: int = 8,
-        least: float = 0.02,
-        most: int = 100_000,
+        min_accept_prob: float = 0.02,
+        max_contexts: int = 100_000,
         keep: bool = True,
     ) -> None:
-        super().__init__(vocab_size, depth, nodes, least, width)
-        if most < 1:
-            raise FsdError(f"recycle needs most of at least 1, got {most}.")
-        self.width, self.most, self.keep = width, most, keep
-        self.table = RecycleTable(width, most)
+        super().__init__(vocab_size, depth, nodes, min_accept_prob, width)
+        if max_contexts < 1:
+            raise FsdError(f"recycle needs max_contexts of at least 1, got {max_contexts}.")
+        self.width, self.max_contexts, self.keep = width, max_contexts, keep
+        self.table = RecycleTable(width, max_contexts)
 
     def tables_for(self, count: int, shared: bool = True) -> list[RecycleTable]:
         """Return the tables of ``count`` texts: the drafter's own, or empty ones if texts keep or share nothing."""
-        return [self.table if self.keep and shared else RecycleTable(self.width, self.most) for _ in range(count)]
+        keeps = self.keep and shared
+        return [self.table if keeps else RecycleTable(self.width, self.max_contexts) for _ in range(count)]
 
     def forget(self) -> None:
-        self.table = RecycleTable(self.width, self.most)
+        self.table = RecycleTable(self.width, self.max_contexts)
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> RecycleSession:
         return RecycleSession(self, first_tokens, request)
 
     def describe(self) -> dict[str, Any]:
-        options = {"width": self.width, "least": self.least, "most": self.most, "keep": self.keep}
+        # records keep the keys "least" and "most"
+        options = {"width": self.width, "least": self.min_accept_prob, "most": self.max_contexts, "keep": self.keep}
         return {**super().describe(), **options}
 
 
@@ -197,10 +202,10 @@ class RecycleSession(FreeSession):
             on_path = path[: count + 1]
             for node, token in zip(on_path, emitted):  # learn before remember() stores the answer
                 table.learn(contexts[node], token)
-            places = (place for place, node in enumerate(verified) if node >= 0)
-            for place in sorted(places, key=lambda place: verified[place] in on_path):  # accepted nodes last
-                span = slice(place * width, (place + 1) * width)
-                table.remember(contexts[verified[place]], candidates[span], log_probs[span])
+            indices = (index for index, node in enumerate(verified) if node >= 0)
+            for index in sorted(indices, key=lambda index: verified[index] in on_path):  # accepted nodes last
+                span = slice(index * width, (index + 1) * width)
+                table.remember(contexts[verified[index]], candidates[span], log_probs[span])
 
     def follow_beams(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
         for row, (table, left, count) in enumerate(zip(self.tables, nodes, grown, strict=True)):
@@ -212,7 +217,7 @@ class RecycleSession(FreeSession):
                     log_p = [min(value, 0.0) for value in likely[0]]
                     table.remember(self.context(frontier, row, node), likely[1][: table.width], log_p)
 
-    def places(self) -> list[tuple[Table, Any]]:
+    def states(self) -> list[tuple[Table, Any]]:
         return [(table, tuple(tail)) for table, tail in zip(self.tables, self.tails, strict=True)]
 
     def keep_rows(self, rows: Tensor) -> None:

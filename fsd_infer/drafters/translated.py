@@ -62,8 +62,8 @@ class TranslatedDrafter(LMDrafter):
     def to_draft_vocabulary(self, logits: Tensor) -> Tensor:
         return self.translation.restrict(logits)
 
-    def slots(self, longest: int) -> int:
-        return super().slots(math.ceil(STRETCH * longest))
+    def slots(self, max_length: int) -> int:
+        return super().slots(math.ceil(STRETCH * max_length))
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> LMSession:
         return TranslatedSession(self, first_tokens, request)

@@ -76,9 +76,9 @@ class TreeDrafter(Drafter):
     def capture_key(self) -> Hashable:
         return type(self), self.model, self.shape, self.menu
 
-    def slots(self, longest: int) -> int:
-        """Return the cache slots per row for texts of up to ``longest`` tokens and the nodes expanded after them."""
-        return longest + max(1, (self.shape.depth - 1) * self.shape.width)
+    def slots(self, max_length: int) -> int:
+        """Return the cache slots per row for texts of up to ``max_length`` tokens and the nodes expanded after them."""
+        return max_length + max(1, (self.shape.depth - 1) * self.shape.width)
 
     def cache_bytes(self, batch: int, slots: int) -> int:
         return self.model.cache_bytes(batch, self.slots(slots))

@@ -5,7 +5,7 @@ takes its place in the same tensors. A batch fills a bucket of 1, 2, 4, 8 or 16 
 those that have finished, are masked. When the rest fits a smaller bucket that is recorded, it moves there.
 
 What a drafter finds on the host goes to the recording before the launch (:meth:`.DraftSession.host_inputs`). Where the
-host computes something of the tree, for logits processors that read texts or rules that charge for remembered ones, the
+host computes something of the tree, for logits processors that read texts or rules that compare with other ones, the
 round is cut there into two recordings (:class:`.VerifiedTree`). Other drafters draft and read eagerly,
 before and after. A model whose forward reads values on the host cannot be recorded; a warning tells so once.
 """

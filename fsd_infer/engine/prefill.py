@@ -38,14 +38,14 @@ class CacheSizes(NamedTuple):
 
     Attributes:
         rows: of the batch, with those of its bucket that no prompt fills.
-        longest: tokens of the longest text at its end.
+        max_length: tokens of the longest text at its end.
         capacity: slots of the target's cache, per row.
-        drafter_slots: most tokens that the drafter is told of, per row. It pads rows to the one that emitted most, so
-            its texts exceed the longest one by up to the depth of a tree.
+        drafter_slots: slots that the drafter's texts take, per row. It pads rows to the one that emitted most, so they
+            exceed the longest text by up to the depth of a tree.
     """
 
     rows: int
-    longest: int
+    max_length: int
     capacity: int
     drafter_slots: int
 
@@ -166,12 +166,12 @@ def _rule_per_prompt(rule: Rule | Sequence[Rule], count: int) -> list[Rule]:
 
 def _sizes(target: Target, drafter: Drafter, ends: Sequence[int], is_recorded: bool) -> CacheSizes:
     """Return the sizes for texts that end with so many tokens; a recording has a bucket's rows and its own slots."""
-    longest = max(ends)
-    capacity = longest + drafter.max_nodes
+    max_length = max(ends)
+    capacity = max_length + drafter.max_nodes
     if not is_recorded:
-        return CacheSizes(len(ends), longest, capacity, longest + 1 + drafter.max_depth)
+        return CacheSizes(len(ends), max_length, capacity, max_length + 1 + drafter.max_depth)
     slots = target.slots(capacity)
-    return CacheSizes(bucket(len(ends)), longest, slots, slots)
+    return CacheSizes(bucket(len(ends)), max_length, slots, slots)
 
 
 def _check_memory(target: Target, plan: RequestPlan) -> int:
@@ -209,7 +209,7 @@ def _draft_request(
         users=None if users is None else [*users, *[""] * (sizes.rows - count)],
         draws=plan.draws,
         seeded=request.generator is not None,
-        max_length=sizes.longest,
+        max_length=sizes.max_length,
         temperature=_temperature(request),
     )
 
@@ -236,7 +236,7 @@ def _draws(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws
     """Return which drafts of a request are drawn: what all its rules take."""
     wanted = {rule.draws for rule in rules}
     charged = drafter.keeps_texts and any(getattr(rule, "exact_ngram_size", 0) for rule in rules)
-    # copies of remembered texts are looked up for likely drafts only
+    # n-grams of other texts are looked up for likely drafts only
     if not temperature or Draws.NONE in wanted or charged:
         return Draws.NONE
     if Draws.CHAIN in wanted:

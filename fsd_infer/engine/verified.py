@@ -77,7 +77,7 @@ class VerifiedTree:
         return state.processors.drafts(self.tree, self.logits.shape[-1], self._texts, state.padded_prompt_indices)
 
     def seen_ngrams(self, n: int) -> Tensor | None:
-        """[B, N] bool; the drafts that complete an n-gram of remembered texts."""
+        """[B, N] bool; the drafts that complete an n-gram of other texts that the drafter reads."""
         if n not in self._seen_ngrams:
             self._seen_ngrams[n] = self._state.session.seen_ngrams(self.tree, n)
         return self._seen_ngrams[n]

@@ -38,7 +38,8 @@ class RuleInputs(Renamed):
     former_members = {
         "regret": "logprob_gap", "chance": "accept_prob", "tested": "accept_prob_under", "known": "repeats_ngram",
         "draws": "has_drawn_child", "unsettled": "has_drawn_below", "total": "sum_children", "some": "any_child",
-        "of_children": "over_children", "above": "at_parents",
+        "of_children": "over_children", "above": "at_parents", "entries": "draft_entries",
+        "places": "draft_index",
     }  # fmt: skip
 
     def __init__(self, round: RoundInput) -> None:
@@ -163,24 +164,24 @@ class RuleInputs(Renamed):
     def log_q(self) -> Tensor:
         """ln q of each draft at its parent, if that has a q."""
         tree, row = self.tree, self.at_parents(self.tree.q_index).clamp_min(0)
-        scores, entries = (tree.q_scores, self.entries) if self.sampled else (self.draft_scores, tree.tokens)
+        scores, entries = (tree.q_scores, self.draft_entries) if self.sampled else (self.draft_scores, tree.tokens)
         assert scores is not None
         own = scores.flatten(1).gather(1, row * scores.shape[-1] + entries.clamp_min(0)).float()
         return (own - functional.row_stats(scores)[2].gather(1, row)).masked_fill(entries < 0, -math.inf)
 
     @cached_property
-    def entries(self) -> Tensor:
-        """Place of each node's token in the drafter's vocabulary; -1 if it is not there."""
-        return self.tree.tokens if self.places is None else self.places[self.tree.tokens]
+    def draft_entries(self) -> Tensor:
+        """Index of each node's token in the drafter's vocabulary; -1 if it is not there."""
+        return self.tree.tokens if self.draft_index is None else self.draft_index[self.tree.tokens]
 
     @cached_property
-    def places(self) -> Tensor | None:
-        """[V] place of each token in the drafter's vocabulary, -1 for none; None if that is the target's."""
+    def draft_index(self) -> Tensor | None:
+        """[V] index of each token in the drafter's vocabulary, -1 for none; None if that is the target's."""
         ids, size = self.tree.draft_ids, self.round.logits.shape[-1]
         if ids is None:
             return None
-        places = torch.full((size,), -1, device=ids.device)
-        return places.index_copy(0, ids.long(), torch.arange(len(ids), device=ids.device))
+        index = torch.full((size,), -1, device=ids.device)
+        return index.index_copy(0, ids.long(), torch.arange(len(ids), device=ids.device))
 
     @cached_property
     def accept_prob(self) -> Tensor:
@@ -258,7 +259,7 @@ class RuleInputs(Renamed):
         return self.round.texts
 
     def repeats_ngram(self, n: int) -> Tensor:
-        """bool; would the draft complete an n-gram that prompt, answer, its path or remembered texts have."""
+        """bool; would the draft complete an n-gram of prompt, answer, its path or other texts the drafter reads?"""
         if n not in self._repeats:
             ask = None if self.tree.sampled else self.round.seen_ngrams
             seen = None if ask is None else ask(n)

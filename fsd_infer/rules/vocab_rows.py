@@ -139,7 +139,7 @@ class VocabRows:
 
     def repeating_tokens(self, n: int) -> Tensor:
         """[R, V] bool; would a token, as the next, complete an n-gram that prompt, answer and path already have, or as
-        a draft one of remembered texts."""
+        a draft one of other texts that the drafter reads."""
         if n not in self._repeating:
             self._repeating[n] = self._find_repeating(n)
         return self._repeating[n]
@@ -207,10 +207,10 @@ class ReducedVocabRows(VocabRows):
         if inputs.round.seen_ngrams is not None and not inputs.tree.sampled:
             return torch.nn.functional.pad(super()._find_repeating(n)[:, self._ids], (0, 1))
         width, texts = len(self._ids) + 1, inputs.texts
-        return repeating_tokens(texts, inputs.tree, self.rows, self.nodes, n, width, inputs.places)
+        return repeating_tokens(texts, inputs.tree, self.rows, self.nodes, n, width, inputs.draft_index)
 
     def of_drafts(self, r: Tensor, slot: Tensor) -> Tensor:
-        entries, width = self.inputs.entries, r.shape[1]
+        entries, width = self.inputs.draft_entries, r.shape[1]
         own = r.flatten()[slot * width + torch.where(entries < 0, width - 1, entries)]
         share = (r[:, -1] / self.p[:, -1].clamp_min(1e-30))[slot]
         return torch.where(entries < 0, share * self.inputs.log_p.exp(), own)

@@ -228,16 +228,8 @@ def load_target(
     keeps_blocks = kind == torch.bfloat16 and not model_kwargs and bool(readable_types(reads_blocks))
     gguf = gguf_of(name_or_dir, keeps_blocks, progress)
     if gguf is None:
-        adapter, (source, where) = adapter_of(name_or_dir), located(name_or_dir, model_kwargs, progress)
-        where |= {"trust_remote_code": trust_remote_code, "revision": where.get("revision", "main")}
-        options = {name: value for name, value in model_kwargs.items() if name not in HUB_OPTIONS}
-        options |= {"dtype": kind, "attn_implementation": attn_implementation}
-        load = explained(name_or_dir, source)(_load)
-        model, tokenizer, quantised = load_whole(
-            source, lambda: load(source, where, options, place, allow_control_tokens, adapter), **where
-        )
-        placed = "device_map" in options or "tp_plan" in options
-        return _prepared(model, adapter, quantised, None if placed else place), tokenizer
+        options = {"dtype": kind, "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+        return _load_files(name_or_dir, model_kwargs, options, place, progress, allow_control_tokens)
     if model_kwargs:
         names = ", ".join(model_kwargs)
         raise ModelLoadError(f"{name_or_dir} is a GGUF file, which {names} cannot be used with: leave them out.")
@@ -248,14 +240,34 @@ def load_target(
     return model if keeps_blocks else model.to(place), tokenizer
 
 
-def _prepared(
-    model: PreTrainedModel, adapter: Path | None, quantised: bool, device: torch.device | None
-) -> PreTrainedModel:
-    """Return a loaded model with its adapter, in eval mode without gradients, on the device if that is not None."""
+def _load_files(
+    name: str | os.PathLike[str],
+    given: dict[str, Any],
+    own: dict[str, Any],
+    device: torch.device,
+    progress: bool,
+    allow_control_tokens: bool,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Load a target by transformers, with its adapter, in eval mode and without gradients.
+
+    Args:
+        name, progress, allow_control_tokens: as of :func:`load_target`.
+        given: its ``model_kwargs``.
+        own: its other options of transformers.
+        device: to load on, unless ``given`` places the model.
+    """
+    adapter, (source, where) = adapter_of(name), located(name, given, progress)
+    options = {option: value for option, value in given.items() if option not in HUB_OPTIONS} | own
+    where |= {"trust_remote_code": options.pop("trust_remote_code"), "revision": where.get("revision", "main")}
+    load = explained(name, source)(_load)
+    model, tokenizer, quantised = load_whole(
+        source, lambda: load(source, where, options, device, allow_control_tokens, adapter), **where
+    )
     model.requires_grad_(False)
     if adapter is not None:
         add_adapter(model, adapter, merge=not quantised)
-    return model.eval() if device is None else model.eval().to(device)
+    placed = "device_map" in options or "tp_plan" in options
+    return model.eval() if placed else model.eval().to(device), tokenizer
 
 
 def _load_gguf(

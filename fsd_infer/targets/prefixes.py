@@ -20,7 +20,7 @@ from torch import Tensor
 from fsd_core.errors import FsdError
 from fsd_core.registry import is_whole
 
-LEAST = 16  # tokens of the shortest prefix: copying a shorter one costs more than it saves
+MIN_TOKENS = 16  # tokens of the shortest prefix: copying a shorter one costs more than it saves
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Prefix:
         tokens: [n], on the CPU.
         states: keys and values, as :meth:`SlotCache.saved` returns them.
         features: [n, F] of the target.
-        key: the captured layers of ``features``, and the owner. Only requests with the same key read it.
+        key: the captured layers of ``features``, and the user. Only requests with the same key read it.
     """
 
     tokens: Tensor
@@ -85,7 +85,7 @@ class PrefixCache:
         shared = [_shared(text.tokens, wanted) if text.key == key else 0 for text in self.texts]
         shared = [0 if x.is_whole and count < len(x.tokens) else count for x, count in zip(self.texts, shared)]
         count = max(shared, default=0)
-        if count < LEAST:
+        if count < MIN_TOKENS:
             return None
         text = self.texts.pop(shared.index(count))
         self.texts.append(text)
@@ -93,7 +93,7 @@ class PrefixCache:
 
     def store(self, text: Prefix) -> None:
         """Keep a text in place of its own prefixes, which a text with whole states does not replace."""
-        if text.nbytes > self.max_bytes or len(text.tokens) < LEAST:
+        if text.nbytes > self.max_bytes or len(text.tokens) < MIN_TOKENS:
             return
         others = [
             other
@@ -114,18 +114,18 @@ class PrefixSession:
     Args:
         cache: None: nothing is found, and nothing is kept.
         layers: captured layers of the features, see :meth:`Target.capture_layers`.
-        owners: [B] owner of each text; None: one owner.
-        longest: longest text that keeps its keys however it goes on (see :mod:`.rotary`); None: any.
+        users: [B] owner of each text; None: all have one.
+        max_length: of a text that keeps its keys however it goes on (see :mod:`.rotary`); None: any.
 
     Attributes:
         cached_tokens: [B] tokens of each prompt found in the cache; empty without one.
     """
 
     def __init__(
-        self, cache: PrefixCache | None, layers: tuple[int, ...], owners: Sequence[str] | None, longest: int | None
+        self, cache: PrefixCache | None, layers: tuple[int, ...], users: Sequence[str] | None, max_length: int | None
     ) -> None:
-        self.cache, self.layers, self.owners, self.cached_tokens = cache, layers, owners, list[int]()
-        self.longest = math.inf if longest is None else longest
+        self.cache, self.layers, self.users, self.cached_tokens = cache, layers, users, list[int]()
+        self.max_length = math.inf if max_length is None else max_length
         self._features: dict[int, list[Tensor]] = {}  # of each text, as it grows
 
     def find(self, prompts: Sequence[Sequence[int]]) -> list[Prefix | None] | None:
@@ -133,30 +133,30 @@ class PrefixSession:
         if self.cache is None:
             return None
         found = [
-            self.cache.find(prompt, self._key(number)) if len(prompt) <= self.longest else None
-            for number, prompt in enumerate(prompts)
+            self.cache.find(prompt, self._key(prompt_index)) if len(prompt) <= self.max_length else None
+            for prompt_index, prompt in enumerate(prompts)
         ]
         self.cached_tokens = [0 if prefix is None else len(prefix.tokens) for prefix in found]
         return found
 
-    def add(self, numbers: Sequence[int], features: Tensor, counts: Tensor) -> None:
-        """Add to texts with these numbers the first ``counts`` [B] of features [B, K, F]."""
+    def add(self, prompt_indices: Sequence[int], features: Tensor, counts: Tensor) -> None:
+        """Add to the texts of these prompts the first ``counts`` [B] of features [B, K, F]."""
         if self.cache is not None:
-            for number, read, count in zip(numbers, features, counts.tolist()):
-                self._features.setdefault(number, []).append(read[:count].clone())
+            for prompt_index, read, count in zip(prompt_indices, features, counts.tolist()):
+                self._features.setdefault(prompt_index, []).append(read[:count].clone())
 
-    def store(self, number: int, text: list[int], read: int, saved: Callable[[int], dict[Any, Tensor]]) -> None:
+    def store(self, prompt_index: int, text: list[int], read: int, saved: Callable[[int], dict[Any, Tensor]]) -> None:
         """Keep a finished text, of which the target has read ``read`` tokens; ``saved(n)`` returns their states."""
-        parts = self._features.pop(number, [])
-        if self.cache is not None and read <= self.longest:
+        parts = self._features.pop(prompt_index, [])
+        if self.cache is not None and read <= self.max_length:
             count = min(read, len(text))  # the last round may have read beyond the answer's end
             features = torch.cat(parts)[:count]
-            prefix = Prefix(torch.tensor(text[:count]), saved(count), features, self._key(number))
+            prefix = Prefix(torch.tensor(text[:count]), saved(count), features, self._key(prompt_index))
             if read == count or not prefix.is_whole:
                 self.cache.store(prefix)
 
-    def _key(self, number: int) -> Hashable:
-        return self.layers, self.owners[number] if self.owners else ""
+    def _key(self, prompt_index: int) -> Hashable:
+        return self.layers, self.users[prompt_index] if self.users else ""
 
 
 def _shared(one: Tensor, other: Tensor) -> int:

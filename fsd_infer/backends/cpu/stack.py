@@ -167,7 +167,7 @@ class CpuStack(Stack):
     ) -> Call:
         """Describe a forward over contiguous x [B, M, H] in bf16, with a mask [B, M, S] for each layer."""
         batch, count, _ = x.shape
-        keys, values = cache.pools(self.key_heads, self.width, x.dtype)
+        keys, values = cache.keys_and_values(self.key_heads, self.width, x.dtype)
         cosine, sine = self._tables(int(positions.max()) + 1)
         masks = [mask.contiguous() for mask in masks]
         positions, slots = positions.contiguous(), cache.slots.expand(batch, -1).contiguous()

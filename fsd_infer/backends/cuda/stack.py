@@ -107,7 +107,7 @@ class CudaStack(Stack):
     ) -> Outputs:
         """Run the layers on x [B, M, H]; ``attended`` [B, M, A] is the first attention's input in place of norm(x)."""
         shape = x.shape
-        keys, values = cache.pools(self._key_heads, self._width, x.dtype, x.device)
+        keys, values = cache.keys_and_values(self._key_heads, self._width, x.dtype, x.device)
         angles = self._rotary(x, positions)
         x, delta = x.flatten(0, 1), None
         found: dict[int, Tensor] = {}
