@@ -113,4 +113,6 @@ def test_a_round_without_any_acceptance_does_not_end_the_drafts_of_a_kind() -> N
 
 
 def test_which_rules_draw_chains_and_which_no_nodes() -> None:
-    assert [parse_rule(rule).draws for rule in ("exact:block=true", "exact:draw=false")] == [Draws.CHAIN, Draws.NONE]
+    assert parse_rule("exact:block=true").draws is Draws.CHAIN
+    assert {parse_rule(rule).draws for rule in ("exact", "tilted", "fuzzy:js:0.3:draw=true")} == {Draws.TREE}
+    assert {parse_rule(rule).draws for rule in ("exact:draw=false", "tilted:draw=false", "typical")} == {Draws.NONE}

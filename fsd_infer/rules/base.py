@@ -147,7 +147,7 @@ class LossyRule(Rule):
         lead: emit the first tokens of each sentence and line, as many as this, from p: they decide what is said, and
             whether the answer ends; later ones mostly how it is said.
         draw: from temperature 0.5 on, let trees have drawn nodes (:mod:`fsd_infer.drafters.drawing`). More drafts for
-            fewer nats; but on a CPU the dense distributions that this takes cost more time than they win.
+            fewer nats; but on a CPU the dense distributions that most rules take then cost more time than they win.
     """
 
     budget: float | None = parameter(None, low=0, infinite=True, keyword=True)

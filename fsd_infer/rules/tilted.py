@@ -70,6 +70,7 @@ class Tilted(LossyRule):
         toll: accepted drafts that each deviation costs besides its gap, at temperature 0. None: 1; with a λ or a
             temperature to match, 0.
         settle: how many first tokens are exact. None: 48; with a λ or a temperature to match, 0.
+        draw: from temperature 0.5 on, let trees have drawn nodes. Without, fewer drafts are accepted than by `exact`.
 
     Raises:
         UnknownNameError: unknown divergence.
@@ -89,6 +90,7 @@ class Tilted(LossyRule):
     match_temperature: float | None = parameter(None, above=0, keyword=True)
     toll: float | None = parameter(None, low=0, high=1e6, keyword=True)
     exact_ngram_size: int = parameter(3, low=0, high=MOST_TOKENS, keyword=True)
+    draw: bool = parameter(True, keyword=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
