@@ -52,14 +52,22 @@ class Renamed:
             setattr(cls, old, FormerName(cls, old, new))
 
 
-def former_keywords(**names: str) -> Callable[[F], F]:
-    """Return a decorator of functions that lets them take renamed keywords by their former names: old="new"."""
+def former_keywords(of: str = "", /, **names: str) -> Callable[[F], F]:
+    """Return a decorator of functions that lets them take renamed keywords by their former names.
+
+    Args:
+        of: whose keywords they are, for the warning, such as "a rule"; "": the function's.
+        names: present names by former ones.
+    """
 
     def decorate(function: F) -> F:
         @wraps(function)
         def renamed(*args: Any, **options: Any) -> Any:
             for old in names.keys() & options.keys():
-                say(f"{function.__qualname__.removesuffix('.__init__')}({old}=...)", f"it is now {names[old]}", 3)
+                taker = function.__qualname__.removesuffix(".__init__")
+                say(f"{old} of {of}" if of else f"{taker}({old}=...)", f"it is now {names[old]}", 3)
+                if names[old] in options:
+                    raise TypeError(f"{old} is the former name of {names[old]}: give one of the two.")
                 options[names[old]] = options.pop(old)
             return function(*args, **options)
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2For
 from fsd_infer import Target
 from fsd_infer.drafters.mtp import read_layers
 from tests.families import RECURRENT
-from tests.published_blocks import Layout, States
+from tests.published_blocks import Estimate, Layout, States
 from tests.rules_toy import V
 
 WIDTH = 16
@@ -65,6 +65,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mellum": {**SLIDING, **dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)},
     "nemotron_h": RECURRENT["nemotron_h"],
 }  # fmt: skip
+SPARSE: dict[str, dict[str, Any]] = dict.fromkeys(
+    ("deepseek_v32", "glm_moe_dsa"), {**MLA, **MOE, "index_head_dim": 16, "index_n_heads": 16, "index_topk": 4}
+)
 OWN = {  # embedding's norm, state's norm, projection, norm after the layer; {k} is the layer's number
     "mimo": [
         f"model.mtp_layers.{{k}}.{part}" for part in
@@ -132,7 +135,7 @@ def checkpoint(family: str, count: int = 1, vocabulary: int = V) -> Path:
     directory = Path(_root().name) / f"{family}-{count}-{vocabulary}"
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], "vocab_size": vocabulary})
+        config = AutoConfig.for_model(family, **{**COMMON, **(FAMILIES | SPARSE)[family], "vocab_size": vocabulary})
         if hasattr(config, "num_nextn_predict_layers"):
             config.num_nextn_predict_layers = count
         model: Any = AutoModelForCausalLM.from_config(config)
@@ -150,7 +153,9 @@ def mtp_target(family: str, count: int = 1) -> Target:
     return Target.from_pretrained(str(checkpoint(family, count)), dtype="fp32", device="cpu")
 
 
-def _mtp(family: str, count: int = 1) -> Layout:
+def estimate_of(family: str, count: int = 1) -> Estimate:
+    """What a family's layers estimate."""
+
     def estimate(states: States, text: list[int], drafts: list[int]) -> Tensor:
         target = mtp_target(family, count)
         layers, rotary = _layers(family, count), getattr(target.decoder, "rotary_emb", None)
@@ -174,7 +179,12 @@ def _mtp(family: str, count: int = 1) -> Layout:
                 known = out = run(place, whole[place + 1 : place + len(text)], known)
         return states.lm_head(out[-1])
 
-    return Layout({}, {}, estimate, 8 if count == 1 else count, target=lambda: mtp_target(family, count))
+    return estimate
+
+
+def _mtp(family: str, count: int = 1) -> Layout:
+    depth = 8 if count == 1 else count
+    return Layout({}, {}, estimate_of(family, count), depth, target=lambda: mtp_target(family, count))
 
 
 @cache

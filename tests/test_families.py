@@ -153,6 +153,20 @@ def test_doge_is_refused_where_its_prompts_are_not_causal(monkeypatch: pytest.Mo
     Target(made("sdpa"))
 
 
+@pytest.mark.parametrize(("family", "seen"), [("deepseek_v32", 6), ("glm_moe_dsa", 6), ("glm_moe_dsa", 64)])
+def test_sparse_attention_chooses_among_what_a_tree_shows(family: str, seen: int) -> None:
+    """Six tokens of longer texts, or all. GLM's last layer reads what the one before has chosen."""
+    sizes = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
+    experts = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1)
+    index: dict[str, Any] = dict(index_head_dim=16, index_n_heads=16, index_topk=seen, index_topk_pattern="FFS")
+    model = tiny_model(family, num_key_value_heads=4, num_hidden_layers=3, **sizes, **experts, **index)
+    target, prompts = Target(model), tiny_prompts((7, 12, 3))
+    expected = reference(model, prompts, **LIMITS)
+    for drafter, least in (("oracle", 2.0), ("fused", 1.0)):
+        out = FuzzyDecoder(target, drafter_of(drafter, target, TreeShape(3, 3, 8))).generate(prompts, **LIMITS)
+        assert out.sequences == expected and out.stats.acceptance_length >= least
+
+
 @pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
 def test_chunked_prefill_equals_whole(family: str, in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:

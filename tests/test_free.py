@@ -94,7 +94,7 @@ def logs(*chances: float) -> list[float]:
 
 
 def test_two_tokens_count_before_one() -> None:
-    memory = RecycleTable(width=3, most=100)
+    memory = RecycleTable(width=3, max_contexts=100)
     assert memory.candidates([1, 2]) == []
     memory.remember([1, 2], [5, 6, 7], logs(0.9, 0.08, 0.001))  # the last is too unlikely to be kept
     memory.remember([3, 2], [6, 8], logs(0.5, 0.5))

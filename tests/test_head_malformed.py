@@ -128,6 +128,7 @@ FAULTS: list[tuple[str, Any, Any, str]] = [
     ("eagle3", {}, {"fc.weight": torch.zeros(32, 97)}, "fuses no whole number of layers"),
     ("eagle3", {"num_hidden_layers": 10**9}, {}, "names 1000000000 layers"),
     ("eagle3", {}, {"midlayer.extra.weight": torch.zeros(3)}, r"unexpected \['layers.0.extra.weight'\]"),
+    ("eagle3", {}, {"midlayer.self_attn.kv_b_proj.weight": torch.zeros(3)}, "its layers have latent attention"),
     ("eagle3", {"speculators_model_type": "eagle3", "norm_before_residual": None}, {}, "not say norm_before_residual"),
     ("eagle3", {}, None, "is an EAGLE-3 head of another program, without model.safetensors"),
     ("speculators", {}, None, "is an EAGLE-3 head of another program, without model.safetensors"),
@@ -206,6 +207,34 @@ def test_other_spellings_are_the_same_head(spelling: str, heads: Path, target: T
     wanted = load_head(heads / source, target)
     assert isinstance(found, EagleDrafter) and options_of(found.head) == options_of(wanted)
     assert all(torch.equal(value, found.head.state_dict()[name]) for name, value in wanted.state_dict().items())
+
+
+@pytest.mark.parametrize(("source", "part"), [("eagle3", "text_config"), ("eagle", "model")])
+def test_a_part_of_the_config_may_have_the_options(
+    source: str, part: str, heads: Path, target: Target, tmp_path: Path
+) -> None:
+    """As for targets that see, with their M-RoPE, and in vLLM's first layout."""
+    directory = altered(heads / source, tmp_path / "head")
+    config = json.loads((directory / "config.json").read_text())
+    inner = {**config, "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
+    assert "rope_parameters" not in inner
+    (directory / "config.json").write_text(json.dumps({"architectures": config["architectures"], part: inner}))
+    found, wanted = load_head(directory, target), load_head(heads / source, target)
+    assert options_of(found) == options_of(wanted)
+    embeds, features = torch.randn(1, 5, 32), torch.randn(1, 5, wanted.config.feature_width)
+    assert torch.equal(*(head(embeds, features, torch.arange(5)[None]) for head in (found, wanted)))
+
+
+def test_layers_of_eagle_may_have_all_biases_of_llama(heads: Path, target: Target, tmp_path: Path) -> None:
+    """Those of q, k and v alone are Qwen2's."""
+    plain, biases = load_head(heads / "eagle", target), {}
+    for name in "qkvo":
+        rows = len(plain.get_parameter(f"layers.0.self_attn.{name}_proj.weight"))
+        biases[f"layers.0.self_attn.{name}_proj.bias"] = torch.ones(rows) * (name == "o")
+    head = load_head(altered(heads / "eagle", tmp_path / "head", {"attention_bias": True}, biases), target)
+    x = torch.randn(1, 5, 32)
+    attended = [one.layers[0].self_attn(x, one.rotary_emb(x, torch.arange(5)[None]), None)[0] for one in (head, plain)]
+    torch.testing.assert_close(attended[0], attended[1] + 1)
 
 
 @pytest.mark.parametrize("place", [{"norm_before_fc": True}, {"eagle_config": {"norm_before_fc": True}}])

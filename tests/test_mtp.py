@@ -18,16 +18,22 @@ from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
 from fsd_core.errors import CheckpointError, FsdError, ModelLoadError
-from fsd_infer import Target
+from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.drafters.mtp import MtpDrafter, read_layers
+from fsd_infer.engine import Request, decode
+from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.mtp import find_mtp
+from fsd_infer.rules import parse_rule
 from fsd_infer.trees.shape import TreeShape
-from tests.families import tiny_model
+from tests.families import reference, tiny_model
 from tests.published_blocks import States
-from tests.published_mtp import MTP, change_config, checkpoint, mtp_target
+from tests.published_mtp import MTP, SPARSE, change_config, checkpoint, estimate_of, mtp_target
 from tests.rules_toy import V
-from tests.test_published_heads import PROMPTS, drafted
+from tests.seeing_toys import SEEING, save_seeing
+from tests.test_published_heads import PROMPTS, drafted, plain_of
+from tests.test_seeing import LIMITS, SHOWN, expected_of
+from tests.test_seeing import PROMPTS as TEXTS
 
 State = dict[str, Tensor]
 
@@ -71,6 +77,49 @@ def test_layers_compute_and_draft_what_transformers_does(
     tree = drafted(load_drafter("mtp", target, TreeShape.chain(6 if count > 1 else 1)), [text])
     assert tree.tokens[0, 1:].tolist() == ids[0].tolist() and len(ids[0]) == count
     torch.testing.assert_close(tree.q_logits, logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_layers_with_sparse_attention_draft_for_targets_that_have_it(family: str) -> None:
+    """Which reads no more than four tokens, chosen among those that a tree's mask shows."""
+    target = mtp_target(family)
+    drafter = load_drafter(None, target, TreeShape(depth=3, width=3, nodes=10))
+    assert drafter.name == "mtp"
+    made = decode(target, drafter, parse_rule("exact"), Request(PROMPTS, 8, True))
+    assert made.sequences == plain_of(target, 8)
+    tree, states = drafted(drafter, PROMPTS[:1], pieces=1), States.of(target.model, PROMPTS[0])
+    for node in (tree.q_index[0] >= 0).nonzero()[:, 0].tolist():
+        path = tree.tokens[0, tree.ancestors[0, node].nonzero()[1:, 0]].tolist()
+        with torch.no_grad():
+            wanted = estimate_of(family)(states, PROMPTS[0], path)
+        torch.testing.assert_close(tree.q_logits[0, tree.q_index[0, node]], wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "glm_ocr"])
+def test_layers_of_targets_that_see_draft_after_images(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After text alone for GLM-OCR, of whose processor there is no toy."""
+    monkeypatch.setitem(SEEING, "glm_ocr", SEEING["glm4v"])
+    save_seeing(tmp_path, family, with_processor=family == "qwen3_5")
+    state, layer = load_file(tmp_path / "model.safetensors"), "model.language_model.layers.1."
+    block = "mtp.layers.0." if family == "qwen3_5" else "model.language_model.layers.2."
+    parts = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    names = [f"mtp.{part}.weight" for part in parts]
+    if family == "glm_ocr":
+        names = [f"{block}{part}.weight" for part in ("eh_proj", "enorm", "hnorm", "shared_head.norm")]
+    own = {name.replace(layer, block): value.clone() for name, value in state.items() if name.startswith(layer)}
+    own |= {name: torch.ones(32) for name in names[1:]} | {names[0]: torch.rand(32, 64) - 0.5}
+    save_file({**state, **own}, tmp_path / "model.safetensors")
+    decoder = FuzzyDecoder.from_pretrained(str(tmp_path), dtype="fp32", device="cpu")
+    assert decoder.drafter.name == "mtp"
+    shown: Any = SHOWN if family == "qwen3_5" else TEXTS
+    expected = (
+        [expected_of(decoder, prompt) for prompt in shown]
+        if shown is SHOWN
+        else reference(decoder.target.model, TEXTS, **LIMITS)
+    )
+    assert decoder.generate(shown, **LIMITS).sequences == expected
 
 
 def test_a_checkpoint_with_an_mtp_layer_drafts_by_it_unless_told_otherwise() -> None:
@@ -181,6 +230,8 @@ def test_published_forms_of_the_same_values_are_read(glm: Any, tmp_path: Path) -
         del state[HEAD], state["model.layers.2.embed_tokens.weight"]
         for place, name in enumerate(sorted(name for name in state if name.startswith("model.layers.2."))):
             state[name] = state[name].to([torch.float64, torch.float16, torch.bfloat16][place % 3])
+        for name in ("rotary_emb.inv_freq", "k_scale", "q_proj.input_scale"):  # which change nothing here
+            state[Q.replace("q_proj.weight", name)] = torch.ones(1)
 
     made = MtpDrafter.of(changed(*glm, tmp_path, change)).head.state_dict()
     for name, value in wanted.items():
@@ -264,6 +315,20 @@ def test_layers_alone_in_a_directory_draft_for_their_target(
         assert all(torch.equal(made.head.state_dict()[name], value) for name, value in wanted.items())
         with pytest.raises(CheckpointError, match=rf"{directory} holds the MTP layers of a model alone.*--drafter"):
             Target.from_pretrained(str(directory))
+    if family == "glm4_moe":  # as SGLang's script writes it
+        directory = tmp_path / "nextn"
+        directory.mkdir()
+        save_file({name.replace("layers.2.", "layers.0."): state[name] for name in state}, directory / "0.safetensors")
+        index = {"weight_map": {name.replace("layers.2.", "layers.0."): "0.safetensors" for name in state}}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        shutil.copy(source / "config.json", directory)
+        change_config(directory, num_hidden_layers=1, architectures=["Glm4MoeForCausalLMNextN"])
+        made = load_drafter(str(directory), target)
+        assert all(torch.equal(made.head.state_dict()[name], value) for name, value in wanted.items())
+        with pytest.raises(CheckpointError, match=rf"{directory} holds the MTP layers of a model alone"):
+            Target.from_pretrained(str(directory))
+        with pytest.raises(CheckpointError, match="is a head of kind mtp, not EAGLE"):
+            EagleHead.from_pretrained(directory, target)
     whole = tmp_path / "whole"
     unnamed = {name.removeprefix("model."): value for name, value in state.items()}
     made = load_drafter(

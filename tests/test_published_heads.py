@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import linear, silu
 from transformers import AutoConfig, AutoModel
 
 from fsd_core.errors import FsdError
@@ -157,6 +159,34 @@ def test_the_drafted_ids_may_come_as_t2d_alone(root: Path, tmp_path: Path) -> No
     assert "embed_tokens.weight" not in drafter.model.head.state_dict()
 
 
+@pytest.mark.parametrize("kind", ["heads", "blocks alone", "a whole model"])
+def test_medusa_heads_may_lie_beside_or_inside_a_model(root: Path, kind: str, tmp_path: Path) -> None:
+    """In the file of text-generation-inference, where blocks alone draft by the target's LM head, or in Medusa-2's."""
+    made, whole = layout("medusa"), target()
+    own = {f"{'medusa_head.' * (kind == 'a whole model')}{name}": value for name, value in made.tensors.items()}
+    if kind == "blocks alone":
+        own = {name: value for name, value in own.items() if ".linear." in name}
+    place = replace(made, tensors=own if kind == "a whole model" else {"lm_head.weight": torch.ones(1)}).write(tmp_path)
+    model = {name: value.clone() for name, value in whole.model.state_dict().items()}
+    if kind == "a whole model":
+        save_file(model | own, place / "model.safetensors")
+    else:
+        save_file(own, place / "medusa_lm_head.safetensors")
+        save_file(model, place / "model.safetensors")
+    found, tree = (
+        drafted(load_drafter(str(place), whole, TREE), PROMPTS),
+        drafted(load(root, "medusa", TREE), PROMPTS),
+    )
+    if kind != "blocks alone":
+        assert torch.equal(found.tokens, tree.tokens) and torch.equal(found.q_logits, tree.q_logits)
+        return
+    y = States.of(whole.model, PROMPTS[0]).final[-1]
+    for block in range(2):
+        weight, bias = (made.tensors[f"0.{block}.linear.{part}"] for part in ("weight", "bias"))
+        y = y + silu(linear(y, weight, bias))
+    torch.testing.assert_close(found.q_logits[0, 0], whole.lm_logits(y), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "shape"), [*covering(list(LAYOUTS), ["tree", "chain"]), *((name, "auto") for name in sorted(FAST))]
 )
@@ -252,6 +282,7 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
     "an inner state": ("hydra", {"hidden_state_offset": 1}, "hidden_state_offset of 1"),
     "fewer steps": ("mlp speculator", {"n_predict": 2}, "unexpected"),
     "no masks": ("p-eagle", {"mask_token_id": ...}, "no token of its masks"),
+    "LM heads of some": ("medusa", {}, "3 with 2 LM heads"),
     "truncated": ("medusa of vLLM", {"truncated_vocab_size": 2}, "truncated vocabulary"),
 }  # fmt: skip
 
@@ -259,13 +290,16 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
 @pytest.mark.parametrize("fault", REFUSED)
 def test_what_cannot_be_told_or_run_is_refused_by_name(tmp_path: Path, fault: str) -> None:
     name, changes, words = REFUSED[fault]
+    made = layout(name)
+    if fault == "LM heads of some":
+        made = replace(made, tensors={name: value for name, value in made.tensors.items() if name != "2.2.weight"})
     with pytest.raises(FsdError, match=words):
-        load_drafter(str(layout(name).write(tmp_path / "head", **changes)), target(), None)
+        load_drafter(str(made.write(tmp_path / "head", **changes)), target(), None)
 
 
 def test_other_heads_are_no_eagle_heads(tmp_path: Path) -> None:
     place = layout("dflash of z-lab").write(tmp_path / "head")
-    with pytest.raises(FsdError, match="is a block head, not an EAGLE head"):
+    with pytest.raises(FsdError, match="is a head of kind block, not EAGLE"):
         EagleHead.from_pretrained(place, target())
 
 

@@ -202,7 +202,7 @@ def test_a_kept_text_is_read_on_where_it_ends() -> None:
         (answer,) = decoder.generate([prompt], **limits).sequences
     turn = [*prompt, *answer, *more]
     again = decoder.generate([turn, [*prompt, *more]], **limits)
-    assert again.stats.cached_tokens[0] >= len(prompt) + len(answer) - 1 and again.stats.known[1] == 0
+    assert again.stats.cached_tokens[0] >= len(prompt) + len(answer) - 1 and again.stats.cached_tokens[1] == 0
     assert again.sequences == reference(model, [turn, [*prompt, *more]], **limits)
 
 

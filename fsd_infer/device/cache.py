@@ -71,15 +71,21 @@ class _SlotLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        return self._written(self.keys, key_states), self._written(self.values, value_states)
+
+    def _written(self, kept: Tensor, states: Tensor) -> Tensor:
+        """Write states [B, heads, M, width] to their slots, and return those of all used slots."""
         cache = self.cache
         if cache.start is not None:
-            stop = cache.start + key_states.shape[2]
-            self.keys[:, :, cache.start : stop] = key_states
-            self.values[:, :, cache.start : stop] = value_states
+            kept[:, :, cache.start : cache.start + states.shape[2]] = states
         else:
-            self.keys.scatter_(2, cache.slots[:, None, :, None].expand_as(key_states), key_states)
-            self.values.scatter_(2, cache.slots[:, None, :, None].expand_as(value_states), value_states)
-        return self.keys[:, :, : cache.used], self.values[:, :, : cache.used]
+            kept.scatter_(2, cache.slots[:, None, :, None].expand_as(states), states)
+        return kept[:, :, : cache.used]
+
+    def update_indexer(self, states: Tensor) -> Tensor:
+        """As :meth:`update` for the keys [B, M, width] by which DeepSeek's sparse attention chooses what it reads."""
+        states = states[:, None]
+        return self._written(self.cache.layered("indexer", states)[self.cache.indices[self.index]], states)[:, 0]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.used, 0

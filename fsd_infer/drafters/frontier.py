@@ -99,10 +99,10 @@ class Frontier:
 
     def move(self, cache: SlotCache, roots: Tensor, nodes: Sequence[Sequence[int]]) -> None:
         """Move the keys and values of these nodes to the slots after the roots' slots [B], in this order."""
-        moved = [[(node, place) for place, node in enumerate(row, 1) if node != place] for row in nodes]
+        moved = [[(old, new) for new, old in enumerate(row, 1) if old != new] for row in nodes]
         if any(moved):
-            numbers, places = (self.padded_nodes([[pair[side] for pair in row] for row in moved]) for side in (0, 1))
-            cache.move(roots[:, None] + numbers, roots[:, None] + places)
+            old, new = (self.padded_nodes([[pair[side] for pair in row] for row in moved]) for side in (0, 1))
+            cache.move(roots[:, None] + old, roots[:, None] + new)
 
 
 def successor_lists(log_q: Tensor, tokens: Tensor, nodes: Sequence[Sequence[int]]) -> list[list[Successors]]:

@@ -155,7 +155,7 @@ class TreeSession(DraftSession):
 
         Args:
             tokens: [B, E].
-            parents: [B, E] places of their parents among the nodes of the previous call; 0, the root, at first.
+            parents: [B, E] indices of their parents among the nodes of the previous call; 0, the root, at first.
             positions: [B, E].
             visible: [B, E, S] bool; whether node i attends to slot s.
 
@@ -214,7 +214,7 @@ class TreeSession(DraftSession):
                 self._drawing.expand(drawn[-1].gather(1, chosen))
             # the model reads them
             itself = torch.eye(chosen.shape[1], dtype=torch.bool, device=device).expand(batch, -1, -1)
-            parent = chosen // self.width  # [B, E'] place of each one's parent in the frontier before
+            parent = chosen // self.width  # [B, E'] index of each one's parent in the frontier before
             ancestors = torch.cat([at_nodes(ancestors, parent), itself], dim=-1)
             logits = self._expand(new_tokens.gather(1, chosen), parent, ancestors, depth)
             frontier = count + chosen
@@ -237,7 +237,7 @@ class TreeSession(DraftSession):
             drawn: [B, E, w] which were drawn; None: none.
 
         Returns:
-            [B, E'] places among a row's E · w candidates; None if drafting stops.
+            [B, E'] indices among a row's E · w candidates; None if drafting stops.
         """
         if self.growth is not None:
             return self.growth.expand(log_q, drawn)
@@ -319,8 +319,8 @@ def _tree_of(
         ids: as of :meth:`TreeSession._grow`.
     """
     numbers, parent = torch.cat(expanded, 1), torch.cat(parents, 1)
-    places = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
-    index = torch.full_like(parent, -1).scatter(1, numbers, places)
+    rows = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
+    index = torch.full_like(parent, -1).scatter(1, numbers, rows)
     return DraftTree(
         torch.cat(tokens, 1),
         parent,

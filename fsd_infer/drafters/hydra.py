@@ -46,15 +46,15 @@ class HydraHeads(nn.Module):
         self.grounded = grounded
         self.hydra_mlp = nn.ModuleList(
             nn.Sequential(
-                HydraBlock(place + 2 if grounded else 1, size), *(HydraBlock(1, size) for _ in range(blocks - 1))
+                HydraBlock(index + 2 if grounded else 1, size), *(HydraBlock(1, size) for _ in range(blocks - 1))
             )
-            for place in range(count)
+            for index in range(count)
         )
         self.hydra_lm_head = nn.ModuleList(nn.Linear(size, vocabulary) for _ in range(count))
 
-    def logits(self, place: int, x: Tensor) -> Tensor:
-        """Return the logits [..., V] of head ``place`` for what it reads."""
-        logits: Tensor = self.hydra_lm_head[place](self.hydra_mlp[place](x))
+    def logits(self, index: int, x: Tensor) -> Tensor:
+        """Return the logits [..., V] of head ``index`` for what it reads."""
+        logits: Tensor = self.hydra_lm_head[index](self.hydra_mlp[index](x))
         return logits
 
 

@@ -219,7 +219,7 @@ class LMSession(CachedSession):
         # Rows with fewer unread tokens read some again. Tokens beyond `ends` are padding.
         starts = (ends - count).clamp_min(0)
         slots, visible = self.cache.in_text(starts, count)
-        lasts = ends - 1 - starts  # [B] place of each row's last token among the count
+        lasts = ends - 1 - starts  # [B] index of each row's last token among the count
         keep = functional.host_max(count - lasts, count)  # the others' logits take time, and those of a prompt memory
         logits = self._forward(self.text.gather(1, slots), slots, visible, keep if keep < count else 0)
         self.cached.copy_(ends)
@@ -266,30 +266,30 @@ class LMSession(CachedSession):
 
 
 class ExpandedNodes:
-    """The expanded nodes of one row. Their places are their order in the cache after the text."""
+    """The expanded nodes of one row. They are numbered in their order in the cache after the text."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        self._children: dict[tuple[int, int], int] = {}  # place by parent's place (the root's is -1) and token
-        self._frontier = [-1]  # places of the nodes of the last depth
+        self._children: dict[tuple[int, int], int] = {}  # node by parent (the root is -1) and token
+        self._frontier = [-1]  # the nodes of the last depth
 
     def add(self, tokens: list[int], parents: list[int]) -> None:
-        """Add the nodes of one depth. ``parents`` are places among the nodes of the depth before."""
+        """Add the nodes of one depth. ``parents`` are indices among the nodes of the depth before."""
         first = len(self._children)
-        for place, (token, parent) in enumerate(zip(tokens, parents), first):
-            self._children[self._frontier[parent], token] = place
+        for node, (token, parent) in enumerate(zip(tokens, parents), first):
+            self._children[self._frontier[parent], token] = node
         self._frontier = list(range(first, first + len(tokens)))
 
     def along(self, text: list[int]) -> list[int]:
-        """Return the places of the nodes on the path of ``text`` below the root."""
+        """Return the nodes on the path of ``text`` below the root."""
         path = [-1]
         for token in text:
-            place = self._children.get((path[-1], token))
-            if place is None:
+            node = self._children.get((path[-1], token))
+            if node is None:
                 break
-            path.append(place)
+            path.append(node)
         return path[1:]
 
 

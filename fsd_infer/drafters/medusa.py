@@ -1,4 +1,4 @@
-"""Draft with Medusa heads (arXiv 2401.10774), in the layouts of their authors and of vLLM.
+"""Draft with Medusa heads (arXiv 2401.10774), in the layouts of their authors, text-generation-inference and vLLM.
 
 Head i estimates the token i + 2 places after the target's feature h, whatever lies between:
 
@@ -20,7 +20,7 @@ from fsd_core.errors import CheckpointError, VocabularyMismatchError
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.steps import HEADS, StepDrafter, StepSession
 from fsd_infer.heads.kinds import MEDUSA
-from fsd_infer.heads.weights import Weights, fill
+from fsd_infer.heads.weights import MEDUSA_FILE, SINGLE, Weights, fill
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
 
@@ -30,20 +30,31 @@ _LM_HEAD = re.compile(r"(?:lm_heads\.(\d{1,3})|lm_head)\.weight")
 
 
 class MedusaHeads(nn.Module):
-    """K heads of ``blocks`` residual blocks each, with an LM head [V, H] of their own or one for all."""
+    """Residual blocks on the target's features, and LM heads.
 
-    def __init__(self, count: int, blocks: int, size: int, vocabulary: int, bias: bool, shared: bool) -> None:
+    Args:
+        count: K, number of heads.
+        blocks: number of residual blocks of each.
+        size: H.
+        vocabulary: V.
+        bias: of the blocks.
+        lm_heads: number of LM heads [V, H]: K, 1 for all, or 0 for the target's.
+    """
+
+    def __init__(self, count: int, blocks: int, size: int, vocabulary: int, bias: bool, lm_heads: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.ModuleList(nn.Linear(size, size, bias=bias) for _ in range(blocks)) for _ in range(count)
         )
-        self.lm_heads = nn.ModuleList(nn.Linear(size, vocabulary, bias=False) for _ in range(1 if shared else count))
+        self.lm_heads = nn.ModuleList(nn.Linear(size, vocabulary, bias=False) for _ in range(lm_heads))
 
-    def logits(self, place: int, features: Tensor) -> Tensor:
+    def logits(self, place: int, features: Tensor, target: Target) -> Tensor:
         """Return the logits [..., V] of head ``place`` for the target's features [..., H]."""
         part: Any = self.blocks[place]
         for block in part:
             features = features + silu(block(features))
+        if not self.lm_heads:
+            return target.lm_logits(features)
         return self.lm_heads[min(place, len(self.lm_heads) - 1)](features)
 
 
@@ -58,24 +69,27 @@ class MedusaDrafter(StepDrafter):
     def read(cls, directory: Path, config: Mapping[str, Any], target: Target, shape: TreeShape | None) -> MedusaDrafter:
         if config.get("truncated_vocab_size") not in (None, config.get("vocab_size")):
             raise CheckpointError(f"the Medusa heads in {directory} draft a truncated vocabulary, unknown here.")
-        weights = Weights(directory)
+        weights = Weights(directory, single=MEDUSA_FILE if (directory / MEDUSA_FILE).is_file() else SINGLE)
         names = _names(directory, weights)
-        heads = {int(name.split(".")[1]) for name in names if name.startswith("blocks.")}
+        heads = {int(name.split(".")[1]) for name in names}
         layers = {int(name.split(".")[2]) for name in names if name.startswith("blocks.")}
-        vocabulary, size = (*weights.shapes[names.get("lm_heads.0.weight", next(iter(names.values())))], 0, 0)[:2]
+        lm_heads, (vocabulary, size) = _sizes(names, weights, target)
         if vocabulary != target.vocab_size:
             raise VocabularyMismatchError(
                 f"the Medusa heads in {directory} draft over {vocabulary} tokens, and {target.name} has "
                 f"{target.vocab_size}. Use heads for this target."
             )
-        if size != target.hidden_size or not heads:
+        if size != target.hidden_size:
             raise CheckpointError(
                 f"the Medusa heads in {directory} read {size} features, and {target.name} has {target.hidden_size}."
             )
-        with torch.device("meta"):
-            made = MedusaHeads(
-                len(heads), len(layers), size, vocabulary, "blocks.0.0.bias" in names, "lm_heads.1.weight" not in names
+        if lm_heads not in (0, 1, len(heads)):
+            raise CheckpointError(
+                f"the Medusa heads in {directory} are {len(heads)} with {lm_heads} LM heads: each has one, or all "
+                "share one, or the target's. Copy them again."
             )
+        with torch.device("meta"):
+            made = MedusaHeads(len(heads), len(layers), size, vocabulary, "blocks.0.0.bias" in names, lm_heads)
         fill(made, weights, names, target.dtype)
         return cls(made.to(target.device), target, len(heads), shape)
 
@@ -92,7 +106,15 @@ class MedusaSession(StepSession):
         return self.last_features.new_zeros(len(roots), 1, 0)
 
     def _step(self, depth: int, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return self.drafter.head.logits(depth, self.last_features)[:, None].expand(*tokens.shape, -1), state
+        return self.drafter.head.logits(depth, self.last_features, self.drafter.target)[:, None].expand(*tokens.shape, -1), state
+
+
+def _sizes(names: Mapping[str, str], weights: Weights, target: Target) -> tuple[int, tuple[int, int]]:
+    """Return the number of LM heads, and (V, H); (0, (V of the target, H)) if there are none."""
+    lm_heads = sum(name.startswith("lm_heads.") for name in names)
+    first = names.get("lm_heads.0.weight") or names.get("blocks.0.0.weight", "")
+    vocabulary, size = (*weights.shapes.get(first, ()), 0, 0)[:2]
+    return lm_heads, (vocabulary if lm_heads else target.vocab_size, size)
 
 
 def _names(directory: Path, weights: Weights) -> dict[str, str]:
@@ -101,7 +123,10 @@ def _names(directory: Path, weights: Weights) -> dict[str, str]:
     The authors number a head's LM head as its last block.
     """
     names, last = dict[str, str](), dict[str, str]()
+    inside = any(stored.startswith("medusa_head") for stored in weights.shapes)  # a model with heads: Medusa-2
     for stored, shape in weights.shapes.items():
+        if inside and not stored.startswith("medusa_head"):
+            continue
         if found := _LM_HEAD.fullmatch(stored):
             names[f"lm_heads.{found[1] or 0}.weight"] = stored
         elif (found := _BLOCK.fullmatch(stored)) and (len(shape) != 2 or ".linear." in stored or "blocks." in stored):

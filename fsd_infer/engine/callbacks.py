@@ -50,12 +50,12 @@ class Stopping(Callback):
         self.device = state.device
 
     def on_round(self, report: RoundReport) -> None:
-        for place in report.rows:
-            new = [emission.token for emission in report.emissions[place]]
-            for count, reason in enumerate(self._reasons(report.prompt_indices[place], new), start=1):
+        for row in report.rows:
+            new = [emission.token for emission in report.emissions[row]]
+            for count, reason in enumerate(self._reasons(report.prompt_indices[row], new), start=1):
                 if reason is not None:
-                    report.ended[place] = reason
-                    del report.emissions[place][count:]
+                    report.ended[row] = reason
+                    del report.emissions[row][count:]
                     break
 
     def _reasons(self, number: int, new: Sequence[int]) -> Iterator[str | None]:
@@ -148,12 +148,12 @@ class Streaming(Callback):
         self.reads_tensors = on_round is not None
 
     def on_round(self, report: RoundReport) -> None:
-        for place in report.rows:
-            number = report.prompt_indices[place]
+        for row in report.rows:
+            prompt_index = report.prompt_indices[row]
             if self._on_round is not None:
-                self._on_round(number, Round.of(report, place))
-            if self._on_tokens is not None and self._on_tokens(number, report.tokens[place]):
-                report.ended.setdefault(place, "stop")
+                self._on_round(prompt_index, Round.of(report, row))
+            if self._on_tokens is not None and self._on_tokens(prompt_index, report.tokens[row]):
+                report.ended.setdefault(row, "stop")
 
 
 class TreeUpdate(Callback):

@@ -21,7 +21,7 @@ from torch import Tensor
 from fsd_core.errors import CheckpointError, VocabularyMismatchError
 from fsd_core.files import read_json
 from fsd_infer.heads.config import EagleConfig, default_fused_layers
-from fsd_infer.heads.kinds import kind_of_head
+from fsd_infer.heads.kinds import MTP, kind_of_head
 from fsd_infer.heads.layers import EAGLE3_LAYERS
 from fsd_infer.heads.stored_parts import (
     D2T,
@@ -31,13 +31,16 @@ from fsd_infer.heads.stored_parts import (
     LM_HEAD,
     T2D,
     _check_draft_ids,
+    flat,
     layer_count,
     our_name,
     plain_layer,
     read_draft_ids,
+    said_option,
     shares_table,
 )
 from fsd_infer.heads.weights import AGAIN, INTEGERS, PICKLE, SINGLE, Weights, has_weights, names_in_pickle
+from fsd_infer.targets.checks import is_mtp_alone
 
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
@@ -96,9 +99,13 @@ def read_head(directory: Path, target: Target | None) -> StoredHead:
     """
     config = read_config(directory)
     kind = head_kind(directory)
-    if kind is None and (other := kind_of_head(config)):
-        raise CheckpointError(f"{directory} is a {other} head, not an EAGLE head. It can draft (--drafter) as it is.")
     if kind is None:
+        shapes = Weights(directory).shapes if has_weights(directory) else {}
+        other = kind_of_head(config) or (MTP if is_mtp_alone(shapes, config) else None)
+        if other is not None:
+            raise CheckpointError(
+                f"{directory} is a head of kind {other}, not EAGLE. It can draft (--drafter) as it is."
+            )
         raise CheckpointError(f"{directory / CONFIG} is not a head's (format: {config.get('format')!r:.60}).")
     if kind in (EAGLE, EAGLE_3):
         _check_program(directory, config, kind)
@@ -107,7 +114,7 @@ def read_head(directory: Path, target: Target | None) -> StoredHead:
         if kind in (OURS, OLD):
             stored = _own(config if kind == OURS else _of_old(config), weights)
         else:
-            stored = (_eagle3 if kind == EAGLE_3 else _eagle)(config, weights, target)
+            stored = (_eagle3 if kind == EAGLE_3 else _eagle)(flat(config), weights, target)
     except CheckpointError as error:
         if str(directory) in str(error):
             raise
@@ -247,7 +254,8 @@ def _eagle(config: Mapping[str, Any], weights: Weights, target: Target | None) -
     # EAGLE's layer is Llama's, with Qwen2's biases for Qwen2. Missing fields have Llama's defaults, not the target's
     # values (a rotary base of 10000, for example).
     described = _described(config)
-    layer = plain_layer(described, "qwen2" if f"{FIRST_LAYER}self_attn.q_proj.bias" in shapes else "llama")
+    biased = {name for name in ("q", "o") if f"{FIRST_LAYER}self_attn.{name}_proj.bias" in shapes}
+    layer = plain_layer(described, "qwen2" if biased == {"q"} else "llama")
     own = EMBEDDINGS in shapes and target is not None and not _shared(weights, target)
     names = {name for name in shapes if not _IGNORED.fullmatch(name)} - (set() if own else {EMBEDDINGS})
     if target is not None and shares_table(weights, LM_HEAD, target.model.get_output_embeddings()):
@@ -280,7 +288,7 @@ def _eagle3(config: Mapping[str, Any], weights: Weights, target: Target | None) 
     names = {name for name in shapes if not _IGNORED.fullmatch(name)}
     kind = described.get("model_type")
     layer = plain_layer(described, kind if kind in EAGLE3_LAYERS else "llama")
-    options: dict[str, Any] = {name: _said(name, config, nested) or False for name in EAGLE3_FIELDS}
+    options: dict[str, Any] = {name: said_option(name, config, nested) or False for name in EAGLE3_FIELDS}
     fused = shapes.get("fc.weight", ())
     ids = config.get(AUX_IDS) or nested.get(AUX_IDS)
     read = len(ids) if isinstance(ids, list) else 0
@@ -297,7 +305,7 @@ def _eagle3(config: Mapping[str, Any], weights: Weights, target: Target | None) 
         layout="eagle3",
         num_layers=layer_count(described.get("num_hidden_layers"), names),
         draft_vocab_size=None if draft_ids is None else len(draft_ids),
-        fused_layers=_fused_layers(config.get(AUX_IDS), nested.get(AUX_IDS), fused[1] // width, target),
+        fused_layers=_fused_layers(config.get(AUX_IDS), nested.get(AUX_IDS) or None, fused[1] // width, target),
         own_lm_head=LM_HEAD in names,
         own_embeddings=EMBEDDINGS in names and not _shared(weights, target),
         target={"hidden_size": width, "vocab_size": vocabulary},
@@ -326,16 +334,6 @@ def _described(config: Mapping[str, Any]) -> Mapping[str, Any]:
             "use a head with full attention."
         )
     return described
-
-
-def _said(name: str, config: Mapping[str, Any], nested: Mapping[str, Any]) -> Any:
-    """Return an option, at the top or in ``eagle_config``. Raises CheckpointError if they say different values."""
-    top, inner = config.get(name), nested.get(name)
-    if None not in (top, inner) and top != inner:
-        raise CheckpointError(
-            f"{name} is {top!r:.60} at the top and {inner!r:.60} in eagle_config. Correct one of them."
-        )
-    return inner if top is None else top
 
 
 def _table(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], width: int) -> tuple[Any, int]:

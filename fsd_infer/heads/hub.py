@@ -14,7 +14,7 @@ from fsd_core.files import read_weight_map
 from fsd_core.hub import check_mistyped, hub_errors, is_hub_id, load_whole
 from fsd_infer.heads.formats import CONFIG, head_kind, kind_of, read_config, unpickle
 from fsd_infer.heads.kinds import HYDRA, MEDUSA, MTP, kind_of_head
-from fsd_infer.heads.weights import AGAIN, INDEX, PICKLE, SINGLE, Weights, has_weights
+from fsd_infer.heads.weights import AGAIN, INDEX, MEDUSA_FILE, PICKLE, SINGLE, Weights, has_weights
 from fsd_infer.targets.checks import is_mtp_alone
 
 PICKLES = {MEDUSA: "medusa_lm_head.pt", HYDRA: "hydra_lm_head.pt"}  # as their authors name them
@@ -69,10 +69,12 @@ def _published(directory: Path, repository: _Repository | None) -> tuple[str, Pa
         kind = MTP
     if kind is None:
         return None
-    if repository is not None and repository.file(SINGLE) is None and (index := repository.file(INDEX)) is not None:
-        for shard in sorted(set(read_weight_map(index, AGAIN).values())):
+    single = (MEDUSA_FILE, SINGLE) if kind == MEDUSA else (SINGLE,)
+    if repository is not None and not any(map(repository.file, single)):
+        index = repository.file(INDEX)
+        for shard in sorted(set(read_weight_map(index, AGAIN).values())) if index is not None else ():
             repository.file(shard)
-    if not has_weights(directory):
+    if not (has_weights(directory) or (directory / single[0]).is_file()):
         pickles = sorted(file.name for file in directory.glob("*") if file.suffix in (".bin", ".pt", ".pth"))
         file = pickles[0] if pickles else PICKLES.get(kind, PICKLE)
         raise CheckpointError(f"{directory} is a {kind} head without {SINGLE}. {unpickle(f'{directory}/', file)}")

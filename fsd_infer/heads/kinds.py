@@ -14,7 +14,7 @@ MTP, ASSISTANT = "mtp", "assistant"
 _CLASSES = {
     "dflash": BLOCK, "dspark": BLOCK, "domino": BLOCK, "museglimmerassistant": BLOCK, "peagle": P_EAGLE,
     "medusa": MEDUSA, "hydra": HYDRA, "mlpspeculator": MLP_SPECULATOR, "gemma4assistant": ASSISTANT,
-    "gemma4unifiedassistant": ASSISTANT,
+    "gemma4unifiedassistant": ASSISTANT, "nextn": MTP, "mtp": MTP,
 }  # fmt: skip
 _KEYS = {
     "dflash_config": BLOCK, "ptd_token_id": P_EAGLE, "pard_token": P_EAGLE, "medusa_num_heads": MEDUSA,
@@ -29,8 +29,6 @@ def kind_of_head(config: Mapping[str, Any], names: Collection[str] = ()) -> str 
         config: its config.json.
         names: of its tensors, as far as known.
     """
-    if config.get("speculators_model_type") == "mtp":
-        return MTP
     told = [config.get("architectures"), config.get("speculators_model_type"), config.get("model_type")]
     classes = str(told).lower().replace("_", "").replace("-", "")
     found = [kind for word, kind in _CLASSES.items() if word in classes]

@@ -20,7 +20,7 @@ from fsd_core.errors import ModelLoadError
 from fsd_core.files import read_json
 from fsd_infer.heads.mtp_layouts import LAYOUTS, OWN_DIRECTORY, Layout, layout_of, separate_layout
 from fsd_infer.heads.weights import FLOATS, FP8, KINDS, Weights, has_weights
-from fsd_infer.targets.checks import is_mtp_name
+from fsd_infer.targets.checks import is_mtp_alone, is_mtp_name
 from fsd_infer.targets.target import Target
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,8 @@ _QUANTISED = re.compile(
     r"\.(qweight|qzeros|scales|g_idx|weight_(packed|shape|zero_point|g_idx|global_scale)|.*_scale|.*absmax|.*quant_\w+)$"
 )
 _SCALES = ("_scale_inv", "_scale")
+# buffers of old attention modules, and scales of fp8 activations, keys and values: what is computed here is wider
+_UNUSED = re.compile(r".*(\.rotary_emb\.inv_freq|\.(input|output|activation|[qkv])_scale)")
 _EXPERT = re.compile(r"(.*(?:mlp|mixer)\.experts)\.(gate_up|up|down)_proj$")
 
 
@@ -54,8 +56,7 @@ class MtpFiles:
 
     def __init__(self, target: Target, weights: Weights, names: list[str], layout: Layout) -> None:
         self.target, self.weights, self.names, self.layout = target, weights, names, layout
-        first = _own_layers(target) if self.layout.follows else 0
-        self._first, self._stored = first, dict[tuple[int | None, str], str]()
+        self._stored = dict[tuple[int | None, str], str]()
         for name in names:
             found = self.layout.part(name)
             if found is None:
@@ -63,8 +64,10 @@ class MtpFiles:
             if found in self._stored:
                 raise self._error(name, f"{name} and {self._stored[found]} are the same tensor")
             self._stored[found] = name
-        numbers = {number for number, _ in self._stored if number is not None}
-        there = max(numbers, default=first) + 1 - first
+        # they follow the model's layers, or begin at 0 where they lie alone
+        numbers = {number for number, _ in self._stored if number is not None} or {0}
+        first = self._first = min(_own_layers(target), max(numbers)) if layout.follows else 0
+        there = max(numbers) + 1 - first
         said = there if layout.names is OWN_DIRECTORY else said_layers(target) or there
         self.count = min(said, layout.most or said)
         if there > self.count:
@@ -99,7 +102,7 @@ class MtpFiles:
             used |= {part for part, _ in parts}
         known = used | {part + scale for part in used for scale in _SCALES} | {EMBEDDINGS, LM_HEAD}
         for (number, ours), name in self._stored.items():
-            if number in (None, self._first + layer) and ours not in known:
+            if number in (None, self._first + layer) and ours not in known and not _UNUSED.fullmatch(ours):
                 raise self._error(name, f"{name} has no place in an MTP layer of {self.target.config.model_type}")
         return made
 
@@ -205,7 +208,8 @@ def find_mtp(target: Target, directory: Path | None = None) -> MtpFiles | None:
         of_mimo = target.config.model_type == "mimo" and "speculators_model_type" not in config  # the same names
         if any(name.startswith("mtp_layers.") for name in weights.shapes) and not of_mimo:
             return MtpFiles(target, weights, list(weights.shapes), separate_layout(target))
-        names = [name for name in weights.shapes if is_mtp_name(name, _own_layers(target))]
+        first = 0 if is_mtp_alone(weights.shapes, config) else _own_layers(target)
+        names = [name for name in weights.shapes if is_mtp_name(name, first)]
         return MtpFiles(target, weights, names, layout_of(target, names[0])) if names else None
     directory = files_of(target)
     if directory is None:

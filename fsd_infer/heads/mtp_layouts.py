@@ -73,9 +73,9 @@ LAYOUTS = {
             _DEEPSEEK + "enorm.": "enorm.", _DEEPSEEK + "hnorm.": "hnorm.", _DEEPSEEK + "eh_proj.": "eh_proj.",
             _DEEPSEEK + "shared_head.norm.": "norm.", _DEEPSEEK: "block.",
         },
-        ("deepseek_v3", "glm4_moe", "glm4_moe_lite"),
+        ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "glm_moe_dsa", "glm_ocr_text"),
         follows=True,
-        config={"first_k_dense_replace": 0, "mlp_layer_types": ["sparse"]},
+        config={"first_k_dense_replace": 0, "mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
     ),
     "qwen": Layout(
         _QWEN,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -16,11 +17,15 @@ from fsd_infer.heads.layers import LAYER_FIELDS, layer_of
 from fsd_infer.heads.weights import BOOLEANS, INTEGERS, Weights
 from fsd_infer.targets.weights import weight_rows
 
+logger = logging.getLogger(__name__)
+
 # Names of tensors; all others are the same in every format.
 FIRST_LAYER, MIDLAYER = "layers.0.", "midlayer."
 DRAFT_IDS, EMBEDDINGS, LM_HEAD, D2T, T2D = "draft_ids", "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 
 
+# parts of layers that heads have elsewhere, by what tensors' names contain
+_UNREAD = {".kv_b_proj.": "latent attention", ".experts.": "experts", ".sinks": "attention sinks"}
 _BEGINNINGS = ("model.", "draft_model.")
 _RENAMED = {MIDLAYER: FIRST_LAYER, "transformer.": FIRST_LAYER, "fusion_fc.": "fc."}  # the last two: old speculators
 
@@ -33,9 +38,36 @@ def our_name(stored: str) -> str:
     return _RENAMED.get(theirs, "") + stored.removeprefix(theirs)
 
 
+def flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config with its part text_config (heads for targets that see) or model (vLLM's EAGLE-1) at the top."""
+    parts = [config[name] for name in ("text_config", "model") if isinstance(config.get(name), Mapping)]
+    return {**config, **parts[0]} if parts else config
+
+
+def said_option(name: str, config: Mapping[str, Any], nested: Mapping[str, Any]) -> Any:
+    """Return an option, at the top or in ``eagle_config``. Raises CheckpointError if they say different values."""
+    top, inner = config.get(name), nested.get(name)
+    if None not in (top, inner) and top != inner:
+        raise CheckpointError(
+            f"{name} is {top!r:.60} at the top and {inner!r:.60} in eagle_config. Correct one of them."
+        )
+    return inner if top is None else top
+
+
+def _one_position(rope: Any) -> Any:
+    """Return rotary options without M-RoPE, whose three positions are the same for every token of a text."""
+    if not isinstance(rope, Mapping) or "mrope_section" not in rope:
+        return rope
+    logger.warning("the head has M-RoPE, and each token has one position here: after images it accepts less.")
+    plain = {name: value for name, value in rope.items() if name != "type" and not name.startswith("mrope_")}
+    kind = rope.get("rope_type") or rope.get("type")
+    return {**plain, "rope_type": "default" if kind == "mrope" else kind}
+
+
 def plain_layer(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Convert a Llama-like config of another program to :attr:`EagleConfig.layer`."""
     known = {name: config[name] for name in (*LAYER_FIELDS, "rope_theta", "rope_scaling") if name in config}
+    known |= {name: _one_position(known[name]) for name in ("rope_parameters", "rope_scaling") if name in known}
     try:
         if "hidden_size" not in known:
             raise ValueError("it has no hidden_size")
@@ -50,8 +82,11 @@ def plain_layer(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
 def layer_count(said: Any, names: Collection[str]) -> int:
     """Return the number of decoder layers by the tensors' names.
 
-    Raises CheckpointError if the config's number ``said`` differs (None: not stated).
+    Raises CheckpointError if the config's number ``said`` differs (None: not stated), or for layers unknown here.
     """
+    for part, what in _UNREAD.items():
+        if odd := next((name for name in names if part in name), None):
+            raise CheckpointError(f"its layers have {what} ({odd}), unknown here. Use a head with Llama's layers.")
     numbers = {int(found[1]) for name in names if (found := re.match(r"layers\.(\d{1,3})\.", name))}
     count = len(numbers)
     said = count if said is None else said

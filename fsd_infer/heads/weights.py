@@ -12,6 +12,7 @@ from fsd_core.errors import CheckpointError
 from fsd_core.files import open_safetensors, read_weight_map
 
 SINGLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+MEDUSA_FILE = "medusa_lm_head.safetensors"  # for text-generation-inference, perhaps beside a target's own files
 AGAIN = "Copy or export the drafter again."
 FLOATS, INTEGERS, BOOLEANS = "floating-point numbers: quantised heads are not read", "whole numbers", "booleans"
 FP8 = "numbers of 8 bits"
@@ -29,6 +30,7 @@ class Weights:
     Args:
         directory: of the head.
         ours: our name of a stored one; the same unless given.
+        single: name of a file that alone has all tensors; it need not exist if there is an index.
 
     Attributes:
         shapes: shape of each tensor, by our name.
@@ -41,8 +43,8 @@ class Weights:
             same name of ours.
     """
 
-    def __init__(self, directory: Path, ours: Callable[[str], str] = str) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, ours: Callable[[str], str] = str, single: str = SINGLE) -> None:
+        self.directory, self._single = directory, single
         self.stored: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
@@ -59,7 +61,7 @@ class Weights:
                     self.files[name] = file
 
     def _paths(self) -> list[Path]:
-        single, index = self.directory / SINGLE, self.directory / INDEX
+        single, index = self.directory / self._single, self.directory / INDEX
         if single.exists() or not index.exists():
             return [single]
         return [self.directory / name for name in sorted(set(read_weight_map(index, AGAIN).values()))]

@@ -74,7 +74,7 @@ class _Walk:
         output = outputs[0][0]
         # a test of drawn drafts replaces accept_prob, which would read the vocabulary once more
         test = output.test if len(outputs) == 1 and output.is_target else None
-        self.p_draft = self.r_draft = inputs.accept_prob if test is None else test.accept_prob
+        self.p_draft = self.r_draft = inputs.accept_prob if test is None else test.accept_prob.to(wide(self.device))
         self.applies = torch.zeros_like(inputs.tree.is_draft)
         self.r_token, self.r_row = inputs.likeliest, torch.full_like(self.tree.parents, -1)
         self.outputs = [self._add(output, rows) for output, rows in outputs]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Container
 from enum import Enum
@@ -11,7 +10,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsd_core.errors import FsdError
-from fsd_core.former import say
+from fsd_core.former import former_keywords, say
 from fsd_core.registry import read_float, read_int
 
 FORMER = {"floor": "min_p", "heat": "match_temperature", "novel": "exact_ngram_size", "price": "kl_coef"}
@@ -138,10 +137,6 @@ def current(name: str, parameters: Container[str]) -> str:
 
 def reads_former_names(rule: type) -> None:
     """Let a rule's class be made with the former names of its parameters."""
-    made, names = rule.__init__, {field.name for field in dataclasses.fields(rule)}  # type: ignore[misc]
-
-    @functools.wraps(made)
-    def init(self: Any, *values: Any, **named: Any) -> None:
-        made(self, *values, **{current(name, names): value for name, value in named.items()})
-
-    rule.__init__ = init  # type: ignore[misc]
+    own = {field.name for field in dataclasses.fields(rule)}
+    renamed = {old: new for old, new in FORMER.items() if new in own and old not in own}
+    rule.__init__ = former_keywords("a rule", **renamed)(rule.__init__)  # type: ignore[misc]

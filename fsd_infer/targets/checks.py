@@ -28,6 +28,7 @@ from fsd_infer.targets.weights import shape_of, stay_plain
 log = logging.getLogger(__name__)
 
 MOST = 2**53  # of a whole number in a config, with room for sums in 64 bits
+_LAYER = re.compile(r"(?:(?:model|language_model|backbone|transformer)\.)*layers\.(\d+)\.")
 _TABLE = re.compile(r"(^|\.)(embed_tokens|embeddings|lm_head)\.weight$")
 _NOT_COUNTS = ("per_layer", "max_window_layers")  # sizes of Gemma 4; Qwen's first layer with a window, by default 28
 _DOGE_IS_CAUSAL = (5, 18)  # first version of transformers whose Doge has a causal mask under sdpa, too
@@ -122,14 +123,19 @@ def is_mtp_name(name: str, layers: int) -> bool:
     """Whether a tensor of a checkpoint belongs to an MTP layer, which follows the ``layers`` of the model."""
     if re.search(r"(^|\.)mtp(_\w+)?\.", name):
         return True
-    found = re.match(r"(?:(?:model|language_model|backbone|transformer)\.)*layers\.(\d+)\.", name)
+    found = _LAYER.match(name)
     return found is not None and int(found[1]) >= layers
 
 
 def is_mtp_alone(names: Iterable[str], config: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint's tensors are MTP layers of a model with that config.json, and at most its tables."""
+    """Whether a checkpoint's tensors are MTP layers of a model with that config.json, and at most its tables.
+
+    In NextN exports for SGLang their numbers begin at 0, and the config counts them as the model's layers.
+    """
     text, own = config.get("text_config"), [name for name in names if not _TABLE.search(name)]
     layers = (text if isinstance(text, dict) else config).get("num_hidden_layers")
+    if any(name.endswith("layers.0.eh_proj.weight") for name in own):
+        layers = 0
     return bool(own) and all(is_mtp_name(name, layers if type(layers) is int else MOST) for name in own)
 
 

@@ -61,10 +61,10 @@ class LearnedCalibration(Calibration):
     def learn(self, log_q: float, depth: int, first: bool, kind: DraftKind, accepted: bool) -> None:
         """Learn whether a draft whose parent was accepted was ``accepted``. Others as of :meth:`accept_prob`."""
         if self._counts(log_q):
-            place, expected = self._bin(log_q, depth, first, kind), self._expected(log_q, first)
-            self._text[kind].learn(accepted, min(expected * self._ratios[place], 1.0))
-            self._seen[place].learn(accepted, expected)
-            self._text_ratios[kind], self._ratios[place] = self._text[kind].value, self._seen[place].value
+            bin_, expected = self._bin(log_q, depth, first, kind), self._expected(log_q, first)
+            self._text[kind].learn(accepted, min(expected * self._ratios[bin_], 1.0))
+            self._seen[bin_].learn(accepted, expected)
+            self._text_ratios[kind], self._ratios[bin_] = self._text[kind].value, self._seen[bin_].value
 
 
 class RuleProfile(NamedTuple):

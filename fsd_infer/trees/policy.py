@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
 
 RATE_WINDOW, GAIN_WINDOW = 20, 15  # rounds of a text
-TRIALS, LEAST_TRIALS = 12, 4  # first rounds of one row, and of any batch; every other one drafts unconditionally
+TRIALS, MIN_TRIALS = 12, 4  # first rounds of one row, and of any batch; every other one drafts unconditionally
 RECENT, USUAL = 5, 8  # trees whose median size is typical, and the size before any
 MAX_MIN_ACCEPT_PROB = 0.25
 
@@ -122,7 +122,7 @@ class TreePolicy:
 
     @property
     def _in_trials(self) -> bool:
-        return self.state.trials < max(TRIALS // self.rows, LEAST_TRIALS)
+        return self.state.trials < max(TRIALS // self.rows, MIN_TRIALS)
 
     @property
     def _is_trial(self) -> bool:
@@ -234,7 +234,9 @@ class TreePolicy:
     def _learn_acceptance(self, growth: PricedGrowth, accepted: Sequence[int]) -> None:
         """Learn how many rows reach expanded nodes, and how many accept a child there. ``accepted``: drafts per row."""
         for depth, expected in enumerate(growth.expected_rows):
-            reached, went_on = (sum(count >= least for count in accepted) for least in (depth, depth + 1))
+            reached, went_on = (
+                sum(count >= reached_depth for count in accepted) for reached_depth in (depth, depth + 1)
+            )
             self.state.accept_rate.learn(went_on, reached)
             if depth:
                 self.state.reach_ratio.learn(reached, expected)

@@ -92,16 +92,16 @@ class PricedGrowth:
             drawn: [B, E, w] which of them were drawn; None: none.
 
         Returns:
-            [B, E'] places among a row's E · w candidates, the likeliest first; None if drafting stops here.
+            [B, E'] indices among a row's E · w candidates, the likeliest first; None if drafting stops here.
         """
         best: list[list[int]] = []
         frontier: list[list[float]] = []
         last_drawn = torch.zeros_like(log_q[..., 0]) if drawn is None else drawn[..., -1]
-        for row, draws, above in zip(log_q.tolist(), last_drawn.tolist(), self._frontier):
-            probs = [prob for parent in zip(row, draws, above) for prob in self._child_probs(*parent)]
+        for row, draws, accept_probs in zip(log_q.tolist(), last_drawn.tolist(), self._frontier):
+            probs = [prob for parent in zip(row, draws, accept_probs) for prob in self._child_probs(*parent)]
             order = sorted(range(len(probs)), key=probs.__getitem__, reverse=True)[: log_q.shape[2]]
             best.append(order)
-            frontier.append([probs[place] for place in order])
+            frontier.append([probs[index] for index in order])
             self._probs += [prob for prob in probs if prob > UNLIKELY]
         self._probs.sort(reverse=True)
         del self._probs[MAX_BATCH_NODES:]
@@ -113,22 +113,22 @@ class PricedGrowth:
         self.expected_rows.append(sum(min(sum(row), 1.0) for row in self._frontier))
         return torch.tensor([row[:width] for row in best], device=log_q.device)
 
-    def _child_probs(self, log_q: list[float], draws: bool, above: float) -> list[float]:
+    def _child_probs(self, log_q: list[float], draws: bool, parent_prob: float) -> list[float]:
         """Return how likely each child of a node is accepted.
 
         Args:
             log_q: [w] ln q of the children, falling.
             draws: whether the last one was drawn.
-            above: probability that the node is accepted.
+            parent_prob: probability that the node is accepted.
         """
         calibration, depth = self.prices.calibration, self.depths
-        probs = [above * calibration.accept_prob(step, depth, place == 0) for place, step in enumerate(log_q)]
+        probs = [parent_prob * calibration.accept_prob(step, depth, rank == 0) for rank, step in enumerate(log_q)]
         if draws:
-            probs[-1] = above * calibration.accept_prob(log_q[-1], depth, False, DraftKind.DRAWN)
+            probs[-1] = parent_prob * calibration.accept_prob(log_q[-1], depth, False, DraftKind.DRAWN)
         return probs
 
     def choose(self, tree: DraftTree) -> Tensor:
-        """Return [B, K] numbers of the nodes to verify, the root and then the likeliest. Syncs with the device."""
+        """Return [B, K] indices of the nodes to verify, the root and then the likeliest. Syncs with the device."""
         found = self._steps_of(tree)
         pinned = (torch.zeros_like(tree.is_draft) if tree.pinned is None else tree.pinned).tolist()
         orders = []  # each row's nodes: those that must be verified, then the likeliest; a parent before its children
@@ -138,8 +138,8 @@ class PricedGrowth:
         self.steps, kept = [], []
         for (steps, probs), order in zip(found, orders):
             row = [0, *sorted(sorted(order[: size - 1]), key=lambda node: -probs[node])]
-            number = {node: place for place, node in enumerate(row)}
-            self.steps.append([steps[node]._replace(parent=number[steps[node].parent]) for node in row])
+            index = {node: new for new, node in enumerate(row)}
+            self.steps.append([steps[node]._replace(parent=index[steps[node].parent]) for node in row])
             kept.append(row)
         return torch.tensor(kept, device=tree.parents.device)
 
@@ -153,14 +153,15 @@ class PricedGrowth:
             probs: [B][N] of acceptance.
             pinned: [B][N] which must be verified.
         """
-        gains, longest, least = [0.0] * self.nodes, 1, 1  # accepted drafts of all rows, by the number of drafts
+        gains, longest, must_keep = [0.0] * self.nodes, 1, 1  # accepted drafts of all rows, by the number of drafts
         for order, of_node, must in zip(orders, probs, pinned):
-            least = max(least, 1 + sum(must[1:]))
-            longest = max(longest, least, 1 + sum(prob > 0.0 for prob in of_node[1:]))
+            must_keep = max(must_keep, 1 + sum(must[1:]))
+            longest = max(longest, must_keep, 1 + sum(prob > 0.0 for prob in of_node[1:]))
             for drafts, gain in enumerate(accumulate(of_node[node] for node in order[: self.nodes - 1]), 1):
                 gains[drafts] += gain
-        most = min(self.nodes, longest, max(MAX_BATCH_NODES // self.rows, 2, least))
-        sizes = range(max(least, self.prices.min_nodes if self.drafted else 1), most + 1) or range(1, most + 1)
+        limit = min(self.nodes, longest, max(MAX_BATCH_NODES // self.rows, 2, must_keep))
+        fewest = max(must_keep, self.prices.min_nodes if self.drafted else 1)
+        sizes = range(fewest, limit + 1) or range(1, limit + 1)
         size = max(sizes, key=lambda n: gains[n - 1] - self.prices.verify_price(n * self.rows))
         return size, gains[size - 1]
 
@@ -190,8 +191,8 @@ class PricedGrowth:
                 first = firsts[parent] == node and kind[node] != DraftKind.DRAWN
                 step = DraftStep(parent, scores[node] - scores[parent], first, DraftKind(kind[node]))
                 steps.append(step)
-                above = probs[parent]
+                parent_prob = probs[parent]
                 of_step = self.prices.calibration.accept_prob(step.log_q, depths[node], step.first, step.kind)
-                probs[node] = above * of_step if above > UNLIKELY else 0.0
+                probs[node] = parent_prob * of_step if parent_prob > UNLIKELY else 0.0
             found.append((steps, probs))
         return found

@@ -33,7 +33,7 @@ from fsd_infer.trees.visits import MAX_BONUS
 
 KNOTS = (1, 6, 7, 12, 24, 48, 96)  # node counts between which C is linear; the last slope continues
 CERTAIN = 0.99  # upper bound of a draft's probability
-BINS, LEAST = 20, -6.0  # of the calibration, equal in √(-ln q) down to ln q = LEAST: narrow where q is near 1
+BINS, MIN_LOG_Q = 20, -6.0  # of the calibration, equal in √(-ln q) down to MIN_LOG_Q: narrow where q is near 1
 AHEAD = 3  # depths that the decision to go on looks ahead
 
 
@@ -88,7 +88,7 @@ class Calibration:
         return min(self._expected(log_q, first) * ratio, CERTAIN)
 
     def _counts(self, log_q: float) -> bool:
-        return log_q > (-math.inf if self._sampled else LEAST)  # False for NaN
+        return log_q > (-math.inf if self._sampled else MIN_LOG_Q)  # False for NaN
 
     def _expected(self, log_q: float, first: bool) -> float:
         q = (1.0 + math.exp(log_q)) / 2 if self._sampled else math.exp(log_q)
@@ -96,8 +96,8 @@ class Calibration:
 
     @staticmethod
     def _bin(log_q: float, depth: int, first: bool, kind: DraftKind) -> int:
-        place = int(math.sqrt(max(log_q, LEAST) / LEAST) * (BINS - 1)) if log_q < 0.0 else 0
-        return 4 * (len(DraftKind) * place + kind) + 2 * (depth > 1) + first
+        bin_ = int(math.sqrt(max(log_q, MIN_LOG_Q) / MIN_LOG_Q) * (BINS - 1)) if log_q < 0.0 else 0
+        return 4 * (len(DraftKind) * bin_ + kind) + 2 * (depth > 1) + first
 
 
 @dataclass(frozen=True)
@@ -167,14 +167,14 @@ class Prices:
         return replace(self, uncovered=tuple(uncovered), side_gain=side_gain)
 
     def best_gain(self, probs: Sequence[float]) -> tuple[float, float]:
-        """Return the largest net gain of verifying a prefix of these drafts, and the least gain of one more node.
+        """Return the largest net gain of verifying a prefix of these drafts, and what one more node must gain.
 
         Args:
             probs: of acceptance, falling.
 
         Returns:
             Expected tokens minus price for the best prefix. The probability that one more node needs: that of the
-            prefix's last node, which it may displace, or the price of a place after it, whichever is less.
+            prefix's last node, which it may displace, or the price of a node after it, whichever is less.
         """
         prices, rows = self.verify_prices, len(self.uncovered)
         best = gain = 0.0
@@ -195,8 +195,8 @@ class Prices:
         """
         gain, marginal = self.best_gain(probs)
         # Expand a node only if its best child's expected gain exceeds the price of its drafting and verification.
-        least, accept_rate = (self.expand_price + marginal) * len(frontier), self.accept_rate * self.reach_ratio
-        width = sum(accept_rate * sum(row[place] for row in frontier) > least for place in range(len(frontier[0])))
+        price, accept_rate = (self.expand_price + marginal) * len(frontier), self.accept_rate * self.reach_ratio
+        width = sum(accept_rate * sum(row[rank] for row in frontier) > price for rank in range(len(frontier[0])))
         return width if width and self._pays(probs, gain, [row[:width] for row in frontier]) else 0
 
     def _pays(self, probs: Sequence[float], gain: float, frontier: Sequence[Sequence[float]]) -> bool:

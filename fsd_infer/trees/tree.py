@@ -132,9 +132,9 @@ class DraftTree(Renamed):
 
     def keep(self, nodes: Tensor) -> DraftTree:
         """Return the tree of these nodes [B, K], parents before children, the new root first. Leaves lose their q."""
-        places = torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes)
-        number = torch.zeros_like(self.parents).scatter(1, nodes, places)  # 0 for other nodes
-        parents = number.gather(1, self.parents.gather(1, nodes))
+        kept_nodes = torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes)
+        new_index = torch.zeros_like(self.parents).scatter(1, nodes, kept_nodes)  # 0 for other nodes
+        parents = new_index.gather(1, self.parents.gather(1, nodes))
         scores = self.scores.gather(1, nodes)
         kept = replace(
             self,
