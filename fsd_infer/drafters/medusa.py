@@ -106,7 +106,8 @@ class MedusaSession(StepSession):
         return self.last_features.new_zeros(len(roots), 1, 0)
 
     def _step(self, depth: int, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return self.drafter.head.logits(depth, self.last_features, self.drafter.target)[:, None].expand(*tokens.shape, -1), state
+        logits = self.drafter.head.logits(depth, self.last_features, self.drafter.target)
+        return logits[:, None].expand(*tokens.shape, -1), state
 
 
 def _sizes(names: Mapping[str, str], weights: Weights, target: Target) -> tuple[int, tuple[int, int]]:
