@@ -191,9 +191,9 @@ class Tilted(LossyRule):
         return torch.where(eligible, gain, 0.0)
 
     def draft_bonus(self, greedy: bool) -> float:
-        # a deviation at temperature 0 wins a draft less its toll
-        gain = GREEDY_SHARPNESS * max(0.0, 1.0 - self.effective_toll) if greedy else 1.0
-        return gain / self.initial_kl_coef
+        if self._by_default:  # few deviations are made: a tree that counts on them loses more drafts than it wins
+            return 0.0
+        return (GREEDY_SHARPNESS if greedy else 1.0) / self.initial_kl_coef
 
     def describe(self) -> dict[str, object]:
         gated = {} if self.gate is None else divergence(self.divergence).describe()
