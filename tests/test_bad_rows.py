@@ -185,7 +185,10 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str, str | None]] = {
         fsd_train, "regenerate --target {target} --prompts {rows} --output a.jsonl --limit 2 --max-length 64 --quiet",
         f"a.jsonl.{LISTING}",
     ),
-    "bench": (fsd_infer, f"bench --methods plain --no-warmup --every 100 --json r.json {MODELS}", f"r.json.{LISTING}"),
+    "bench": (
+        fsd_infer, f"bench --methods plain --no-warmup --every 100 --json r.json --overwrite {MODELS}",
+        f"r.json.{LISTING}",
+    ),
     "sweep": (fsd_infer, f"sweep --rules tilted:2 --limit 2 --output s.jsonl {MODELS}", f"s.jsonl.{LISTING}"),
     "skip-layers": (
         fsd_infer, "skip-layers --target {target} --dtype fp32 --prompts {rows} --layers 1 --max-new-tokens 2", None,
@@ -211,7 +214,7 @@ def test_commands_skip_name_and_list_bad_rows(
 
 
 MEASURES = {
-    "bench": "bench --methods plain --no-warmup --limit 2 --json r.json",
+    "bench": "bench --methods plain --no-warmup --limit 2 --json r.json --overwrite",
     "sweep": "sweep --rules tilted:2 --limit 2 --output s.jsonl",
     "worth": "worth --limit 2 --tree 2,2,4",
     "calibrate": "calibrate --at-most-nats 9 --rules tilted:2 --limit 4 --output c",

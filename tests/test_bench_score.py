@@ -123,7 +123,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 def test_bench_scores_what_has_a_reference(toy: Toy, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "record.json"
     argv = ["bench", "--prompts", str(toy.prompts), "--max-new-tokens", "2", "--no-warmup", *toy.models]
-    argv += ["--json", str(file), "--methods"]
+    argv += ["--json", str(file), "--overwrite", "--methods"]
     with serving(Behaviour(lambda prompt, limit: [5] * limit, tells_ids=False, text=" 7")) as url:
         assert main([*argv, f"hf-generate,plain,theirs=server:{url}", "--log-likelihood"]) == 0
     record = json.loads(file.read_text())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import io
 import itertools
 import logging
+import pickle
 import re
 import sys
 from functools import partial
@@ -90,6 +92,19 @@ def test_arguments_of_other_days_are_named_with_what_to_give(
 ) -> None:
     with pytest.raises(FsdError, match=message):
         FuzzyDecoder.from_pretrained(str(target), "none", **options)
+
+
+def test_what_a_decoder_cannot_do_says_what_can(decoder: FuzzyDecoder) -> None:
+    requests: list[tuple[dict[str, Any], str]] = [
+        ({"rule": "plain"}, "'plain' is no rule: to decode without drafts, name the drafter 'none'"),
+        ({"drafter": "none"}, r"got str: decoder.load_drafter\(NAME\) loads one"),
+    ]
+    for given, said in requests:
+        with pytest.raises(FsdError, match=said):
+            decoder.generate("a", **given)
+    for doing in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(FsdError, match="call FuzzyDecoder.from_pretrained in each process"):
+            doing(decoder)
 
 
 def test_a_device_map_of_several_devices_needs_accelerate(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

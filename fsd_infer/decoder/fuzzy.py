@@ -89,6 +89,12 @@ class FuzzyDecoder:
         name = self.target.config.name_or_path or self.target.config.model_type
         return f"FuzzyDecoder({name!r}, {self.drafter.name}, {self.target.dtype} on {self.target.device})"
 
+    def __reduce__(self) -> str:
+        raise FsdError(
+            "a decoder is neither pickled nor copied: call FuzzyDecoder.from_pretrained in each process that decodes. "
+            "Threads of a process may share one."
+        )
+
     @classmethod
     def from_pretrained(
         cls,

@@ -192,7 +192,7 @@ def decode_request(
         FsdError: an invalid argument; and as :func:`fsd_infer.engine.decode`.
     """
     if not isinstance(drafter, Drafter):
-        raise FsdError(f"drafter is a Drafter, got {type(drafter).__name__}: load_drafter loads one by name.")
+        raise FsdError(f"drafter is a Drafter, got {type(drafter).__name__}: decoder.load_drafter(NAME) loads one.")
     target, model = drafter.target or target, target.model
     if target.model is not model:
         raise ModelLoadError(

@@ -194,6 +194,11 @@ class _Rules(Registry[type[Rule]]):
 
         return named
 
+    def unknown(self, name: str) -> str:
+        if name in ("plain", "none"):  # a method of benchmarks, and a drafter
+            return f"{name!r} is no rule: to decode without drafts, name the drafter 'none' (--drafter none)."
+        return super().unknown(name)
+
 
 RULES = _Rules("rule")
 
