@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, ClassVar, TypeVar, cast
@@ -46,7 +47,8 @@ class Renamed:
         for base in cls.__mro__[1:]:
             for old, new in vars(base).get("former_members", {}).items():
                 if old in vars(cls):
-                    say(f"{cls.__name__}.{old}", f"call it {new}", 3)
+                    # abstract classes are made by a function of abc
+                    say(f"{cls.__name__}.{old}", f"call it {new}", 3 + isinstance(cls, ABCMeta))
                     setattr(cls, new, vars(cls)[old])
         for old, new in vars(cls).get("former_members", {}).items():
             setattr(cls, old, FormerName(cls, old, new))
