@@ -261,6 +261,7 @@ def untimed(file: Path) -> list[dict[str, Any]]:
     lines[0].pop("environment")
     lines = [line for line in lines if "described" not in line]  # what trees took in this process is part of that
     for line in lines:
+        line.pop("sha256", None)  # of the times, too
         for name in ("seconds", "prefill_seconds", "phases"):
             line.get("run", {}).pop(name, None)
     return lines
