@@ -13,7 +13,7 @@ from pathlib import Path
 PACKAGES = ["fsd_core", "fsd_infer", "fsd_bench", "fsd_train"]
 LOADERS = {
     f"fsd_infer/{name}.py" for name in ("cli/commands", "cli/env", "decoder/fuzzy", "decoder/requests", "environment")
-} | {"fsd_train/commands/cache_features.py"}
+}
 SEEN_BY_BACKENDS = {f"fsd_infer.{name}" for name in ("device.cache", "device.cores", "device.cpuinfo", "device.memory")}
 SEEN_BY_BACKENDS |= {f"fsd_infer.targets.{name}" for name in ("masks", "stack", "weights")}
 PURE = ["fsd_core.divergence", "fsd_core.functional", "fsd_infer.trees.tree", "fsd_infer.rules"]
@@ -42,7 +42,7 @@ def _imports_of(file: Path) -> Iterator[str]:
 
 
 def test_the_algorithm_knows_no_processor(repo_root: Path) -> None:
-    """Backends are chosen where a model is loaded and where a machine is reported on, and see little of the rest."""
+    """Backends are chosen where a decoder is loaded and where a machine is reported on, and see little of the rest."""
     files = [file for package in PACKAGES for file in (repo_root / package).rglob("*.py")]
     assert len(files) > 100
     users, seen = set(), set()

@@ -10,7 +10,8 @@ import torch
 
 from fsd_core.errors import DataError
 from fsd_core.text.row_check import LISTING, RowCheck
-from fsd_infer.backends.choose import choose
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.drafters import NoDrafter
 from fsd_infer.targets.target import Target
 from fsd_train import MAX_LENGTH
 from fsd_train.commands.fit import read_recipe, target_kwargs_of
@@ -42,7 +43,8 @@ def main(args: argparse.Namespace) -> int:
     target = Target.from_pretrained(args.target, dtype=getattr(torch, args.dtype), **args.target_kwargs)
     target.capture_layers(args.layers or args.head.capture_layers(target))
     target.check_lm_head()  # training on cached features has no layers for this check
-    choose(target.device).prepare(target.decoder)  # torch's own bf16 products are slow on a CPU without AVX-512
+    # with a backend's layers: torch's own bf16 products are slow on a CPU without AVX-512
+    FuzzyDecoder(target, NoDrafter(target.vocab_size)).prepare()
     check = RowCheck(args.strict)
     rows, _ = read_answers(
         args.data, target.tokenizer, max_length=args.max_length, vocab_size=target.vocab_size, check=check
