@@ -63,27 +63,30 @@ def test_a_part_of_a_tree_is_a_tree() -> None:
     assert without.keep(torch.tensor([[0, 1]])).q_index.tolist() == [[0, -1]], "what became a leaf has no q"
 
 
-def by_enumeration(steps: list[float], parents: list[int], draft_bonus: float) -> list[float]:
-    """Chances that walks visit nodes when each walk's chance under q is weighed by e^(draft_bonus · its drafts)."""
+def by_enumeration(steps: list[float], parents: list[int], bonus: list[float]) -> list[float]:
+    """Chances that walks visit nodes when each walk's chance under q is weighed by e^(sum of its drafts' bonus)."""
     visited, total = [0.0] * len(steps), 0.0
     for end in range(len(steps)):
         path = path_of(parents, end)
         ends_here = 1 - sum(steps[node] for node in range(1, len(steps)) if parents[node] == end)
-        weight = ends_here * math.prod(steps[node] for node in path) * math.exp(draft_bonus * (len(path) - 1))
+        weight = ends_here * math.prod(steps[node] for node in path) * math.exp(sum(bonus[node] for node in path))
         total += weight
         for node in path:
             visited[node] += weight
     return [weight / total for weight in visited]
 
 
+@pytest.mark.parametrize("without", [0, 1, 2])
 @pytest.mark.parametrize("draft_bonus", [0.0, 0.3, 1.0, 2.5])
-def test_visits_are_those_of_the_tilted_distribution(draft_bonus: float) -> None:
+def test_visits_are_those_of_the_tilted_distribution(draft_bonus: float, without: int) -> None:
     """The distribution r ∝ q·e^(v·draft_bonus) by one backward pass is, over whole walks, q times e^(draft_bonus ·
-    drafts).
+    drafts). Every ``without``-th draft has no bonus.
     """
     scores = [math.log(math.prod(STEPS[node] for node in path_of(PARENTS, end))) for end in range(len(STEPS))]
-    found = visit_scores(torch.tensor([scores], dtype=torch.double), torch.tensor([PARENTS]), 4, draft_bonus)
-    assert found.exp()[0].tolist() == pytest.approx(by_enumeration(STEPS, PARENTS, draft_bonus))
+    bonus = [0.0 if not node or without and node % without == 0 else draft_bonus for node in range(len(STEPS))]
+    of_call = torch.tensor([bonus]) if without else draft_bonus
+    found = visit_scores(torch.tensor([scores], dtype=torch.double), torch.tensor([PARENTS]), 4, of_call)
+    assert found.exp()[0].tolist() == pytest.approx(by_enumeration(STEPS, PARENTS, bonus))
 
 
 SESSIONS = [

@@ -170,7 +170,10 @@ class GraftedSession(DraftSession):
             self.growth.side_seconds += self.clock() - began
             return keep_nodes(union, main, self.growth.choose(union))
         most = drafter.nodes if self.shape is None else self.shape.nodes
-        nodes = select_nodes(union.scores, union.parents, drafter.max_depth, self.draft_bonus, most, union.pinned)
+        assert union.proposers is not None
+        # what only the side proposes is mostly copied from a text, and lossy rules test copies exactly by default
+        bonus = self.draft_bonus * (union.proposers < len(drafter.main.proposers)) if self.draft_bonus else 0.0
+        nodes = select_nodes(union.scores, union.parents, drafter.max_depth, bonus, most, union.pinned)
         nodes = nodes[:, : 1 + functional.host_max(union.is_draft.sum(1), nodes.shape[1] - 1)]  # without padding
         return keep_nodes(union, main, nodes)
 

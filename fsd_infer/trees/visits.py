@@ -24,24 +24,30 @@ from fsd_core.tensors import wide
 MAX_BONUS = 2.5  # e^(2.5 · 256), for the deepest tree, is finite in fp64; a larger draft bonus hardly changes a choice
 
 
-def visit_scores(scores: Tensor, parents: Tensor, depth: int, draft_bonus: float) -> Tensor:
+def visit_scores(scores: Tensor, parents: Tensor, depth: int, draft_bonus: float | Tensor) -> Tensor:
     """Return the log-probability of a visit to each node: [B, N].
 
     Args:
         scores: [B, N] cumulative log q, the root first and parents before children; -inf at padding.
         parents: [B, N] node numbers.
         depth: at least that of the deepest node.
-        draft_bonus: t, nats that the distribution gives for an accepted draft, at least 0. 0 returns ``scores``.
+        draft_bonus: t, nats that the distribution gives for an accepted draft, at least 0: a number, or [B, N] of each
+            node. The number 0 returns ``scores``.
     """
-    if not draft_bonus:
+    if isinstance(draft_bonus, Tensor):
+        draft_bonus = draft_bonus.to(wide(scores.device)).clamp_max(MAX_BONUS)
+        factor: float | Tensor = draft_bonus.exp()
+    elif draft_bonus:
+        draft_bonus = min(draft_bonus, MAX_BONUS)
+        factor = math.exp(draft_bonus)
+    else:
         return scores
-    draft_bonus = min(draft_bonus, MAX_BONUS)
     steps = (scores - scores.gather(1, parents)).masked_fill(scores == -math.inf, -math.inf).to(wide(scores.device))
     steps[:, 0] = -math.inf  # the root is its own parent, but no child
     q = steps.exp()
     z = torch.ones_like(q)
     for _ in range(depth):  # each pass makes z right one level further above the leaves
-        z = torch.ones_like(q).scatter_add(1, parents, q * (math.exp(draft_bonus) * z - 1.0))
+        z = torch.ones_like(q).scatter_add(1, parents, q * (factor * z - 1.0))
     log_z = z.log()
     log_r = (steps + draft_bonus + log_z - log_z.gather(1, parents)).clamp_max(0.0)
     log_r[:, 0] = 0.0
@@ -57,7 +63,7 @@ def leaf_visit_scores(log_q: Tensor, draft_bonus: float) -> Tensor:
 
 
 def select_nodes(
-    scores: Tensor, parents: Tensor, depth: int, draft_bonus: float, nodes: int, pinned: Tensor | None = None
+    scores: Tensor, parents: Tensor, depth: int, draft_bonus: float | Tensor, nodes: int, pinned: Tensor | None = None
 ) -> Tensor:
     """Return the root and up to ``nodes`` - 1 drafts, the likeliest visits first: [B, K] node numbers.
 
