@@ -181,8 +181,9 @@ class _Walk:
         # the children divide [0, 1) by their probabilities; the uniform number falls on one of them or on none
         offset = inputs.at_parents(inputs.uniform(0)).to(prob.dtype)  # [B, N] from the start of each child's part
         if not inputs.is_chain:
-            siblings = (self.tree.parents[:, :, None] == self.tree.parents[:, None]).tril(-1)
-            offset = offset - torch.where(siblings, prob[:, None], 0.0).sum(-1)
+            siblings = self.tree.parents[:, :, None] == self.tree.parents[:, None]
+            earlier = siblings & (inputs.nodes < inputs.nodes[:, None])
+            offset = offset - torch.where(earlier, prob[:, None], 0.0).sum(-1)
         return lossy, (offset >= 0) & (offset < prob), offset < self.p_draft
 
     def _undrafted(self) -> Verdict:
@@ -263,6 +264,25 @@ class _Walk:
         token = functional.draw(weights, inputs.uniform(1).gather(1, end)[:, 0])[:, None]
         return torch.where(token < weights.shape[1], token, inputs.likeliest.gather(1, end))  # all weights round to 0
 
+    def _residual(self, at: VocabRows, r: Tensor, is_lossy: Tensor) -> Tensor:
+        """Return the weights [B, V] that are left of ``r`` where a drawn draft may have been rejected.
+
+        Args:
+            at: the contexts, one of each row.
+            r: [B, V] the distribution there.
+            is_lossy: [B, 1] bool; whether it is a rule's own.
+        """
+        tests = [(output.test, of_rule) for output, of_rule in self.outputs if output.test is not None]
+        if self.cost is None and len(tests) == len(self.outputs) == 1:
+            residual = tests[0][0].residual
+            return r if residual is None else residual(at)
+        has_drawn_child = at.of(self.inputs.has_drawn_child)[:, None]
+        weights = torch.where(has_drawn_child, (r - at.proposal).clamp_min(0.0), r)
+        for test, of_rule in tests:
+            residual = r if test.residual is None else test.residual(at)
+            weights = torch.where(~is_lossy & has_drawn_child & of_rule, residual, weights)
+        return weights
+
     def _weights(self, end: Tensor, lossy: Tensor) -> Tensor:
         """Return the weights [B, V] of the token after a path that ends at ``end`` [B, 1], above temperature 0."""
         inputs, tree, is_lossy = self.inputs, self.tree, lossy.gather(1, end)
@@ -272,14 +292,7 @@ class _Walk:
             is_here = is_lossy & (r_row >= 0) & (r_row < len(dense))
             r = torch.where(is_here, contexts.over_all(dense, r_row[:, 0].clamp(0, len(dense) - 1), at.p), r)
             r_row = r_row - len(dense)
-        weights = r
-        if inputs.sampled:  # a drawn draft was rejected
-            has_drawn_child = at.of(inputs.has_drawn_child)[:, None]
-            weights = torch.where(has_drawn_child, (r - at.proposal).clamp_min(0.0), r)
-            for output, of_rule in self.outputs:
-                if output.test is not None:
-                    residual = r if output.test.residual is None else output.test.residual(at)
-                    weights = torch.where(~is_lossy & has_drawn_child & of_rule, residual, weights)
+        weights = self._residual(at, r, is_lossy) if inputs.sampled else r
         # the walk has decided against these children
         is_refused = (inputs.is_drawn if inputs.is_chain else tree.is_draft) & (tree.parents == end)
         return weights.scatter_reduce(1, tree.tokens, torch.where(is_refused, 0.0, math.inf), "amin")

@@ -76,7 +76,8 @@ def block_test(inputs: RuleInputs) -> AcceptanceTest:
     goes_on = inputs.at_parents(ends_below / ends_within.clamp_min(TINY)).clamp_max(1.0)  # given that the walk is here
     rest = (inputs.at_parents(weight) * p - q).clamp_min(0.0) / inputs.at_parents(residual).clamp_min(TINY)
     fixed = torch.where(inputs.at_parents(has_drawn_child), (1 - goes_on) * rest.clamp_max(1.0), p)
-    return AcceptanceTest(torch.where(drawn, goes_on, fixed), lambda at: _residual(at, weight))
+    of_end = torch.where(has_drawn_child, weight, ones)  # elsewhere p, to which w·p is in proportion
+    return AcceptanceTest(torch.where(drawn, goes_on, fixed), lambda at: _residual(at, of_end))
 
 
 def _residual(at: VocabRows, weight: Tensor) -> Tensor:
@@ -90,5 +91,5 @@ def _residual_mass(inputs: RuleInputs, weight: Tensor) -> Tensor:
     at = at.subset(functional.host_nonzero(at.of(inputs.has_drawn_child & (weight < 1))))
     if not len(at.rows):
         return unweighted
-    mass = _residual(at, weight).sum(-1).to(weight.dtype)
+    mass = _residual(at.reduced(), weight).sum(-1).to(weight.dtype)  # q is 0 for tokens that the drafter lacks
     return torch.where(weight < 1, unweighted.index_put((at.rows, at.nodes), mass), unweighted)

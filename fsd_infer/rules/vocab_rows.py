@@ -96,7 +96,7 @@ class VocabRows:
         tree = self.inputs.tree
         assert tree.q_scores is not None
         q = self._of_drafter(tree.q_scores).softmax(-1)
-        return self._over_all(q).masked_fill_(~self.of(self.inputs.has_drawn_child)[:, None], 0.0)
+        return self._over_all(q.masked_fill_(~self.of(self.inputs.has_drawn_child)[:, None], 0.0))
 
     def _over_all(self, q: Tensor) -> Tensor:
         """Return probabilities [R, Vd] of the drafter's vocabulary over the target's."""
