@@ -114,7 +114,7 @@ class RequestTracker:
         seconds = timer.clock.seconds  # before the sync that reads the phases
         rows = zip(self.records, self.request.prompts, strict=True)
         stats = GenerationStats(
-            rows=[record.finish(timer.prefill_seconds, prompt, proposers) for record, prompt in rows],
+            rows=[record.to_stats(timer.prefill_seconds, prompt, proposers) for record, prompt in rows],
             rule=describe_rules(self.rules),
             drafter=self.drafter.describe() | ({} if policy is None else {"tree": AUTO}),
             seconds=seconds,

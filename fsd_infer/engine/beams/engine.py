@@ -215,7 +215,7 @@ class _Beams:
         seconds = self.clock.seconds
         rows = []
         for search in self.all_searches:
-            row = search.record.finish(self.prefill_seconds, search.prompt, self.drafter.proposers)
+            row = search.record.to_stats(self.prefill_seconds, search.prompt, self.drafter.proposers)
             if self.request.measure_log_likelihood and search.finished:
                 score = search.finished[0].score
                 row.mean_log_likelihood = score * row.new_tokens ** (self.terms.length_penalty - 1.0)
