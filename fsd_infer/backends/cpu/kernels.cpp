@@ -273,12 +273,12 @@ void fsd_ancestors(const int64_t* parents, int64_t trees, int64_t count, uint8_t
   }
 }
 
-// Merge the trees `main` and `grafted`, which share the root, in each of `trees` rows. The nodes of main come first, then
-// those of grafted without its root. GraftedDrafter in graft.py defines the scores. Padding has the score -inf.
-void fsd_union(int64_t trees, const fsd_tree* main, const fsd_tree* grafted, int64_t mains, int64_t* tokens,
+// Merge the trees `main` and `side`, which share the root, in each of `trees` rows. The nodes of main come first, then
+// those of side without its root. GraftedDrafter in graft.py defines the scores. Padding has the score -inf.
+void fsd_union(int64_t trees, const fsd_tree* main, const fsd_tree* side, int64_t mains, int64_t* tokens,
                int64_t* parents, float* scores, int64_t* proposers) {
   const float min_wrong = 0.001f;  // as MIN_WRONG in functional.py
-  const int64_t first = main->count, own = grafted->count, count = first + own - 1;
+  const int64_t first = main->count, own = side->count, count = first + own - 1;
   std::vector<int64_t> place(own);
   std::vector<float> chance(count), total(count), wrong(count);
   for (int64_t row = 0; row < trees; ++row, tokens += count, parents += count, scores += count, proposers += count) {
@@ -301,8 +301,8 @@ void fsd_union(int64_t trees, const fsd_tree* main, const fsd_tree* grafted, int
     }
     place[0] = 0;
     for (int64_t node = 1; node < own; ++node) {
-      const int64_t at = first - 1 + node, parent = place[above(grafted, node)];
-      put(grafted, node, at, parent, mains);
+      const int64_t at = first - 1 + node, parent = place[above(side, node)];
+      put(side, node, at, parent, mains);
       place[node] = at;
       for (int64_t same = 1; same < first && parent < first && chance[at] > 0; ++same)
         if (parents[same] == parent && tokens[same] == tokens[at] && chance[same] > 0) {
