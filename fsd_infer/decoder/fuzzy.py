@@ -283,7 +283,7 @@ class FuzzyDecoder:
             config, options = request_config(given, options)
             with self.target.lock, self.target.adapted(config.adapter):
                 padding, eos = self._special_tokens(given, options)
-                ids, sights = self._prompts.encode_all(prompts, padding, images, config.apply_chat_template)
+                ids, image_inputs = self._prompts.encode_all(prompts, padding, images, config.apply_chat_template)
                 drafter, guide = self.drafter if drafter is None else drafter, Guide.of(config.guide)
                 followed = None if guide is None else self._follow(guide, ids, eos)
                 if followed is not None:
@@ -291,8 +291,10 @@ class FuzzyDecoder:
                     drafter = _forced(drafter, followed, options.get("num_beams") or getattr(given, "num_beams", None))
                 request, complete = prepare(self.target, ids, given, options)
                 request.callbacks = callbacks
-                if any(sights):
-                    request.sights = [sight for sight in sights for _ in range(len(request.prompts) // len(ids))]
+                if any(image_inputs):
+                    request.image_inputs = [
+                        image_input for image_input in image_inputs for _ in range(len(request.prompts) // len(ids))
+                    ]
                 outcome = decode_request(self.target, drafter, config, request, complete, streamer)
                 if followed is not None:
                     followed.check(outcome.sequences)

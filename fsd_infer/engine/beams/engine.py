@@ -26,7 +26,7 @@ from fsd_infer.engine.beams.sampling import Draw, draw, dynamic_width, width_pro
 from fsd_infer.engine.beams.search import Hypothesis, Search, Terms
 from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.request.processors import TreeProcessors
-from fsd_infer.request.prompts import check_prompts, check_sights, read_prompts
+from fsd_infer.request.prompts import check_image_inputs, check_prompts, read_prompts
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
 
@@ -99,7 +99,7 @@ class _Beams:
                 "with num_beams=1, greedily or with do_sample=True."
             )
         limits = check_prompts(target, request.prompts, request.max_new_tokens, target.recompute_length)
-        check_sights(target, request.sights)
+        check_image_inputs(target, request.image_inputs)
         self.target, self.drafter, self.request = target, drafter, request
         self.device = target.device
         self.sampled = not request.greedy
@@ -159,7 +159,9 @@ class _Beams:
         """Read the prompts, and take the first step of each search."""
         prompts = self.request.prompts
         tokens, lengths = padded(prompts), torch.tensor([len(prompt) for prompt in prompts])
-        features, logits = read_prompts(self.target, self.cache, tokens, lengths, sights=self.request.sights)
+        features, logits = read_prompts(
+            self.target, self.cache, tokens, lengths, image_inputs=self.request.image_inputs
+        )
         self.roots = to_device(lengths - 1, self.device)
         if tokens.shape[1] > 1:  # a head reads a token with the feature before it
             self.session.extend(to_device(tokens[:, 1:], self.device), features[:, :-1], self.roots.clone())
