@@ -170,7 +170,7 @@ class _Decoded:
 
     def add(self, stats: GenerationStats, prompt: int) -> None:
         """Add an answer. ``prompt``: tokens of its prompt."""
-        self.drafts.merge(stats.drafts.regrets())
+        self.drafts.merge(stats.drafts.gaps())
         self.emitted += stats.new_tokens - 1
         self.rounds += stats.target_forwards
         self.rest += stats.phases.get("rule", 0.0) + stats.phases.get("cache", 0.0)

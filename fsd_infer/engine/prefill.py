@@ -267,8 +267,8 @@ def recompute_cache(state: DecodeState, tracker: RequestTracker) -> None:
     longest, prefilled = state.target.recompute_length, state.cache.prefilled
     if longest is None or prefilled is None:
         return
-    for row, number in enumerate(state.prompt_indices):
-        text = [*tracker.request.prompts[number], *tracker.records[number].tokens]
+    for row, prompt_index in enumerate(state.prompt_indices):
+        text = [*tracker.request.prompts[prompt_index], *tracker.records[prompt_index].tokens]
         if len(text) == longest + 1 and int(prefilled[row]) <= longest:
             prefilled[row] = len(text)
             read_text(state.target, state.cache.row(row), to_device(torch.tensor([text[:-1]]), state.device))
@@ -278,7 +278,7 @@ def recompute_cache(state: DecodeState, tracker: RequestTracker) -> None:
 def prefill(state: DecodeState, tracker: RequestTracker) -> RoundTensors:
     """Read the prompts, emit each row's first token, and pass the prompts' features [B, M, F] to the drafter."""
     tokens, lengths = padded(tracker.prompts), torch.tensor([len(prompt) for prompt in tracker.prompts])  # [B, M], [B]
-    prefixes, image_inputs = tracker.prefixes.find(tracker.named_prompts), tracker.request.image_inputs
+    prefixes, image_inputs = tracker.prefixes.find(tracker.prefix_keys), tracker.request.image_inputs
     features, logits = read_prompts(state.target, state.cache, tokens, lengths, prefixes, image_inputs)
     root = DraftTree.root_only(state.roots, logits.shape[-1])
     result = accept(state, VerifiedTree(state, root, logits, features[:, :1]))

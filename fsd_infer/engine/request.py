@@ -101,11 +101,11 @@ class Request:
     callbacks: Sequence[Callback] = ()
 
     @property
-    def named_prompts(self) -> list[list[int]]:
-        """The prompts for the prefix cache, which tells their images apart."""
+    def prefix_keys(self) -> list[list[int]]:
+        """The prompts as keys of the prefix cache: digests of images stand in place of their placeholders."""
         image_inputs = self.image_inputs or [None] * len(self.prompts)
         return [
-            prompt if image_input is None else image_input.named(prompt)
+            prompt if image_input is None else image_input.prefix_key(prompt)
             for prompt, image_input in zip(self.prompts, image_inputs)
         ]
 

@@ -196,8 +196,8 @@ class _Served(Streaming):
         watched = any(job.on_round is not None or job.alternatives is not None for job in batch)
         super().__init__(self._show, (lambda row, round: batch[row].watch(round)) if watched else None)
 
-    def on_token(self, row: int, token: int) -> str | None:
-        return self.batch[row].ends(token)
+    def on_token(self, prompt_index: int, token: int) -> str | None:
+        return self.batch[prompt_index].ends(token)
 
     def _show(self, row: int, tokens: list[int]) -> bool:
         return self.batch[row].show(self.batch[row].answer.text)

@@ -53,7 +53,7 @@ class ImageInput:
                 found.update(b"" if held is None else held.view(torch.uint8).numpy().tobytes())
         return -1 - int.from_bytes(found.digest()[:7], "big")
 
-    def named(self, prompt: Sequence[int]) -> list[int]:
+    def prefix_key(self, prompt: Sequence[int]) -> list[int]:
         """Return the prompt with :attr:`digest` for its placeholders, so that no other image's prefix is equal."""
         return [self.digest if token in self.placeholders else token for token in prompt]
 

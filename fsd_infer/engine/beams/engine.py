@@ -74,7 +74,7 @@ def decode_beams(
         beams = _Beams(target, drafter, request, config, options or BeamOptions())
         beams.prefill()
         while beams.searches:
-            team.fit()
+            team.fit_to_free_cores()
             frontier = beams.draft()
             beams.advance(frontier, beams.verify(frontier))
     return beams.outcome(config.num_return_sequences or 1)
