@@ -15,7 +15,7 @@ from fsd_bench.jobs import RunSpec, Session, in_turns, rotated, run_jobs, turns_
 from fsd_bench.later_turns import TurnPrompts, with_later_turns
 from fsd_bench.layouts import layout_of
 from fsd_bench.likelihood import mean_log_likelihoods
-from fsd_bench.methods import METHODS, Spec, make_methods, parse_methods
+from fsd_bench.methods import METHODS, MethodSpec, make_methods, parse_methods
 from fsd_bench.models import Models
 from fsd_bench.process import ProcessMethod
 from fsd_bench.prompts import category_of, encode_rows, first_rows, group_prompts, rows_digest
@@ -180,7 +180,7 @@ def _listed(
 
 
 def isolated(
-    settings: Settings, specs: Sequence[Spec], jobs: Sequence[Trial], blocks: Mapping[int, int]
+    settings: Settings, specs: Sequence[MethodSpec], jobs: Sequence[Trial], blocks: Mapping[int, int]
 ) -> list[Session]:
     """Return a session per method and block of groups. The method that goes first rotates by block."""
     return [
@@ -194,7 +194,7 @@ def isolated(
     ]
 
 
-def _start(settings: Settings, spec: Spec) -> list[Method]:
+def _start(settings: Settings, spec: MethodSpec) -> list[Method]:
     """Start a method in its own process."""
     if spec.kind in METHODS and METHODS.get(spec.kind).own_process:
         return [METHODS.get(spec.kind).make(spec, Models(settings))]

@@ -20,7 +20,7 @@ from fsd_infer.decoder.config import FuzzyOptions, RuntimeConfig, request_config
 from fsd_infer.decoder.prompts import Prompt, PromptEncoder, from_keywords
 from fsd_infer.decoder.recording import record_rounds
 from fsd_infer.decoder.requests import decode_request, ending, prepare
-from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
+from fsd_infer.device.cuda_graphs import CudaRecorder, GraphRecorder
 from fsd_infer.device.memory import release_freed
 from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.forced import ForcedDrafter
@@ -82,7 +82,7 @@ class FuzzyDecoder:
         self.target = target
         self.drafter = drafter
         self.backend = choose(target.device)
-        self._recorder: Recorder | None = None
+        self._recorder: GraphRecorder | None = None
         self._prompts = PromptEncoder(target)
 
     def __repr__(self) -> str:
@@ -149,7 +149,7 @@ class FuzzyDecoder:
         _say_what_is_left_out(wrapped)
         return decoder
 
-    def use_graphs(self, recorder: Recorder | None = None) -> None:
+    def use_graphs(self, recorder: GraphRecorder | None = None) -> None:
         """Record whole rounds as CUDA graphs and replay them, see :mod:`fsd_infer.engine.capture`.
 
         Launching the operations of a round takes the host longer than the GPU computes; a replay is one launch.

@@ -281,7 +281,7 @@ class Kernels:
 
 
 @dataclass(frozen=True)
-class Found:
+class LoadedKernels:
     """The kernels of this process, None for torch alone, and why.
 
     Attributes:
@@ -296,7 +296,7 @@ class Found:
 
 
 @cache
-def found() -> Found:
+def found() -> LoadedKernels:
     """Return the best kernels that this machine can run, compiled if needed. A warning says what failed.
 
     Raises:
@@ -305,7 +305,7 @@ def found() -> Found:
     """
     sets = wanted()
     if not sets.names:
-        return Found(None, sets.why, sets.forced)
+        return LoadedKernels(None, sets.why, sets.forced)
     from fsd_infer.backends.cpu.build import build  # imported late: rules need no compiler
 
     compiled, failed = build(Kernels, sets.names)
@@ -314,7 +314,7 @@ def found() -> Found:
     if failed:
         without = "our CPU kernels" if compiled is None else "AMX"
         logger.warning("decoding runs slower, without %s: %s", without, failed)
-    return Found(compiled, failed or sets.why, sets.forced, bool(failed))
+    return LoadedKernels(compiled, failed or sets.why, sets.forced, bool(failed))
 
 
 def kernels() -> Kernels | None:

@@ -23,7 +23,7 @@ from fsd_infer.engine import Outcome, Request
 from fsd_infer.engine.beams.options import BeamOptions, can_draft, check_beam_request, filled
 from fsd_infer.engine.beams.plan import Planner
 from fsd_infer.engine.beams.sampling import Draw, draw, dynamic_width, width_probabilities
-from fsd_infer.engine.beams.search import Hypothesis, Search, Terms
+from fsd_infer.engine.beams.search import Hypothesis, Search, SearchParameters
 from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.request.processors import TreeProcessors
 from fsd_infer.request.prompts import check_image_inputs, check_prompts, read_prompts
@@ -106,7 +106,7 @@ class _Beams:
         self.drafts = drafter if can_draft(drafter) else NoDrafter(target.vocab_size)
         self.options = filled(options, request, self.beams, self.drafts, self.device)
         self.processors = TreeProcessors(request.processors, len(request.prompts))
-        self.terms = Terms(
+        self.parameters = SearchParameters(
             beams=self.beams,
             eos_token_ids=request.eos_token_ids,
             length_penalty=1.0 if config.length_penalty is None else config.length_penalty,
@@ -117,7 +117,7 @@ class _Beams:
             join_every=self.options.join_every,
         )
         self.list_size = min(
-            target.vocab_size, SUCCESSORS if self.sampled else self.terms.candidates * self.terms.beams
+            target.vocab_size, SUCCESSORS if self.sampled else self.parameters.candidates * self.parameters.beams
         )
         self.clock = clock_of(self.device)
         self._allocate(limits)
@@ -147,11 +147,11 @@ class _Beams:
         drafted = DraftRequest(count, slots, device=self.device, users=request.users, seeded=seeded)
         self.session = drafts.start(torch.tensor([prompt[0] for prompt in prompts]), drafted)
         self.all_searches = [
-            Search(self.terms, prompt, limit, row, seed + row)
+            Search(self.parameters, prompt, limit, row, seed + row)
             for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
         ]
         self.searches = list(self.all_searches)
-        self.planner = Planner(self.terms, options, self.session, self.look, self.list_size)
+        self.planner = Planner(self.parameters, options, self.session, self.look, self.list_size)
 
     # a round ---------------------------------------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class _Beams:
             row = search.record.to_stats(self.prefill_seconds, search.prompt, self.drafter.proposers)
             if self.request.measure_log_likelihood and search.finished:
                 score = search.finished[0].score
-                row.mean_log_likelihood = score * row.new_tokens ** (self.terms.length_penalty - 1.0)
+                row.mean_log_likelihood = score * row.new_tokens ** (self.parameters.length_penalty - 1.0)
             rows.append(row)
         stats = GenerationStats(
             rows=rows,
@@ -333,8 +333,8 @@ class _Beams:
             [search.successors[beam.node].proposed or likely for beam, likely in zip(search.live, target)],
             self.beams,
             self.options.breadth(self.beams),
-            self.terms.candidates,
-            self.terms.eos_token_ids,
+            self.parameters.candidates,
+            self.parameters.eos_token_ids,
         )
         return dynamic_width(chances, self.options.confidence, self.options.min_width or 1)
 
