@@ -84,10 +84,12 @@ def kernels(place: Place) -> Rows:
         lengths = torch.tensor([length], device=place.device)
         for nodes in (1, 16, 60) if place.device.type == "cuda" else (2,):
             query = torch.randn(1, nodes, heads, width, **options)
-            sees = torch.ones(1, nodes, nodes, dtype=torch.bool, device=place.device).tril()
+            visible_after = torch.ones(1, nodes, nodes, dtype=torch.bool, device=place.device).tril()
             note(
                 f"attention {nodes} nodes, {length} slots",
-                lambda q=query, k=keys, v=values, n=lengths, s=sees: attention.tree_attention(q, k, v, n, s, 0.1),
+                lambda q=query, k=keys, v=values, n=lengths, m=visible_after: attention.tree_attention(
+                    q, k, v, n, m, 0.1
+                ),
                 bytes=2 * keys[:, :, :length].nbytes,
             )
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -108,11 +110,11 @@ def forwards(place: Place) -> Rows:
     lengths = torch.tensor([place.prompt + 88], device=place.device)
     for nodes in (1, 6, 16, 60):
         tokens = torch.zeros(1, nodes, dtype=torch.long, device=place.device)
-        sees = torch.ones(1, nodes, nodes, dtype=torch.bool, device=place.device).tril()
+        visible_after = torch.ones(1, nodes, nodes, dtype=torch.bool, device=place.device).tril()
         slots = lengths[:, None] + torch.arange(nodes, device=place.device)
         visible = torch.arange(cache.capacity, device=place.device) <= slots[..., None]
         cache.set_write_slots(slots, None, cache.capacity)
-        cache.text = lengths, sees
+        cache.text = lengths, visible_after
 
         def run(tokens: Tensor = tokens, slots: Tensor = slots, visible: Tensor = visible) -> Any:
             return target.forward(tokens, slots, visible, cache)

@@ -222,7 +222,7 @@ class SchemeProbe:
         logits, ids = session._read_roots()
         vocabulary = state.target.vocab_size
         tokens, parents, fixed, qs = [int(state.roots[0])], [0], [True], {}
-        level_nodes, sees = [0], torch.zeros(1, 1, 0, dtype=torch.bool)
+        level_nodes, ancestors = [0], torch.zeros(1, 1, 0, dtype=torch.bool)
         for level, width in enumerate(self.branches, 1):
             new, above = [], []
             for place, node in enumerate(level_nodes):
@@ -244,8 +244,8 @@ class SchemeProbe:
             if level == len(self.branches):
                 break
             own, places = torch.eye(len(new), dtype=torch.bool)[None], torch.tensor(above)
-            sees = torch.cat([sees[:, places], own], -1)
-            logits = session._expand(torch.tensor([tokens[node] for node in new])[None], places[None], sees, level)
+            ancestors = torch.cat([ancestors[:, places], own], -1)
+            logits = session._expand(torch.tensor([tokens[node] for node in new])[None], places[None], ancestors, level)
             level_nodes = new
         shape = torch.zeros(1, len(tokens))
         tree = DraftTree(

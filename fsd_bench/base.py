@@ -56,7 +56,7 @@ class MeasuredAnswer:
         coverage: share of its words in fragments of its prompt, see :func:`fsd_infer.engine.ngrams.coverage`. Only for
             answers scored by ROUGE, which copies raise.
         other_language: 1 if its language differs from its reference's, else 0. Only for answers scored by chrF.
-        regrets: regrets of the drafter's first choices, see :meth:`fsd_infer.engine.drafts.FirstChoiceStats.regrets`.
+        regrets: gaps of the drafter's first choices, see :meth:`.FirstChoiceStats.gaps`; records call them so.
         final: its final answer, see :func:`fsd_bench.score.final_answer`.
         trace: how it was made, in sweeps.
         accepted: number of rounds that accepted at least 1, 2, … drafts. A round that the answer's end cuts short

@@ -76,7 +76,7 @@ class EngineMethod(Method):
                 gate_accepted_fraction=row.gate_accepted_fraction,
                 divergence_spent=row.divergence_spent,
                 finish_reason=row.finish_reason,
-                regrets=row.drafts.regrets(),
+                regrets=row.drafts.gaps(),
                 accepted=_at_least(of_row) if self.beams == 1 else None,
             )
             for tokens, row, record, of_row in zip(

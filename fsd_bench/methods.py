@@ -49,7 +49,7 @@ __all__ = [
     "MethodKind",
     "Method",
     "Models",
-    "Spec",
+    "MethodSpec",
     "TimedRun",
     "make_methods",
     "parse_methods",
@@ -61,7 +61,7 @@ _SHAPED = re.compile(r"(.+)@(\d+x\d+x\d+(?:x[\d.]+)?)", re.ASCII | re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Spec:
+class MethodSpec:
     """One requested method.
 
     Attributes:
@@ -81,7 +81,7 @@ class Spec:
     tree: TreeShape | None = None
 
 
-def _no_parameters(spec: Spec) -> None:
+def _no_parameters(spec: MethodSpec) -> None:
     if spec.argument:
         raise FsdError(f"method {spec.text!r}: {spec.kind} takes no parameters.")
 
@@ -97,8 +97,8 @@ class MethodKind:
         own_process: whether its methods always run in their own processes.
     """
 
-    make: Callable[[Spec, Models], Method]
-    check: Callable[[Spec], Any] = _no_parameters
+    make: Callable[[MethodSpec, Models], Method]
+    check: Callable[[MethodSpec], Any] = _no_parameters
     takes_drafter: bool = False
     own_process: bool = False
 
@@ -106,42 +106,42 @@ class MethodKind:
 METHODS: Registry[MethodKind] = Registry("method")
 
 
-def _plain(spec: Spec, models: Models) -> Method:
+def _plain(spec: MethodSpec, models: Models) -> Method:
     return EngineMethod(spec.name, models.decoder, parse_rule("exact"), models.load("none"))
 
 
 def _generate(name: str, least: int, most: int, default: int | None = None) -> MethodKind:
     """transformers' ``generate`` with a whole number as argument ``name``."""
 
-    def check(spec: Spec) -> None:
+    def check(spec: MethodSpec) -> None:
         if spec.argument or default is None:
             _check_number(spec, spec.argument, least, most, default or least)
 
-    def make(spec: Spec, models: Models) -> Method:
+    def make(spec: MethodSpec, models: Models) -> Method:
         facts = {name: int(spec.argument or default or 0)}
         return GenerateMethod(spec.name, models.reference[0], facts, facts)
 
     return MethodKind(make, check)
 
 
-def _check_number(spec: Spec, text: str, least: int, most: int, example: int) -> None:
+def _check_number(spec: MethodSpec, text: str, least: int, most: int, example: int) -> None:
     """Raise FsdError unless ``text``, a parameter, is a whole number from ``least`` to ``most``."""
     if not least <= (read_int(text) or 0) <= most:
         raise FsdError(f"method {spec.text!r}: give a number from {least} to {most}, e.g. {spec.kind}:{example}.")
 
 
-def _beams(spec: Spec) -> tuple[int, BeamOptions]:
+def _beams(spec: MethodSpec) -> tuple[int, BeamOptions]:
     beams, _, options = spec.argument.partition(":")
     _check_number(spec, beams, 2, MOST_BEAMS, 4)
     return int(beams), BeamOptions.parse(options) if options else BeamOptions()
 
 
-def _beam_search(spec: Spec, models: Models) -> Method:
+def _beam_search(spec: MethodSpec, models: Models) -> Method:
     drafter = models.load(spec.drafter, spec.tree)
     return EngineMethod(spec.name, models.decoder, parse_rule("exact"), drafter, *_beams(spec))
 
 
-def _assistant(spec: Spec) -> tuple[str, dict[str, Any]]:
+def _assistant(spec: MethodSpec) -> tuple[str, dict[str, Any]]:
     """Return the directory, and the fields of the assistant's generation config that fix the number of drafts."""
     directory, _, drafts = spec.argument.partition("#")
     if not directory:
@@ -154,7 +154,7 @@ def _assistant(spec: Spec) -> tuple[str, dict[str, Any]]:
     return directory, {"num_assistant_tokens": int(drafts), **fixed}
 
 
-def _assisted(spec: Spec, models: Models) -> Method:
+def _assisted(spec: MethodSpec, models: Models) -> Method:
     model, tokenizer = models.reference
     directory, fixed = _assistant(spec)
     assistant, own = load_target(directory, dtype=models.options.dtype, device=models.options.device)
@@ -166,12 +166,12 @@ def _assisted(spec: Spec, models: Models) -> Method:
     return GenerateMethod(spec.name, model, speculation, {"assistant_model": directory, **fixed})
 
 
-def _server(spec: Spec) -> tuple[Server, str | None]:
+def _server(spec: MethodSpec) -> tuple[Server, str | None]:
     url, _, model = spec.argument.partition("#")
     return Server(url), model or None
 
 
-def _words(spec: Spec) -> list[str]:
+def _words(spec: MethodSpec) -> list[str]:
     try:
         words = shlex.split(spec.argument)
     except ValueError:  # an unclosed quotation
@@ -194,7 +194,7 @@ for _name, _kind in {
     METHODS.register(_name)(_kind)
 
 
-def parse_methods(texts: Sequence[str]) -> list[Spec]:
+def parse_methods(texts: Sequence[str]) -> list[MethodSpec]:
     """Parse methods. Loads nothing.
 
     Raises:
@@ -212,7 +212,7 @@ def parse_methods(texts: Sequence[str]) -> list[Spec]:
     return specs
 
 
-def _parse(text: str) -> Spec:
+def _parse(text: str) -> MethodSpec:
     kind = re.split("[:@]", text, maxsplit=1)[0]
     label = _LABEL.fullmatch(text) if "=" in kind else None
     name, rest = (label[1], label[2]) if label else (text, text)
@@ -223,7 +223,7 @@ def _parse(text: str) -> Spec:
     if not _takes_drafter(kind):
         if rest[len(kind) : len(kind) + 1] == "@":
             raise FsdError(f"method {rest!r}: {kind} takes no drafter; a rule does, e.g. exact@none.")
-        spec = Spec(name, rest, kind, rest[len(kind) + 1 :])
+        spec = MethodSpec(name, rest, kind, rest[len(kind) + 1 :])
     else:
         method, at, drafter = rest.partition("@")
         if at and not drafter:
@@ -231,7 +231,7 @@ def _parse(text: str) -> Spec:
         tree = None
         if shaped := _SHAPED.fullmatch(drafter):
             drafter, tree = shaped[1], TreeShape.parse(shaped[2])
-        spec = Spec(name, rest, kind, method.partition(":")[2], drafter if at else None, tree)
+        spec = MethodSpec(name, rest, kind, method.partition(":")[2], drafter if at else None, tree)
     if kind in RULES:
         parse_rule(rest.partition("@")[0])
     else:

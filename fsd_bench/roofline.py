@@ -71,9 +71,8 @@ class Overhead:
 
 
 # Llama-3.1-8B's shape, batch 1, an EAGLE-3 head: a plain round of 9.06 ms, a draft step of 2.2, rounds of 23.1 and
-# 27.6. The second recorded a whole round as one graph, in a prototype outside of this package: 5.28, 0.74 and 9.42.
+# 27.6.
 FORWARD_GRAPHS = Overhead(0.89, 0.17e-3, 2.0e-3, 0.8e-3, "an H200, one CUDA graph per forward, at d68b4f5")
-ROUND_GRAPH = Overhead(0.89, 0.055e-3, 0.40e-3, 0.2e-3, "an H200, a prototype with one CUDA graph per round")
 SPARE = 0.1  # of a device's memory that is kept free: the CUDA context, fragments
 
 

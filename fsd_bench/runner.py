@@ -15,7 +15,7 @@ from fsd_bench.jobs import RunSpec, Session, in_turns, rotated, run_jobs, turns_
 from fsd_bench.later_turns import TurnPrompts, with_later_turns
 from fsd_bench.layouts import layout_of
 from fsd_bench.likelihood import mean_log_likelihoods
-from fsd_bench.methods import METHODS, Spec, make_methods, parse_methods
+from fsd_bench.methods import METHODS, MethodSpec, make_methods, parse_methods
 from fsd_bench.models import Models
 from fsd_bench.process import ProcessMethod
 from fsd_bench.prompts import category_of, encode_rows, first_rows, group_prompts, rows_digest
@@ -135,17 +135,17 @@ def _measure(
     file: RunFile,
     progress: bool,
 ) -> dict[str, Any]:
-    specs, blocks = parse_methods(settings.methods), None
-    names = [spec.name for spec in specs]
+    specs = parse_methods(settings.methods)
+    names, isolate = [spec.name for spec in specs], settings.isolate
+    blocks = None if isolate is None else {group: group % isolate for group in range(len(groups))}
     with ExitStack() as stack:
-        if settings.isolate is None:
+        if blocks is not None:
+            sessions = isolated(settings, specs, jobs, blocks)
+        else:
             methods = make_methods(settings.methods, models)
             for method in methods:
                 stack.callback(method.close)
             sessions = [Session(names, lambda: methods, jobs)]
-        else:
-            blocks = {group: group % settings.isolate for group in range(len(groups))}
-            sessions = isolated(settings, specs, jobs, blocks)
         encode = models.encoder(settings.raw)
         first = encode_rows(rows[: len(rows) - len(before)], encode)
         prompts = TurnPrompts(rows, before, groups, encode, first)
@@ -155,14 +155,9 @@ def _measure(
     answers = _with_prompts(turns, prompts, file.runs, settings.temperature)
     if settings.log_likelihood:
         _add_log_likelihoods(models.scorer(), models.tokenizer, answers, progress)
-    encoded: dict[int, list[int]] = {}
     for index, ids, answer in answers:
         measure(answer, models.tokenizer, ids, rows[index], references[index])
-        encoded.setdefault(index, ids)  # of a later turn that of the first method
-    listed = [
-        BenchPrompt(row.id, category, f"{row.file}:{row.line}", encoded[index])
-        for index, (row, category) in enumerate(zip(rows, _categories(rows, before)))
-    ]
+    listed = _listed(rows, before, {index: ids for index, ids, _ in reversed(answers)})
     described = {name: file.described[name] for name in names}
     record = build_record(listed, described, turns, settings.seed or 0, settings.baselines, blocks)
     record["settings"] = settings.to_dict()
@@ -174,8 +169,18 @@ def _measure(
     return record
 
 
+def _listed(
+    rows: Sequence[PromptRow], before: Mapping[int, int], encoded: Mapping[int, list[int]]
+) -> list[BenchPrompt]:
+    """Return the prompts for a record. ``encoded``: ids by index; of a later turn those of the first method."""
+    return [
+        BenchPrompt(row.id, category, f"{row.file}:{row.line}", encoded[index])
+        for index, (row, category) in enumerate(zip(rows, _categories(rows, before)))
+    ]
+
+
 def isolated(
-    settings: Settings, specs: Sequence[Spec], jobs: Sequence[Trial], blocks: Mapping[int, int]
+    settings: Settings, specs: Sequence[MethodSpec], jobs: Sequence[Trial], blocks: Mapping[int, int]
 ) -> list[Session]:
     """Return a session per method and block of groups. The method that goes first rotates by block."""
     return [
@@ -189,7 +194,7 @@ def isolated(
     ]
 
 
-def _start(settings: Settings, spec: Spec) -> list[Method]:
+def _start(settings: Settings, spec: MethodSpec) -> list[Method]:
     """Start a method in its own process."""
     if spec.kind in METHODS and METHODS.get(spec.kind).own_process:
         return [METHODS.get(spec.kind).make(spec, Models(settings))]

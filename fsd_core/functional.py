@@ -261,34 +261,34 @@ def ancestors(parents: Tensor) -> Tensor:
 
 @_replaceable
 def tree_union(
-    main: TreeTensors, side: TreeTensors, main_proposers: int, depth: int
+    main: TreeTensors, grafted: TreeTensors, main_proposers: int, depth: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Merge two draft trees with the same roots, as :class:`fsd_infer.drafters.graft.GraftedDrafter` defines it.
 
-    The nodes of ``main`` come first, then those of ``side``. Nodes of ``side`` that are in ``main`` are padding.
+    The nodes of ``main`` come first, then those of ``grafted``. Nodes of ``grafted`` that are in ``main`` are padding.
 
     Args:
-        main, side: tokens, parents, scores and proposers, [B, N] and [B, M].
+        main, grafted: tokens, parents, scores and proposers, [B, N] and [B, M].
         main_proposers: number of drafters that ``main`` comes from.
         depth: at least that of the deepest node.
 
     Returns:
         Tokens, parents, scores and proposers of the union, [B, N + M - 1].
     """
-    numbers, shared = _numbers_in_union(main, side, depth)
-    parents = torch.cat([main[1], numbers.gather(1, side[1])[:, 1:]], 1)
-    of_main, of_side = _accept_probs(main), _accept_probs(side)
+    numbers, shared = _numbers_in_union(main, grafted, depth)
+    parents = torch.cat([main[1], numbers.gather(1, grafted[1])[:, 1:]], 1)
+    of_main, of_grafted = _accept_probs(main), _accept_probs(grafted)
     # the probability that all children of main are wrong, by context
     wrong = torch.ones_like(parents, dtype=of_main.dtype).scatter_add(1, main[1][:, 1:], -of_main[:, 1:])
-    side_alone = of_side.masked_fill(shared, 0.0) * wrong.clamp_min(MIN_WRONG).gather(1, numbers.gather(1, side[1]))
-    a = torch.cat([of_main, side_alone[:, 1:]], 1)
-    b = torch.zeros_like(a).scatter(1, numbers, of_side.masked_fill(~shared, 0.0))
+    all_wrong = wrong.clamp_min(MIN_WRONG).gather(1, numbers.gather(1, grafted[1]))
+    a = torch.cat([of_main, (of_grafted.masked_fill(shared, 0.0) * all_wrong)[:, 1:]], 1)
+    b = torch.zeros_like(a).scatter(1, numbers, of_grafted.masked_fill(~shared, 0.0))
     either = a + b - a * b
     total = torch.zeros_like(either).scatter_add(1, parents[:, 1:], either[:, 1:]).clamp_min(1.0)
     steps = (either / total.gather(1, parents)).clamp_max(1.0).log()
     steps[:, 0] = 0.0
-    tokens, scores = torch.cat([main[0], side[0][:, 1:]], 1), path_sums(steps, parents, depth)
-    proposers = [torch.zeros_like(tree[1]) if tree[3] is None else tree[3] for tree in (main, side)]
+    tokens, scores = torch.cat([main[0], grafted[0][:, 1:]], 1), path_sums(steps, parents, depth)
+    proposers = [torch.zeros_like(tree[1]) if tree[3] is None else tree[3] for tree in (main, grafted)]
     return tokens, parents, scores, torch.cat([proposers[0], proposers[1][:, 1:] + main_proposers], 1)
 
 
@@ -313,15 +313,15 @@ def _accept_probs(tree: TreeTensors) -> Tensor:
     return steps.masked_fill(scores == -math.inf, -math.inf).exp()  # padding below padding would be NaN
 
 
-def _numbers_in_union(main: TreeTensors, side: TreeTensors, depth: int) -> tuple[Tensor, Tensor]:
-    """Return each side node's number in the union and whether it is a node of ``main``: [B, M] each."""
-    count, others = main[1].shape[1], side[1].shape[1]
-    of_main, of_side = (tree[2] != -math.inf for tree in (main, side))
-    of_main[:, 0] = of_side[:, 0] = False
-    same = (main[0][:, :, None] == side[0][:, None]) & of_main[:, :, None] & of_side[:, None]
+def _numbers_in_union(main: TreeTensors, grafted: TreeTensors, depth: int) -> tuple[Tensor, Tensor]:
+    """Return each grafted node's number in the union and whether it is a node of ``main``: [B, M] each."""
+    count, others = main[1].shape[1], grafted[1].shape[1]
+    of_main, of_grafted = (tree[2] != -math.inf for tree in (main, grafted))
+    of_main[:, 0] = of_grafted[:, 0] = False
+    same = (main[0][:, :, None] == grafted[0][:, None]) & of_main[:, :, None] & of_grafted[:, None]
     same[:, 0, 0] = True
     # two nodes are one if their tokens are equal and their parents are one
-    same, above = same.flatten(1), (main[1][:, :, None] * others + side[1][:, None]).flatten(1)
+    same, above = same.flatten(1), (main[1][:, :, None] * others + grafted[1][:, None]).flatten(1)
     for _ in range(depth.bit_length()):  # each pass doubles the compared part of the paths
         same, above = same & same.gather(1, above), above.gather(1, above)
     shared, in_main = same.view(-1, count, others).int().max(1)

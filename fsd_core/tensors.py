@@ -118,29 +118,29 @@ def at_nodes(values: Tensor, nodes: Tensor) -> Tensor:
     return values.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, nodes.shape)
 
 
-def visible_slots(lengths: Tensor, sees: Tensor, used: int | None = None) -> Tensor:
+def visible_slots(lengths: Tensor, visible_after: Tensor, used: int | None = None) -> Tensor:
     """Return which cache slots new tokens may attend to: the whole text, and chosen slots after it.
 
     Args:
         lengths: [B] text length of each row; the text occupies slots 0 to length - 1.
-        sees: [B, M, E] bool; whether token i may attend to the e-th slot after the text.
+        visible_after: [B, M, E] bool; whether token i may attend to the e-th slot after the text.
         used: S, at least the longest text + E; None: that, for lengths on the CPU.
 
     Returns:
-        [B, M, S] bool on the device of ``sees``.
+        [B, M, S] bool on the device of ``visible_after``.
     """
-    extra = sees.shape[-1]
+    (_, new, extra), device = visible_after.shape, visible_after.device
     if is_host(lengths.device):
         used = int(lengths.max()) + extra if used is None else used
         if lengths.shape[0] == 1:  # no offsets between rows
-            visible = torch.nn.functional.pad(sees, (int(lengths), 0), value=True)
+            visible = torch.nn.functional.pad(visible_after, (int(lengths), 0), value=True)
             more = used - visible.shape[-1]
             return torch.nn.functional.pad(visible, (0, more)) if more else visible
     assert used is not None, "lengths on a device tell the host nothing"
-    offset = torch.arange(used, device=sees.device) - to_device(lengths, sees.device)[:, None]  # [B, S]
-    index = offset.clamp(0, max(extra - 1, 0))[:, None].expand(-1, sees.shape[1], -1)
-    inside = (offset >= 0) & (offset < extra)
-    return torch.where(inside[:, None], sees.gather(2, index) if extra else inside[:, None], (offset < 0)[:, None])
+    offset = torch.arange(used, device=device) - to_device(lengths, device)[:, None]  # [B, S]
+    index = offset.clamp(0, max(extra - 1, 0))[:, None].expand(-1, new, -1)
+    inside = ((offset >= 0) & (offset < extra))[:, None]
+    return torch.where(inside, visible_after.gather(2, index) if extra else inside, (offset < 0)[:, None])
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -55,9 +55,9 @@ def logits_through_cache(target: Target, nodes: int = 6, length: int = 20) -> Te
     slots = torch.arange(length, length + nodes)[None]
     positions = length + torch.tensor([[0, 1, 1, 2, 2, 3]])
     parents = [0, 0, 0, 1, 2, 3]
-    sees = torch.eye(nodes, dtype=torch.bool)
+    ancestors = torch.eye(nodes, dtype=torch.bool)
     for node in range(1, nodes):
-        sees[node] |= sees[parents[node]]
-    visible = torch.cat([torch.ones(nodes, length, dtype=torch.bool), sees], dim=1)[None]
+        ancestors[node] |= ancestors[parents[node]]
+    visible = torch.cat([torch.ones(nodes, length, dtype=torch.bool), ancestors], dim=1)[None]
     cache.set_write_slots(slots, length, length + nodes)
     return target.forward(tokens[:, length:], positions, visible, cache)[0].float()

@@ -18,7 +18,7 @@ from fastapi.testclient import TestClient
 from fsd_infer import FuzzyDecoder
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.app import Limits
-from fsd_infer.serving.batcher import ServedRequest
+from fsd_infer.serving.batcher import AnswerJob
 from fsd_infer.serving.listen import server
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -60,13 +60,11 @@ async def ask(app: FastAPI, path: str, parts: list[bytes], leaves: bool = False,
     return status, said
 
 
-def make_job(
-    decoder: FuzzyDecoder, new: int, tell: Callable[[str, ServedRequest | None], None], **more: Any
-) -> ServedRequest:
+def make_job(decoder: FuzzyDecoder, new: int, tell: Callable[[str, AnswerJob | None], None], **more: Any) -> AnswerJob:
     """An exact greedy answer of ``new`` tokens."""
     options = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     ids = decoder.encode("the cat sat on the mat")
-    return ServedRequest(ids, parse_rule("exact"), options, new, [], time.monotonic() + 60, tell, **more)
+    return AnswerJob(ids, parse_rule("exact"), options, new, [], time.monotonic() + 60, tell, **more)
 
 
 def events(client: TestClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -160,8 +160,8 @@ class BigramDrafter(FreeDrafter):
 
 class BigramSession(FreeSession):
     def __init__(self, drafter: BigramDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
-        super().__init__(first_tokens, request)
-        self.drafter, self.after = drafter, dict[int, Options]()
+        super().__init__(drafter, first_tokens, request)
+        self.after = dict[int, Options]()
 
     def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
         for tail, row in zip(self.tails, rows, strict=True):

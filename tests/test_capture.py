@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from transformers.generation import SuppressTokensLogitsProcessor
 
 from fsd_infer import FsdError, FuzzyDecoder
-from fsd_infer.decoder.recording import _Few, record_rounds
+from fsd_infer.decoder.recording import _StopAfterRounds, record_rounds
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.drafters import Drafter, DraftSession
 from fsd_infer.drafters.tree_drafter import TreeDrafter
@@ -204,7 +204,7 @@ def test_memory_is_bounded_over_requests_of_many_sizes(device: SimulatedDevice) 
     largest = [0, 0]
 
     def ask(rows: int, tokens: int, small: Drafter) -> None:
-        request = Request([[7, 8, 9]] * rows, tokens - 3, callbacks=[_Few()])
+        request = Request([[7, 8, 9]] * rows, tokens - 3, callbacks=[_StopAfterRounds()])
         assert decode(whole, small, parse_rule("exact"), request).sequences
         caches: Any = [whole.recorded.current.state.cache, whole.recorded.current.state.session.cache]  # type: ignore[union-attr]
         for place, cache in enumerate(caches):

@@ -102,10 +102,10 @@ def test_a_team_changes_its_own_thread_and_gives_back(busy: Busy) -> None:
             assert team_size() == 1
         assert team_size() == 1, "a request within a request ends alone"
         busy.taken = 0.0
-        team.fit()
+        team.fit_to_free_cores()
         assert torch.get_num_threads() == team_size() == before
         busy.taken = 9.0
-        team.fit()
+        team.fit_to_free_cores()
         raise KeyError
     assert torch.get_num_threads() == team_size() == before and seen == [before] * 2
     with Team(CPU, repeatable=True):  # torch's products depend on the number of threads
@@ -117,7 +117,7 @@ def test_a_team_changes_its_own_thread_and_gives_back(busy: Busy) -> None:
 def test_a_number_set_meanwhile_stays(busy: Busy) -> None:
     with Team(CPU, repeatable=False) as team:
         torch.set_num_threads(3)
-        team.fit()
+        team.fit_to_free_cores()
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 3
 

@@ -57,16 +57,16 @@ def test_attention_to_text_and_tree(case: str, dtype: torch.dtype) -> None:
     k, v = (torch.randn(batch, key_heads, slots, width, device=DEVICE).to(dtype) for _ in range(2))
     lengths = torch.randint(slots // 2, slots - beyond + 1, (batch,), device=DEVICE)
     lengths[batch - 1 :] = 0 if batch > 1 else slots - beyond
-    sees = torch.rand(batch, count, beyond, device=DEVICE) < 0.4
-    sees[:, torch.arange(count), torch.arange(beyond - count, beyond)] = True  # itself
+    visible_after = torch.rand(batch, count, beyond, device=DEVICE) < 0.4
+    visible_after[:, torch.arange(count), torch.arange(beyond - count, beyond)] = True  # itself
     positions = lengths[:, None] + torch.randint(0, 5, (batch, count), device=DEVICE)
     after = torch.arange(slots, device=DEVICE) - lengths[:, None]  # [B, S]
     for row, length in enumerate(lengths.tolist()):
         k[row, :, length + beyond :] = v[row, :, length + beyond :] = torch.nan
     visible = (after < 0)[:, None] & (positions[..., None] - torch.arange(slots, device=DEVICE) < (window or 2 * slots))
-    tree = sees.gather(2, after.clamp(0, beyond - 1)[:, None].expand(-1, count, -1))
+    tree = visible_after.gather(2, after.clamp(0, beyond - 1)[:, None].expand(-1, count, -1))
     visible = torch.where(((after >= 0) & (after < beyond))[:, None], tree, visible)
-    found = tree_attention(q, k, v, lengths, sees, width**-0.5, positions, window, softcap, splits)
+    found = tree_attention(q, k, v, lengths, visible_after, width**-0.5, positions, window, softcap, splits)
     right = dense(q, k.nan_to_num(0.0), v.nan_to_num(0.0), visible, width**-0.5, softcap)
     torch.testing.assert_close(found.double(), right, atol=1e-5 if dtype == torch.float32 else 4e-3, rtol=0.0)
 

@@ -54,14 +54,14 @@ def test_a_tree_is_read_as_its_paths(family: str, told: bool) -> None:
             options = {"attention_mask": whole if len(whole) > 1 else whole.popitem()[1]}
             options[cache_argument(type(model.model))] = part
             model.model(texts[row : row + 1, :count], position_ids=ordered, **options)
-        sees = torch.eye(4, dtype=torch.bool, device=DEVICE)
-        sees[:, 0] = sees[3, 1] = True
+        visible_after = torch.eye(4, dtype=torch.bool, device=DEVICE)
+        visible_after[:, 0] = visible_after[3, 1] = True
         slots = lengths[:, None] + torch.arange(4, device=DEVICE)
         positions = lengths[:, None] + torch.tensor([0, 1, 1, 2], device=DEVICE)
         cache.set_write_slots(slots, None, 21)
-        visible = visible_slots(lengths.cpu(), sees.expand(2, -1, -1).contiguous())
+        visible = visible_slots(lengths.cpu(), visible_after.expand(2, -1, -1).contiguous())
         if told:
-            cache.text = lengths, sees.expand(2, -1, -1)
+            cache.text = lengths, visible_after.expand(2, -1, -1)
         nodes = texts.gather(1, slots)
         given = masks(visible, positions, model.config, slots)
         final, captured, _ = stack(nodes, positions, given, cache, capture=[0, 1])

@@ -154,14 +154,21 @@ def test_the_site_builds_without_a_warning_and_takes_nothing_from_elsewhere(repo
 
 
 def test_the_code_on_the_page_of_extensions_runs(repo_root: Path) -> None:
-    """In a process of its own, since it registers what it adds; the rules are then tried on a round."""
+    """In a process of its own, since it registers what it adds. Each is then tried."""
     page = (repo_root / "docs" / "internals.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page.partition("## Write your own")[2], re.DOTALL)
-    assert len(blocks) >= 4
+    assert len(blocks) >= 6
     tried = """
 import torch
 from fsd_core.divergence import divergence
+from fsd_infer.backends.choose import choose
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.drafters import NoDrafter
+from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.rules import parse_rule
+from fsd_infer.targets.target import Target
+from fsd_infer.trees.shape import parse_tree
+from tests.families import tiny_model, tiny_prompts
 from tests.loss_toys import build_loss, make_batch
 from tests.tree_rounds import assert_same, chain_round, tree_round
 losses = [build_loss(*each)(make_batch().batch()).loss for each in (("missed", {"weight": 2.0}), ("tv", {}))]
@@ -173,6 +180,15 @@ for greedy in (True, False):
         assert_same(parse_rule("near-best:1.1")(round), parse_rule("exact")(round))
         assert_same(parse_rule("my-fuzzy:0.1")(round), parse_rule("fuzzy:js:0.1")(round))
         assert_same(parse_rule("fuzzy:overlap:0.1")(round), parse_rule("fuzzy:tv:0.1")(round))
+assert choose("xpu").name == "xpu" and choose("xpu") is choose("xpu:1")
+target, prompts = Target(tiny_model("llama")), tiny_prompts()
+decoder = FuzzyDecoder(target, NoDrafter(target.vocab_size))
+for beams in (1, 2):
+    options = dict(num_beams=beams, max_new_tokens=24, do_sample=False)
+    plain = decoder.generate(prompts, **options)
+    drafted = decoder.generate(prompts, drafter=load_drafter("bigram", target), **options)
+    assert drafted.sequences == plain.sequences and drafted.stats.target_forwards < plain.stats.target_forwards
+assert load_drafter("recycle+bigram", target, parse_tree("auto")).name == "recycle+bigram"
 """
     command = [sys.executable, "-c", "\n".join(blocks) + tried]
     done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)

@@ -41,8 +41,8 @@ def one_tree(nodes: list[tuple[int, int, float]], q: bool = True) -> DraftTree:
     return tree_of((tokens, parents, scores), vocab=VOCAB, q_logits=q_logits, q_index=[q_index])
 
 
-def merge_trees(main: DraftTree, side: DraftTree, nodes: int) -> DraftTree:
-    union = union_of(main, side, depth=8)
+def merge_trees(main: DraftTree, grafted: DraftTree, nodes: int) -> DraftTree:
+    union = union_of(main, grafted, depth=8)
     return keep_nodes(union, main, select_nodes(union.scores, union.parents, 8, 0.0, nodes))
 
 
@@ -58,14 +58,14 @@ def paths(tree: DraftTree, row: int) -> dict[Path_, int]:
 
 def test_union_of_two_trees() -> None:
     main = one_tree([(0, 1, 0.6), (0, 2, 0.3), (1, 3, 0.5)])
-    side = one_tree([(0, 1, 0.5), (1, 4, 0.9), (2, 5, 0.9)], q=False)
-    tree = merge_trees(main, side, 6)
+    grafted = one_tree([(0, 1, 0.5), (1, 4, 0.9), (2, 5, 0.9)], q=False)
+    tree = merge_trees(main, grafted, 6)
     check_tree(tree)
     kept = paths(tree, 0)
     assert set(kept) == {(0,), (0, 1), (0, 2), (0, 1, 3), (0, 1, 4), (0, 1, 4, 5)}
     chance = {path: math.exp(tree.scores[0, node]) for path, node in kept.items()}
     both = 1 - 0.4 * 0.5
-    at_root, alone = both + 0.3, 0.9 * (1 - 0.5)  # of 4, which only the side drafter proposes
+    at_root, alone = both + 0.3, 0.9 * (1 - 0.5)  # of 4, which only the grafted drafter proposes
     assert chance[0, 1] == pytest.approx(both / at_root, abs=1e-5)
     assert chance[0, 2] == pytest.approx(0.3 / at_root, abs=1e-5)
     assert chance[0, 1, 4] == pytest.approx(chance[0, 1] * alone, abs=1e-5)
@@ -75,7 +75,7 @@ def test_union_of_two_trees() -> None:
         before, after = main.q_index[0, paths(main, 0)[path]], tree.q_index[0, kept[path]]
         assert torch.equal(tree.q_logits[0, after], main.q_logits[0, before])
     assert tree.q_index[0, kept[0, 1, 4]] == -1
-    assert set(paths(merge_trees(main, side, 4), 0)) == {(0,), (0, 1), (0, 1, 3), (0, 1, 4)}
+    assert set(paths(merge_trees(main, grafted, 4), 0)) == {(0,), (0, 1), (0, 1, 3), (0, 1, 4)}
 
 
 @pytest.mark.parametrize("kernel", [pytest.param(True, marks=needs_kernels), False])
@@ -86,27 +86,27 @@ def test_padding_below_padding_stays_padding(kernel: bool, monkeypatch: pytest.M
     shared = [(0, 1, 0.6), (0, 2, 0.3), (1, 3, 0.5)]
     main, padded = one_tree(shared), one_tree([*shared, (0, 5, 0.1), (4, 6, 0.1), (5, 7, 0.1)])
     padded.scores[:, 4:] = -math.inf
-    side = one_tree([(0, 1, 0.5), (1, 4, 0.9)], q=False)
-    union = union_of(padded, side, depth=8)
+    grafted = one_tree([(0, 1, 0.5), (1, 4, 0.9)], q=False)
+    union = union_of(padded, grafted, depth=8)
     assert not union.scores.isnan().any()
-    assert paths(union, 0).keys() == paths(union_of(main, side, depth=8), 0).keys()
-    torch.testing.assert_close(merge_trees(padded, side, 6).scores[:, :5], merge_trees(main, side, 5).scores)
+    assert paths(union, 0).keys() == paths(union_of(main, grafted, depth=8), 0).keys()
+    torch.testing.assert_close(merge_trees(padded, grafted, 6).scores[:, :5], merge_trees(main, grafted, 5).scores)
 
 
 @needs_kernels
 def test_the_kernel_and_torch_make_the_same_union(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = 0
     for seed in range(20):
-        main, side = tree_round(seed).tree, tree_round(seed + 100, nodes=7).tree
-        side.proposers = torch.arange(7).expand_as(side.parents)
-        compiled = union_of(main, side, depth=8, main_proposers=2)
+        main, grafted = tree_round(seed).tree, tree_round(seed + 100, nodes=7).tree
+        grafted.proposers = torch.arange(7).expand_as(grafted.parents)
+        compiled = union_of(main, grafted, depth=8, main_proposers=2)
         with monkeypatch.context() as patch:
             patch.delitem(functional.KERNELS["tree_union"], "cpu")
-            plain = union_of(main, side, depth=8, main_proposers=2)
+            plain = union_of(main, grafted, depth=8, main_proposers=2)
         torch.testing.assert_close(compiled.scores, plain.scores)
         for name in ("tokens", "parents", "proposers", "q_index"):
             assert torch.equal(getattr(compiled, name), getattr(plain, name)), name
-        both = (main.scores.exp() > 0).sum() + (side.scores[:, 1:].exp() > 0).sum()
+        both = (main.scores.exp() > 0).sum() + (grafted.scores[:, 1:].exp() > 0).sum()
         shared += int(both - (compiled.scores > -math.inf).sum())
     assert shared > 20
 
@@ -116,12 +116,12 @@ def test_the_kernel_and_torch_make_the_same_union(monkeypatch: pytest.MonkeyPatc
 def test_merged_trees_are_trees(nodes: int, reduced: bool) -> None:
     for seed in range(6):
         main = tree_round(seed, reduced=reduced).tree
-        side = tree_round(seed + 100, nodes=7).tree
+        grafted = tree_round(seed + 100, nodes=7).tree
         main.q_logits.nan_to_num_(0.0)
-        side.q_logits.nan_to_num_(0.0)
-        tree = merge_trees(main, side, nodes)
+        grafted.q_logits.nan_to_num_(0.0)
+        tree = merge_trees(main, grafted, nodes)
         check_tree(tree)
-        unions = [paths(main, row).keys() | paths(side, row).keys() for row in range(6)]
+        unions = [paths(main, row).keys() | paths(grafted, row).keys() for row in range(6)]
         for row in range(6):
             kept, ours = paths(tree, row), paths(main, row)
             assert kept.keys() <= unions[row]
@@ -147,10 +147,10 @@ def favour(tree: DraftTree, row: int, path: Path_, nodes: dict[Path_, int]) -> f
 
 @dataclass(frozen=True)
 class GraftedToy(Toy):
-    """The toy's tree with a side tree of random tokens and chances: two children of the root and one grandchild.
+    """The toy's tree with a grafted tree of random tokens and chances: two children of the root and one grandchild.
 
     Attributes:
-        wish: [contexts, V] the side's order of preference by context.
+        wish: [contexts, V] the grafted drafter's order of preference by context.
         chance: [contexts] of its first wish.
         nodes: of the merged tree.
     """

@@ -43,8 +43,8 @@ def test_a_heads_step_is_one_call_and_gives_what_its_modules_give(
     def found(width: int) -> list[Tensor]:
         cache, lengths = drafter.model.new_cache(2, 20), torch.tensor([3, 6])
         torch.manual_seed(1)
-        features, sees = torch.randn(2, 5, width).bfloat16(), torch.ones(2, 5, 5, dtype=torch.bool).tril()
-        slots, visible = cache.after_text(lengths, sees)
+        features, visible_after = torch.randn(2, 5, width).bfloat16(), torch.ones(2, 5, 5, dtype=torch.bool).tril()
+        slots, visible = cache.after_text(lengths, visible_after)
         made = drafter.step(cache, visible, tokens, features, slots, vocabulary)
         return [*made, *cache.keys_and_values(head.stack.key_heads, head.stack.width, torch.bfloat16)]
 

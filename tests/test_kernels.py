@@ -181,10 +181,10 @@ def test_the_kernels_layers_of_a_head_are_those_of_torch(first: bool) -> None:
     owner = EagleHead(config).to(torch.bfloat16)
     stack = prepare(owner)
     assert isinstance(stack, CpuStack)
-    count, sees = 9, torch.rand(2, 9, 9).gt(0.3) | torch.eye(9, dtype=torch.bool)
+    count, visible_after = 9, torch.rand(2, 9, 9).gt(0.3) | torch.eye(9, dtype=torch.bool)
     slots = torch.stack([torch.randperm(20)[:count] for _ in range(2)])
     visible = torch.zeros(2, count, 20, dtype=torch.bool)
-    visible.scatter_(2, slots[:, None].expand(-1, count, -1), sees)
+    visible.scatter_(2, slots[:, None].expand(-1, count, -1), visible_after)
     positions, embeds, x = torch.randint(0, 700, (2, count)), *torch.randn(2, 2, count, 128).bfloat16()
 
     def cache() -> SlotCache:

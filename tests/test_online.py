@@ -214,7 +214,7 @@ def test_a_head_drafts_beyond_a_short_copy_and_not_beside_a_long_one(copy: tuple
     shape, scores = choice.choose(1), [0.0, *accumulate(map(math.log, copy))]
     assert shape.prices is not None
     copied = tree_of(([0] * len(scores), [0, *range(len(copy))], scores), vocab=1)
-    assert PricedGrowth(replace(shape, prices=shape.prices.beside_side_tree(copied)), 1).starts() is drafts
+    assert PricedGrowth(replace(shape, prices=shape.prices.beside(copied)), 1).starts() is drafts
 
 
 def test_a_text_without_copies_leaves_the_heads_drafts_alone() -> None:
@@ -228,11 +228,11 @@ def test_a_text_without_copies_leaves_the_heads_drafts_alone() -> None:
     )
 
 
-SIDES = [(0.5, 0.0, 0.25), (0.5, 1.0, 1.0), (0.0, 0.9, 1.0), (2.0, 0.2, 0.25)]
+GRAFTS = [(0.5, 0.0, 0.25), (0.5, 1.0, 1.0), (0.0, 0.9, 1.0), (2.0, 0.2, 0.25)]
 
 
-@pytest.mark.parametrize(("side_ms", "right", "share"), SIDES)
-def test_a_grafted_drafter_is_asked_where_its_drafts_pay(side_ms: float, right: float, share: float) -> None:
+@pytest.mark.parametrize(("grafted_ms", "right", "share"), GRAFTS)
+def test_a_grafted_drafter_is_asked_where_its_drafts_pay(grafted_ms: float, right: float, share: float) -> None:
     """Rounds of 5 ms: 0.5 ms for nothing do not pay, nor 2 ms for a fifth of a token. It is asked again for a copy."""
     choice, asked = policy_of(PolicyStore(PRIORS["avx512 blocks"])), list[bool]()
     drafts = tree_of(([0, 1], [0, 0], [0.0, math.log(0.5)]), vocab=2)
@@ -241,13 +241,13 @@ def test_a_grafted_drafter_is_asked_where_its_drafts_pay(side_ms: float, right: 
     def decode(rounds: int, hits: float) -> float:
         for number in range(rounds):
             growth, nodes = PricedGrowth(choice.choose(1), 1), 1
-            growth.asked_side = growth.prices.asks_side
-            asked.append(growth.asked_side)
-            if growth.asked_side:
-                growth.side_seconds = side_ms / 1e3
+            growth.asked_grafted = growth.prices.asks_grafted
+            asked.append(growth.asked_grafted)
+            if growth.asked_grafted:
+                growth.grafted_seconds = grafted_ms / 1e3
                 nodes = growth.choose(drafts).shape[1]
             accepted = int(nodes > 1 and int((number + 1) * hits) > int(number * hits))
-            seconds = growth.side_seconds + 1e-4, 5e-3 * (1 + 0.07 * (nodes - 1)), 1e-4
+            seconds = growth.grafted_seconds + 1e-4, 5e-3 * (1 + 0.07 * (nodes - 1)), 1e-4
             choice.update(TreeReport(growth, [[0, accepted]], [accepted], seconds))
         return mean(asked[-rounds // 2 :])
 

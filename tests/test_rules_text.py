@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 
 from fsd_core.errors import FsdError
+from fsd_infer.drafters.base import NoDrafter
 from fsd_infer.drafters.free import FreeDrafter
+from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.recycle import RecycleDrafter
 from fsd_infer.drafters.session import DraftSession
+from fsd_infer.engine.drafts import FirstChoiceStats
+from fsd_infer.engine.stats import RowRecord
 from fsd_infer.rules import (
     Exact,
     Fuzzy,
@@ -161,3 +165,12 @@ def test_a_session_written_with_former_names_works(monkeypatch: pytest.MonkeyPat
     assert Bigrams.context_length == 2
     with pytest.warns(FutureWarning, match=r"RecycleDrafter\(most=\.\.\.\) works until .*: it is now max_contexts"):
         assert RecycleDrafter(9, least=0.1, most=3).max_contexts == 3  # type: ignore[call-arg]
+    with pytest.warns(FutureWarning) as said:
+        grafted = GraftedDrafter(NoDrafter(9), side=RecycleDrafter(9), nodes=2)  # type: ignore[call-arg]
+        assert grafted.side is grafted.grafted  # type: ignore[attr-defined]
+        assert RowRecord([1]).finish(1.0, [2], ()).new_tokens == 1  # type: ignore[attr-defined]
+        assert FirstChoiceStats({"head": [[0.5]]}).regrets() == {"head": [[0.5]]}  # type: ignore[attr-defined]
+    assert [str(each.message).split(" works")[0] for each in said] == [
+        "GraftedDrafter(side=...)", "GraftedDrafter.side", "RowRecord.finish",
+        "FirstChoiceStats.regrets",
+    ]  # fmt: skip

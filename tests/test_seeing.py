@@ -20,16 +20,16 @@ from fsd_core.errors import FsdError, ModelLoadError
 from fsd_core.tensors import to_device
 from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.cli.main import main
-from fsd_infer.decoder.seen import encode_seen, shows_images
+from fsd_infer.decoder.image_prompts import encode_with_images, shows_images
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters import NoDrafter
 from fsd_infer.engine import Request, decode
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.app import Limits, make_app
+from fsd_infer.targets.image_inputs import ImageInput, read_with_images
 from fsd_infer.targets.kinds import auto_class
 from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.prefixes import PrefixCache
-from fsd_infer.targets.sight import Sight, read_seen
 from tests.covering import fast_only
 from tests.families import drafter_of, reference
 from tests.seeing_toys import IMAGE, PROCESSORS, SEEING, an_image, save_seeing, seeing_decoder, seeing_model
@@ -65,13 +65,17 @@ def decoder_of(family: str) -> FuzzyDecoder:
 
 
 def encoded(decoder: FuzzyDecoder, messages: Any) -> tuple[list[int], Any]:
-    return encode_seen(decoder.target, messages) if shows_images(messages) else (decoder.encode(messages), None)
+    return encode_with_images(decoder.target, messages) if shows_images(messages) else (decoder.encode(messages), None)
 
 
 def expected_of(decoder: FuzzyDecoder, messages: Any, **options: Any) -> list[int]:
     """New tokens of ``generate`` for messages, as their processor encodes them."""
-    ids, sight = encoded(decoder, messages)
-    inputs = {} if sight is None else {**sight.inputs, "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+    ids, image_input = encoded(decoder, messages)
+    inputs = (
+        {}
+        if image_input is None
+        else {**image_input.inputs, "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+    )
     made = decoder.target.model.generate(torch.tensor([ids]), **{**LIMITS, **options}, **inputs)
     return made[0, len(ids) :].tolist()
 
@@ -95,12 +99,12 @@ def test_images_equal_generate(family: str) -> None:
     decoder = decoder_of(family)
     expected = [expected_of(decoder, messages) for messages in SHOWN]
     check(decoder, SHOWN, expected)
-    ids, sight = encode_seen(decoder.target, SHOWN[0])
-    assert sight is not None
+    ids, image_input = encode_with_images(decoder.target, SHOWN[0])
+    assert image_input is not None
     if family != "paligemma":  # whose toy says one token whatever it sees
         blind = decoder.generate(ids, **LIMITS).sequences[0]
         assert blind != expected[0], "the images change nothing: the comparison would be hollow"
-    inputs = {**sight.inputs, "input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))}
+    inputs = {**image_input.inputs, "input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))}
     assert decoder.generate(inputs, **LIMITS).sequences == expected[:1], "as a processor returns them"
 
 
@@ -173,13 +177,13 @@ def test_lossy_rules_and_several_answers() -> None:
 def read_on_the_host(twin: Target) -> Any:
     """What reads a prompt with images for the simulated device, where the families' own code would wait: a CPU."""
 
-    def read(target: Target, cache: SlotCache, tokens: Any, sight: Sight) -> tuple[Tensor, Tensor]:
+    def read(target: Target, cache: SlotCache, tokens: Any, image_input: ImageInput) -> tuple[Tensor, Tensor]:
         ids, count = tokens.value, tokens.shape[1]
         own, written = twin.new_cache(1, count), list[Any]()
         own.read, own.offsets, update = torch.tensor([count]), torch.zeros(1, dtype=torch.long), own.update
         own.update = lambda *given, **options: (written.append(given[:3]), update(*given, **options))[1]  # type: ignore
         twin.captured_layers = target.captured_layers
-        made = read_seen(twin, own, ids, sight)
+        made = read_with_images(twin, own, ids, image_input)
         cache.set_write_slots(torch.arange(count, device=SIM)[None], 0, count)
         for keys, values, layer in written:
             cache.update(to_device(keys, SIM), to_device(values, SIM), layer)
@@ -197,7 +201,7 @@ def test_recorded_rounds_after_images_answer_as_generate(
 ) -> None:
     """With M-RoPE, whose offsets differ by row. A second request, in another order, takes the first one's tensors."""
     decoder = decoder_of(family)
-    monkeypatch.setattr("fsd_infer.request.prompts.read_seen", read_on_the_host(Target(seeing_model(family))))
+    monkeypatch.setattr("fsd_infer.request.prompts.read_with_images", read_on_the_host(Target(seeing_model(family))))
     asked = [[encoded(decoder, messages) for messages in shown] for shown in (SHOWN, SHOWN[::-1])]
     expected = [expected_of(decoder, messages) for messages in SHOWN]
     target = Target(seeing_model(family).to(SIM), decoder.tokenizer)
@@ -205,8 +209,8 @@ def test_recorded_rounds_after_images_answer_as_generate(
     for model in (target, drafter):
         model.use_graphs(recorder)
     for pairs, answers in zip(asked, (expected, expected[::-1]), strict=True):
-        prompts, sights = zip(*pairs, strict=True)
-        request = Request(list(prompts), LIMITS["max_new_tokens"], True, sights=sights)
+        prompts, image_inputs = zip(*pairs, strict=True)
+        request = Request(list(prompts), LIMITS["max_new_tokens"], True, image_inputs=image_inputs)
         assert decode(target, drafter, parse_rule("exact"), request).sequences == answers
         assert target.recorded.refused is None
     assert recorder.replayed > 0
@@ -315,8 +319,8 @@ def test_names_of_marks_in_messages_are_text() -> None:
     """A user who writes the mark of an image shows none."""
     decoder = decoder_of("smolvlm")  # whose processor looks up characters
     plain, marked = turn(an_image(1), "what is it"), turn(an_image(1), "what <image> is <|end|> it")
-    counts = [encode_seen(decoder.target, messages)[0].count(IMAGE) for messages in (plain, marked)]
+    counts = [encode_with_images(decoder.target, messages)[0].count(IMAGE) for messages in (plain, marked)]
     assert counts == [4, 4]
-    ids = encode_seen(decoder.target, marked)[0]
+    ids = encode_with_images(decoder.target, marked)[0]
     assert "what <image> is <|end|> it" in decoder.tokenizer.decode(ids)
     assert decoder.generate("what is it", images=an_image(1), **LIMITS).sequences[0] == expected_of(decoder, plain)

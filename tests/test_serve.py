@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.serving.app import Limits, make_app
-from fsd_infer.serving.batcher import Batcher, ServedRequest, UnavailableError
+from fsd_infer.serving.batcher import AnswerJob, Batcher, UnavailableError
 from tests.serve_toys import CHAT, COMPLETIONS, LIMITS, asked, events, make_job, streamed
 from tests.test_adapters import save_adapter
 from tests.text_toys import save_tiny_chat_target
@@ -129,7 +129,7 @@ def test_seeds_completions_and_stop_texts(client: TestClient, toy_decoder: Fuzzy
 def test_the_queue_is_bounded_and_aborted_requests_stop(toy_decoder: FuzzyDecoder) -> None:
     started, go, ended = threading.Event(), threading.Event(), threading.Event()
 
-    def slow(text: str, done: ServedRequest | None) -> None:
+    def slow(text: str, done: AnswerJob | None) -> None:
         started.set()
         assert go.wait(30)
         if done is late:
@@ -154,10 +154,10 @@ def test_the_queue_is_bounded_and_aborted_requests_stop(toy_decoder: FuzzyDecode
 
 
 def test_a_server_that_stops_ends_answers_at_once(toy_decoder: FuzzyDecoder) -> None:
-    told: list[ServedRequest] = []
+    told: list[AnswerJob] = []
     begun, queued = threading.Event(), threading.Event()
 
-    def tell(text: str, done: ServedRequest | None) -> None:
+    def tell(text: str, done: AnswerJob | None) -> None:
         if done is not None:
             told.append(done)
         elif queued.wait(60):

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from fsd_infer import FuzzyDecoder
 from fsd_infer.serving.app import make_app
-from fsd_infer.serving.fields import ChatAsked, CompletionAsked, ViewAsked
+from fsd_infer.serving.fields import ChatCompletionRequest, TextCompletionRequest, ViewRequest
 from tests.fuzzing import JUNK, NUMERALS, WORDS
 from tests.serve_toys import CHAT, COMPLETIONS, LIMITS, ask, asked
 
@@ -101,12 +101,12 @@ def test_variables_of_the_template(client: TestClient, toy_decoder: FuzzyDecoder
 @pytest.mark.parametrize(
     ("kind", "wrong"),
     [
-        (ChatAsked, {"messages": [1] * 9000}),
-        (ChatAsked, {"messages": [{}] * 8000}),
-        (ChatAsked, asked(tools=[{}] * 99)),
-        (ChatAsked, asked(**{f"field{number}": 1 for number in range(9000)})),
-        (ChatAsked, asked(logit_bias={f"a{number}": 1 for number in range(20_000)})),
-        (CompletionAsked, {"prompt": ["a"] * 9000}),
+        (ChatCompletionRequest, {"messages": [1] * 9000}),
+        (ChatCompletionRequest, {"messages": [{}] * 8000}),
+        (ChatCompletionRequest, asked(tools=[{}] * 99)),
+        (ChatCompletionRequest, asked(**{f"field{number}": 1 for number in range(9000)})),
+        (ChatCompletionRequest, asked(logit_bias={f"a{number}": 1 for number in range(20_000)})),
+        (TextCompletionRequest, {"prompt": ["a"] * 9000}),
     ],
 )
 def test_a_wrong_item_ends_the_check(kind: Any, wrong: dict[str, Any]) -> None:
@@ -162,7 +162,13 @@ def test_a_quality_is_shown_in_usage_and_metrics(client: TestClient) -> None:
     assert 'fsd_quality_bucket{le="0.99"} 0.0' in metrics and 'fsd_quality_bucket{le="1.0"} 1.0' in metrics
 
 
-NAMES = [*(CompletionAsked.model_fields | ChatAsked.model_fields), *ViewAsked.model_fields, "functions", "schema", ""]
+NAMES = [
+    *(TextCompletionRequest.model_fields | ChatCompletionRequest.model_fields),
+    *ViewRequest.model_fields,
+    "functions",
+    "schema",
+    "",
+]
 POSTS = [*[CHAT] * 4, *[COMPLETIONS] * 3, "/view/decode", "/v1/nothing"]
 GETS = ["/v1/models", "/metrics", "/health", "/", "/docs", CHAT]
 NASTY = [  # values that are well-formed for their field

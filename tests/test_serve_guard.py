@@ -16,7 +16,7 @@ from fastapi.testclient import TestClient
 
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.serving.app import Limits, make_app
-from fsd_infer.serving.batcher import Batcher, ServedRequest
+from fsd_infer.serving.batcher import AnswerJob, Batcher
 from fsd_infer.serving.gate import is_known, known_hosts
 from fsd_infer.serving.listen import Connection
 from fsd_infer.targets.prefixes import PrefixCache
@@ -81,7 +81,7 @@ def test_clients_that_leave_at_once_leave_nothing_behind(toy_decoder: FuzzyDecod
     batcher: Batcher = app.state.batcher
     started, go = threading.Event(), threading.Event()
 
-    def slow(text: str, done: ServedRequest | None) -> None:
+    def slow(text: str, done: AnswerJob | None) -> None:
         started.set()
         assert go.wait(60)
 
@@ -121,7 +121,7 @@ def test_the_key_comes_before_the_body(toy_decoder: FuzzyDecoder) -> None:
             key = {"Authorization": f"{scheme} sesame"}
             assert client.post(CHAT, json=asked(max_tokens=2), headers=key).status_code == 200
             described = client.get("/openapi.json", headers=key).json()
-            assert CHAT in described["paths"] and "ChatAsked" in described["components"]["schemas"]
+            assert CHAT in described["paths"] and "ChatCompletionRequest" in described["components"]["schemas"]
         assert {client.get(path).status_code for path in ("/openapi.json", "/metrics")} == {401}
         assert client.get("/health").status_code == 200
         assert client.get("/v1/nothing").json()["error"]["code"] == 404
@@ -222,9 +222,9 @@ def test_the_decoding_thread_outlives_what_nobody_expects(
     toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fault outside of the decoder ends its own job alone."""
-    batcher, ended, finish = Batcher(toy_decoder, max_batch=1, max_queue=4), threading.Event(), ServedRequest.finish
+    batcher, ended, finish = Batcher(toy_decoder, max_batch=1, max_queue=4), threading.Event(), AnswerJob.finish
     broken = make_job(toy_decoder, 4, lambda text, job: None)
-    monkeypatch.setattr(ServedRequest, "finish", lambda self, reason: 1 / 0 if self is broken else finish(self, reason))
+    monkeypatch.setattr(AnswerJob, "finish", lambda self, reason: 1 / 0 if self is broken else finish(self, reason))
     sound = make_job(toy_decoder, 4, lambda text, job: ended.set() if job is not None else None)
     try:
         batcher.submit([broken])

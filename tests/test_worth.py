@@ -15,8 +15,9 @@ from fsd_bench.jobs import decoding
 from fsd_bench.sweep.candidates import forecast_rules
 from fsd_bench.sweep.settings import SweepOptions
 from fsd_bench.worth import Forecast, forecast
-from fsd_bench.worth.forecasts import Shaped, fixed_coefs, learned
+from fsd_bench.worth.forecasts import fixed_coefs, learned
 from fsd_bench.worth.replay import RecordedRound, Replay, walk
+from fsd_bench.worth.result import Shaped
 from fsd_bench.worth.run import WorthOptions, brief_text, recommended, verdict, worth_text
 from fsd_bench.worth.watch import Watch
 from fsd_infer import Drafter, FsdError, FuzzyDecoder, Rule, Target, TreeShape

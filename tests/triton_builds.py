@@ -84,11 +84,20 @@ def launch_all(compiler: Compiler, widths: list[int], dtypes: list[torch.dtype],
             pool = torch.empty(2, 1, 8, 1024, width, dtype=dtype)
             for count in (1, 60):
                 query = torch.empty(1, count, 32, width, dtype=dtype)
-                sees, positions = torch.ones(1, count, count, dtype=torch.bool), torch.arange(count)[None]
+                visible_after, positions = torch.ones(1, count, count, dtype=torch.bool), torch.arange(count)[None]
                 for window, softcap in ((0, 0.0), (128, 30.0))[: 1 + most]:
                     compiler.label = f"{dtype} width {width} nodes {count} window {window}"
                     attention.tree_attention(
-                        query, pool[0], pool[1], lengths, sees, 0.1, positions, window, softcap, 8 if count == 1 else 2
+                        query,
+                        pool[0],
+                        pool[1],
+                        lengths,
+                        visible_after,
+                        0.1,
+                        positions,
+                        window,
+                        softcap,
+                        8 if count == 1 else 2,
                     )
         compiler.label = str(dtype)
         pool, angles = torch.empty(2, 1, 8, 1024, 128, dtype=dtype), torch.empty(1, 60, 128, dtype=dtype)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsd_bench import Method
-from fsd_bench.methods import METHODS, MethodKind, Spec
+from fsd_bench.methods import METHODS, MethodKind, MethodSpec
 from fsd_bench.models import Models
 from fsd_bench.process import ProcessMethod
 from fsd_core.errors import FsdError
@@ -61,12 +61,12 @@ class Peer:
     files: dict[str, str] = field(default_factory=dict)
     threads: int = os.cpu_count() or 1
 
-    def check(self, spec: Spec) -> None:
+    def check(self, spec: MethodSpec) -> None:
         if spec.argument not in self.modes:
             known = ", ".join(f"{spec.kind}:{mode}" if mode else spec.kind for mode in self.modes)
             raise FsdError(f"method {spec.text!r}: {spec.kind} is one of {known}.")
 
-    def make(self, spec: Spec, models: Models) -> Method:
+    def make(self, spec: MethodSpec, models: Models) -> Method:
         if self.python is None:
             raise Unavailable(f"method {spec.text!r} runs only in `make bench`, which installs it.")
         words = [word.format(**self.files, THREADS=self.threads) for word in self.modes[spec.argument]]

@@ -60,10 +60,7 @@ def calibrate(
             whatever :func:`.sweep` raises.
         DataError: a side without prompts, a prompt on both sides, or no reference for a promise of score.
     """
-    if not 0.5 <= confidence < 1:
-        raise FsdError(f"confidence must be at least 0.5 and below 1, got {confidence}.")
-    if len(options.temperatures) != 1:
-        raise FsdError("calibrate for one temperature at a time: a setting holds for the temperature it was tested at.")
+    _check(options, confidence)
     directory, target = _home(options)
     named = Path(usable_name(output, "the output folder"))
     calibration, verification = split(options, verify, needs_score=promise.kind == SCORE, folder=named)
@@ -80,6 +77,7 @@ def calibrate(
         "verification": _verified(options, chosen, promise, verification, folder / "verification.jsonl", progress),
     }
     levels = quality_levels(turns, settings, facts, promise, confidence, options.seed)
+    file = write_calibrated(directory, target, _stored(options, chosen, promise, evidence, levels))
     record = {
         "promise": {**asdict(promise), "text": promise.text()},
         "setting": chosen.name,
@@ -89,11 +87,17 @@ def calibrate(
         "candidates": facts,
         "options": options.to_dict(),
         "environment": environment(),
+        "file": str(file),
     }
-    setting = _stored(options, chosen, promise, evidence, levels)
-    record["file"] = str(write_calibrated(directory, target, setting))
     write_json(folder / "record.json", jsonable(record), indent=1)
     return record
+
+
+def _check(options: SweepOptions, confidence: float) -> None:
+    if not 0.5 <= confidence < 1:
+        raise FsdError(f"confidence must be at least 0.5 and below 1, got {confidence}.")
+    if len(options.temperatures) != 1:
+        raise FsdError("calibrate for one temperature at a time: a setting holds for the temperature it was tested at.")
 
 
 def _verified(

@@ -15,7 +15,7 @@ from jinja2 import Template
 from fsd_bench.base import MeasuredAnswer
 from fsd_bench.intervals import mean_text, ratio_text
 from fsd_bench.sweep.charts import Point, Series, bars, chart
-from fsd_bench.sweep.runner import At, Sweep, read_sweep
+from fsd_bench.sweep.runner import Sweep, TemperatureRuns, read_sweep
 from fsd_bench.sweep.summary import summarise, tau_by_position
 from fsd_core.errors import FsdError
 from fsd_core.files import write_text
@@ -145,7 +145,7 @@ def _shown(families: dict[str, list[str]]) -> list[tuple[str, int]]:
     return [(names[len(names) // 2], style) for style, names in enumerate(families.values())]
 
 
-def _lines(families: dict[str, list[str]], at: At) -> list[str]:
+def _lines(families: dict[str, list[str]], at: TemperatureRuns) -> list[str]:
     series, x_ticks = [], {}
     for name, style in _shown(families):
         points = []
@@ -162,7 +162,7 @@ def _lines(families: dict[str, list[str]], at: At) -> list[str]:
     return [chart(*labels, series, list(x_ticks.items()))]
 
 
-def _histograms(families: dict[str, list[str]], at: At) -> list[str]:
+def _histograms(families: dict[str, list[str]], at: TemperatureRuns) -> list[str]:
     spent = {name: [answer.divergence_spent for answer in at.answers(name)] for name, _ in _shown(families)}
     most = max((value for values in spent.values() for value in values if math.isfinite(value)), default=0.0)
     if not most:
@@ -174,7 +174,9 @@ def _histograms(families: dict[str, list[str]], at: At) -> list[str]:
     return [bars("Nats spent per answer", "nats", "share of answers", list(edges), rows)]
 
 
-def _examples(sweep: Sweep, at: At) -> list[tuple[dict[str, Any], MeasuredAnswer, list[tuple[str, MeasuredAnswer]]]]:
+def _examples(
+    sweep: Sweep, at: TemperatureRuns
+) -> list[tuple[dict[str, Any], MeasuredAnswer, list[tuple[str, MeasuredAnswer]]]]:
     """Return (prompt, exact's answer, the others by setting) of the prompts that are shown."""
     examples = []
     for turn in at.turns:

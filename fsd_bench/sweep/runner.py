@@ -109,7 +109,7 @@ def _run(
 
 
 @dataclass
-class At:
+class TemperatureRuns:
     """One temperature: what every setting answered."""
 
     temperature: float
@@ -125,7 +125,7 @@ class Sweep:
     """A sweep's file."""
 
     head: dict[str, Any]
-    at: list[At]
+    at: list[TemperatureRuns]
 
     @property
     def settings(self) -> list[str]:
@@ -148,5 +148,6 @@ def read_sweep(path: str | Path) -> Sweep:
     except (TypeError, KeyError, ValueError) as error:
         raise FsdError(f"{path} is damaged ({error}): repeat the sweep, which measures the lost answers.") from error
     groups = groups_of(len(head["prompts"]), settings.get("batch_size", 1))
-    at = [At(value, turns_of(runs, groups, settings["rules"], value)) for value in settings["temperatures"]]
+    temperatures, rules = settings["temperatures"], settings["rules"]
+    at = [TemperatureRuns(value, turns_of(runs, groups, rules, value)) for value in temperatures]
     return Sweep(head, at)

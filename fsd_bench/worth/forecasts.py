@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from fsd_bench.jobs import decoding
 from fsd_bench.worth.replay import Replay, Tally
+from fsd_bench.worth.result import Forecast, ForecastRow, Shaped
 from fsd_bench.worth.watch import YARDSTICKS, Forwards, Watch
 from fsd_core.errors import FsdError
 from fsd_infer.decoder import FuzzyDecoder
@@ -49,111 +50,11 @@ MATCHING = (
     "tilted:match_temperature=0.8",
 )  # at temperature 0
 EXACT = {Draws.NONE: Exact(draw=False), Draws.TREE: Exact(), Draws.CHAIN: Exact(block=True)}  # on drafts drawn so
-COSTS = (0.05, 0.1, 0.2, 0.4, 1.0)  # of a drafted token, in target forwards
 DEPTH = 12  # of the chain that is decoded with
 LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12)
 STOP = 0.3
 DEEP_TREE = TreeShape(depth=8, width=4, nodes=24)
 TREES = ((1, 4), (2, 6), (3, 8), (4, 8), (4, 12), (5, 12), (5, 16), (6, 9), (6, 16), (8, 9), (8, 12), (8, 16), (8, 24))
-
-
-@dataclass(frozen=True)
-class Shaped:
-    """A rule with a shape.
-
-    Attributes:
-        tau: tokens per target forward.
-        nats: nats per token, as rules count them.
-        lossy: share of tokens that only another distribution than the target's lets through.
-        depth, nodes: mean depth and size of the trees, the root counted.
-        seconds: seconds per round, by this run's clock.
-    """
-
-    shape: TreeShape
-    tau: float
-    nats: float
-    lossy: float
-    depth: float
-    nodes: float
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tau / self.seconds
-
-    def per_cost(self, cost: float) -> float:
-        """Return tokens per target forward's worth of work. A drafted token costs ``cost`` forwards, nodes nothing."""
-        return self.tau / (1 + cost * self.depth)
-
-
-@dataclass(frozen=True)
-class ForecastRow:
-    """A rule on all shapes.
-
-    Attributes:
-        best: the fastest shape.
-        tokens, speed: tokens per forward and speed there, as multiples of exact's on its fastest shape.
-    """
-
-    rule: str
-    shapes: list[Shaped]
-    best: Shaped
-    tokens: float
-    speed: float
-
-    def per_cost(self, cost: float) -> float:
-        return max(each.per_cost(cost) for each in self.shapes)
-
-
-@dataclass
-class Forecast:
-    """What rules are worth with a drafter.
-
-    Attributes:
-        rows: exact first, then from the cheapest rule per token to the dearest.
-        drafts: of the drafter's first choices, see :meth:`.FirstChoiceStats.summary`.
-        yardsticks: by temperature, nats per token that the target's own samples spend, counted as at temperature 0.
-        decoded: shape of the run with exact.
-        tau, rounds: measured τ of that run, and its number of rounds.
-        temperature: of the request.
-        forwards: seconds of a target forward by number of nodes.
-        draft_step, rest: seconds of a drafted depth, and of everything else in a round.
-    """
-
-    rows: list[ForecastRow]
-    drafts: dict[str, Any]
-    yardsticks: dict[str, float]
-    decoded: TreeShape
-    tau: float
-    rounds: int
-    temperature: float
-    forwards: dict[str, float]
-    draft_step: float
-    rest: float
-
-    @property
-    def exact(self) -> ForecastRow:
-        return self.rows[0]
-
-    def row(self, rule: str) -> ForecastRow:
-        """Return the row of a rule. Raises KeyError for a rule that was not replayed."""
-        return {row.rule: row for row in self.rows}[rule]
-
-    def frontier(self, most_nats: float = float("inf")) -> list[ForecastRow]:
-        """Return the rules faster than exact and than every cheaper rule, from cheap to dear."""
-        found, fastest = [], 1.0
-        for row in self.rows[1:]:
-            if row.speed > fastest and row.best.nats <= most_nats:
-                found.append(row)
-                fastest = row.speed
-        return found
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the forecast as JSON values."""
-        made = asdict(self)
-        for row, facts in zip(self.rows, made["rows"], strict=True):
-            facts["per_cost"] = {f"{cost:g}": row.per_cost(cost) for cost in COSTS}
-        return made
 
 
 def deep_drafter(drafter: Drafter) -> TreeDrafter:
@@ -214,36 +115,47 @@ def forecast(
     if not prompts:
         raise FsdError("no prompts: give at least one.")
     deep = deep_drafter(decoder.drafter if drafter is None else drafter)
-    shapes = _shapes(deep.shape)
-    tried = _rules([*(RULES if usual else ()), *(MATCHING if usual and not temperature else ()), *rules], temperature)
+    tried = _tried(rules, usual, temperature)
     matching = {} if temperature else _matching(tried)
     fixed = dict.fromkeys([*(rule for rule in tried if rule not in matching), *chain(*map(fixed_coefs, matching))])
-    eos = decoder.target.model.generation_config.eos_token_id
-    replays = _replays(fixed, shapes, frozenset([eos] if isinstance(eos, int) else eos or ()), temperature)
+    replays = _replays(fixed, _shapes(deep.shape), frozenset(decoder.target.eos_token_ids), temperature)
     temperatures = dict.fromkeys([*YARDSTICKS, *matching.values()], 0.0)
     exact = next(iter(replays))  # from whose rounds come the facts about decoding
     watch = Watch(replays[exact].add, temperature, max_new_tokens, torch.Generator().manual_seed(seed), temperatures)
-    options = {
-        "drafter": deep,
-        "callbacks": [watch],
-        "apply_chat_template": chat,
-        **decoding(temperature, max_new_tokens),
-    }
+    options = {"drafter": deep, "callbacks": [watch], "apply_chat_template": chat}
+    options |= decoding(temperature, max_new_tokens)
     decoded = _decode(decoder, prompts, replays, watch, seed, options, progress)
     forwards = Forwards(decoder.target, decoded.length // len(prompts), deep.max_nodes)
-    step, rest = watch.draft_seconds / max(watch.steps, 1), decoded.rest / decoded.rounds
+    seconds = _RoundSeconds(forwards, watch.draft_seconds / max(watch.steps, 1), decoded.rest / decoded.rounds)
     spent = {t: nats / watch.contexts for t, nats in watch.spent.items()}
-    found: dict[Rule, list[Shaped]] = {}
-    for (rule, shape), tally in chain(*(replay.tallies.items() for replay in replays.values())):
-        found.setdefault(rule, []).append(_shaped(shape, tally, forwards, step, rest))
-    cells = {rule: found[rule] for rule in tried if rule in found}
-    cells |= {rule: learned(rule, spent[t], found) for rule, t in matching.items()}
+    found = _by_rule(replays.values(), seconds)
+    shaped = {rule: found[rule] for rule in tried if rule in found}
+    shaped |= {rule: learned(rule, spent[t], found) for rule, t in matching.items()}
     return Forecast(
-        _rows({tried[rule]: shaped for rule, shaped in cells.items()}), decoded.drafts.summary(),
-        {f"{t:g}": spent[t] for t in YARDSTICKS}, deep.shape, decoded.emitted / decoded.rounds, decoded.rounds,
-        temperature,
-        {str(count): seconds for count, seconds in zip(forwards.counts, forwards.seconds)}, step, rest,
-    )  # fmt: skip
+        rows=_rows({tried[rule]: of_rule for rule, of_rule in shaped.items()}),
+        drafts=decoded.drafts.summary(),
+        yardsticks={f"{t:g}": spent[t] for t in YARDSTICKS},
+        decoded=deep.shape,
+        tau=decoded.emitted / decoded.rounds,
+        rounds=decoded.rounds,
+        temperature=temperature,
+        forwards={str(count): taken for count, taken in zip(forwards.counts, forwards.seconds)},
+        draft_step=seconds.draft_step,
+        rest=seconds.rest,
+    )
+
+
+@dataclass(frozen=True)
+class _RoundSeconds:
+    """Seconds of a target forward by its nodes, of a drafted depth, and of everything else in a round."""
+
+    forwards: Forwards
+    draft_step: float
+    rest: float
+
+    def of(self, depth: float, nodes: float) -> float:
+        """Return the seconds of a round that drafts ``depth`` deep and verifies ``nodes`` nodes."""
+        return depth * self.draft_step + self.forwards.at(nodes) + self.rest
 
 
 @dataclass
@@ -258,7 +170,7 @@ class _Decoded:
 
     def add(self, stats: GenerationStats, prompt: int) -> None:
         """Add an answer. ``prompt``: tokens of its prompt."""
-        self.drafts.merge(stats.drafts.regrets())
+        self.drafts.merge(stats.drafts.gaps())
         self.emitted += stats.new_tokens - 1
         self.rounds += stats.target_forwards
         self.rest += stats.phases.get("rule", 0.0) + stats.phases.get("cache", 0.0)
@@ -291,9 +203,10 @@ def _decode(
     return decoded
 
 
-def _rules(rules: Sequence[str | Rule], temperature: float) -> dict[Rule, str]:
-    """Return the names of exact and of the rules that can be forecast."""
-    made = {parse_rule(rule): rule if isinstance(rule, str) else rule.name for rule in ("exact", *rules)}
+def _tried(rules: Sequence[str | Rule], usual: bool, temperature: float) -> dict[Rule, str]:
+    """Return the rules that can be forecast, exact first, with their names. ``usual``: as of :func:`forecast`."""
+    listed = ["exact", *(RULES if usual else ()), *(MATCHING if usual and not temperature else ()), *rules]
+    made = {parse_rule(rule): rule if isinstance(rule, str) else rule.name for rule in listed}
     return {rule: name for rule, name in made.items() if temperature == 0 or not rule.greedy_only}
 
 
@@ -316,12 +229,25 @@ def _matching(rules: Iterable[Rule]) -> dict[Tilted, float]:
     }
 
 
-def _shaped(shape: TreeShape, tally: Tally, forwards: Forwards, step: float, rest: float) -> Shaped:
+def _by_rule(replays: Iterable[Replay], seconds: _RoundSeconds) -> dict[Rule, list[Shaped]]:
+    """Return what each rule does with each shape."""
+    found: dict[Rule, list[Shaped]] = {}
+    for (rule, shape), tally in chain(*(replay.tallies.items() for replay in replays)):
+        found.setdefault(rule, []).append(_shaped(shape, tally, seconds))
+    return found
+
+
+def _shaped(shape: TreeShape, tally: Tally, seconds: _RoundSeconds) -> Shaped:
     depth, nodes = tally.depths / tally.rounds, tally.nodes / tally.rounds
     return Shaped(
-        shape, tally.tokens / tally.rounds, tally.nats / tally.tokens, tally.lossy / tally.tokens, depth, nodes,
-        depth * step + forwards.at(nodes) + rest,
-    )  # fmt: skip
+        shape=shape,
+        tau=tally.tokens / tally.rounds,
+        nats=tally.nats / tally.tokens,
+        lossy=tally.lossy / tally.tokens,
+        depth=depth,
+        nodes=nodes,
+        seconds=seconds.of(depth, nodes),
+    )
 
 
 def fixed_coefs(rule: Tilted) -> list[Rule]:

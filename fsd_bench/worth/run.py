@@ -10,7 +10,8 @@ from typing import Any
 
 from fsd_bench.models import ModelOptions
 from fsd_bench.prompts import Encoder, encode_rows, spread_rows
-from fsd_bench.worth.forecasts import COSTS, Forecast, ForecastRow, forecast
+from fsd_bench.worth.forecasts import forecast
+from fsd_bench.worth.result import COSTS, Forecast, ForecastRow
 from fsd_core.errors import FsdError
 from fsd_core.tables import number, percent, table
 from fsd_infer.decoder import FuzzyDecoder

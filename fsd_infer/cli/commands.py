@@ -210,7 +210,7 @@ def serve(args: argparse.Namespace) -> int:
     from fsd_infer.serving.jobs import MOST_WITH_IMAGES
     from fsd_infer.serving.listen import check_free
     from fsd_infer.serving.listen import serve as serve_app
-    from fsd_infer.targets.sight import placeholders_of
+    from fsd_infer.targets.image_inputs import placeholders_of
 
     key = checked_key(os.environ.get("FSD_API_KEY", ""))  # before the models load
     check_free(args.host, args.port)

@@ -20,7 +20,7 @@ from fsd_infer.decoder.config import FuzzyOptions, RuntimeConfig, request_config
 from fsd_infer.decoder.prompts import Prompt, PromptEncoder, from_keywords
 from fsd_infer.decoder.recording import record_rounds
 from fsd_infer.decoder.requests import decode_request, ending, prepare
-from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
+from fsd_infer.device.cuda_graphs import CudaRecorder, GraphRecorder
 from fsd_infer.device.memory import release_freed
 from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.forced import ForcedDrafter
@@ -82,7 +82,7 @@ class FuzzyDecoder:
         self.target = target
         self.drafter = drafter
         self.backend = choose(target.device)
-        self._recorder: Recorder | None = None
+        self._recorder: GraphRecorder | None = None
         self._prompts = PromptEncoder(target)
 
     def __repr__(self) -> str:
@@ -149,7 +149,7 @@ class FuzzyDecoder:
         _say_what_is_left_out(wrapped)
         return decoder
 
-    def use_graphs(self, recorder: Recorder | None = None) -> None:
+    def use_graphs(self, recorder: GraphRecorder | None = None) -> None:
         """Record whole rounds as CUDA graphs and replay them, see :mod:`fsd_infer.engine.capture`.
 
         Launching the operations of a round takes the host longer than the GPU computes; a replay is one launch.
@@ -283,7 +283,7 @@ class FuzzyDecoder:
             config, options = request_config(given, options)
             with self.target.lock, self.target.adapted(config.adapter):
                 padding, eos = self._special_tokens(given, options)
-                ids, sights = self._prompts.encode_all(prompts, padding, images, config.apply_chat_template)
+                ids, image_inputs = self._prompts.encode_all(prompts, padding, images, config.apply_chat_template)
                 drafter, guide = self.drafter if drafter is None else drafter, Guide.of(config.guide)
                 followed = None if guide is None else self._follow(guide, ids, eos)
                 if followed is not None:
@@ -291,8 +291,10 @@ class FuzzyDecoder:
                     drafter = _forced(drafter, followed, options.get("num_beams") or getattr(given, "num_beams", None))
                 request, complete = prepare(self.target, ids, given, options)
                 request.callbacks = callbacks
-                if any(sights):
-                    request.sights = [sight for sight in sights for _ in range(len(request.prompts) // len(ids))]
+                if any(image_inputs):
+                    request.image_inputs = [
+                        image_input for image_input in image_inputs for _ in range(len(request.prompts) // len(ids))
+                    ]
                 outcome = decode_request(self.target, drafter, config, request, complete, streamer)
                 if followed is not None:
                     followed.check(outcome.sequences)

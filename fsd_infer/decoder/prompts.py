@@ -12,9 +12,9 @@ from fsd_core.errors import FsdError
 from fsd_core.registry import is_whole
 from fsd_core.text.encoding import encode_chat, encode_text, need_tokenizer
 from fsd_infer.decoder.config import FuzzyConfig
-from fsd_infer.decoder.seen import encode_seen, per_prompt, prepared_sight, shows_images
+from fsd_infer.decoder.image_prompts import encode_with_images, per_prompt, prepared_image_input, shows_images
 from fsd_infer.request.options import ARGUMENTS
-from fsd_infer.targets.sight import Sight
+from fsd_infer.targets.image_inputs import ImageInput
 from fsd_infer.targets.target import Target
 
 log = logging.getLogger(__name__)
@@ -31,25 +31,25 @@ class PromptEncoder:
 
     def encode_all(
         self, prompts: Any, padding: int | None, images: Any, apply_chat_template: bool | None
-    ) -> tuple[list[list[int]], list[Sight | None]]:
+    ) -> tuple[list[list[int]], list[ImageInput | None]]:
         """Return each prompt's ids, and its images if it has any; arguments as of :meth:`.FuzzyDecoder.generate`."""
         given = listed(prompts, padding)
         shown = per_prompt(images, len(given))
-        made: list[tuple[list[int], Sight | None]] = [
-            encode_seen(self.target, prompt, own, apply_chat_template)
-            if own and not isinstance(own, Sight) or shows_images(prompt)
+        made: list[tuple[list[int], ImageInput | None]] = [
+            encode_with_images(self.target, prompt, own, apply_chat_template)
+            if own and not isinstance(own, ImageInput) or shows_images(prompt)
             else (self.encode(prompt, apply_chat_template), own or None)
             for prompt, own in zip(given, shown, strict=True)
         ]
         if isinstance(prompts, Mapping) and len(prompts) > 1:  # what a processor returns
-            sight = prepared_sight(self.target, prompts, [ids for ids, _ in made])
-            made = made if sight is None else [(made[0][0], sight)]
-        return [ids for ids, _ in made], [sight for _, sight in made]
+            image_input = prepared_image_input(self.target, prompts, [ids for ids, _ in made])
+            made = made if image_input is None else [(made[0][0], image_input)]
+        return [ids for ids, _ in made], [image_input for _, image_input in made]
 
     def encode(self, prompt: Prompt, apply_chat_template: bool | None = None, images: Sequence[Any] = ()) -> list[int]:
         """See :meth:`.FuzzyDecoder.encode`."""
         if images or shows_images(prompt):
-            return encode_seen(self.target, prompt, images, apply_chat_template)[0]
+            return encode_with_images(self.target, prompt, images, apply_chat_template)[0]
         if isinstance(prompt, str):
             return self._encode_text(prompt, apply_chat_template)
         if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):

@@ -28,7 +28,7 @@ class CanGenerate(Protocol):
     def generate(self) -> Callable[..., Any]: ...
 
 
-class _Few(Callback):
+class _StopAfterRounds(Callback):
     """Ends all answers after a few rounds."""
 
     reads_tensors = False
@@ -62,7 +62,7 @@ def record_rounds(decoder: CanGenerate, sizes: Sequence[Size], **options: Any) -
         if context is not None and tokens > context:
             raise FsdError(f"record={rows}x{tokens}: {target.name} has a context of {context} tokens: give fewer.")
         prompts = [[0]] * rows
-        decoder.generate(prompts, max_new_tokens=tokens - 1, callbacks=[_Few()], **told)
+        decoder.generate(prompts, max_new_tokens=tokens - 1, callbacks=[_StopAfterRounds()], **told)
     named = ", ".join(f"{rows}x{tokens}" for rows, tokens in sizes)
     seconds, recorded = time.perf_counter() - start, target.recorded
     if recorded is None or recorded.refused is not None:

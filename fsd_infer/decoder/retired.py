@@ -66,5 +66,5 @@ class _Functions(Streaming):
         super().__init__(**functions)
         self._ends = ends
 
-    def on_token(self, row: int, token: int) -> str | None:
-        return None if self._ends is None else self._ends(row, token)
+    def on_token(self, prompt_index: int, token: int) -> str | None:
+        return None if self._ends is None else self._ends(prompt_index, token)

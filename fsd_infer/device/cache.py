@@ -136,7 +136,8 @@ class SlotCache(Cache):
         self.positions: Tensor | None = None
         self.prefilled: Tensor | None = None
         self.offsets: Tensor | None = None
-        self.text: tuple[Tensor, Tensor] | None = None  # as after_text() was given them: lengths [B] and sees [B, M, E]
+        # lengths [B] and visible_after [B, M, E], as after_text() was given them
+        self.text: tuple[Tensor, Tensor] | None = None
         self.window = slots
         self._layered: dict[tuple[str, int, int, torch.dtype], Tensor] = {}  # see layered()
         super().__init__(layers=[_SlotLayer(self, index) for index in range(self.num_layers)])
@@ -202,20 +203,20 @@ class SlotCache(Cache):
         self.slots, self.start, self.used, self.positions = slots, start, used, positions
         self.text = self.recurrent.branches = self.recurrent.counts = None
 
-    def after_text(self, lengths: Tensor, sees: Tensor, depth: int | None = None) -> tuple[Tensor, Tensor]:
+    def after_text(self, lengths: Tensor, visible_after: Tensor, depth: int | None = None) -> tuple[Tensor, Tensor]:
         """Set the write slots of new tokens that follow the texts, such as the nodes of a tree.
 
         Args:
             lengths: [B] slots of each row's text.
-            sees: [B, M, E] bool; whether token i may attend to the e-th slot after the text. The new tokens are written
-                to the last M of these E slots.
+            visible_after: [B, M, E] bool; whether token i may attend to the e-th slot after the text. The new tokens
+                are written to the last M of these E slots.
             depth: at least the depth of the deepest token, as far as the host knows.
 
         Returns:
             The slots [B, M], and [B, M, S] bool, which of all slots each new token may attend to. On a CPU S is as
             small as possible, elsewhere it is :attr:`window`, so that nothing is read on the host.
         """
-        new, extra = sees.shape[1:]
+        new, extra = visible_after.shape[1:]
         start, used = None, self.window
         if lengths.device.type == "cpu":
             used = int(lengths.max()) + extra
@@ -225,9 +226,9 @@ class SlotCache(Cache):
         else:
             slots = torch.arange(start, used)[None]
         self.set_write_slots(slots, start, used)
-        self.text = lengths, sees
-        self.recurrent.branches = Branches(sees, new - 1 if depth is None else depth)
-        return slots, visible_slots(lengths, sees, used)
+        self.text = lengths, visible_after
+        self.recurrent.branches = Branches(visible_after, new - 1 if depth is None else depth)
+        return slots, visible_slots(lengths, visible_after, used)
 
     def in_text(self, starts: Tensor, count: int, used: int | None = None) -> tuple[Tensor, Tensor]:
         """Set the write slots of ``count`` tokens of each text, from slots ``starts`` [B], which attend causally.

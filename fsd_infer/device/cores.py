@@ -138,7 +138,7 @@ class Team:
         self._outer: int | None = getattr(_here, "limit", None)
         if self._cores is not None and self._outer is None:
             self._cores.enter()
-            self.fit()
+            self.fit_to_free_cores()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -147,7 +147,7 @@ class Team:
             self._use(self._asked)
             _here.limit = None
 
-    def fit(self) -> None:
+    def fit_to_free_cores(self) -> None:
         """Use as many threads as there are cores for. Called before each round."""
         if self._cores is None or self._outer is not None:
             return

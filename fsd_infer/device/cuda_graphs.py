@@ -25,7 +25,7 @@ Outputs = tuple[Tensor, ...]
 
 # Runs a function of no arguments twice, records its launches the second time, and returns what it returned then and a
 # function that replays the launches, which updates these outputs in place. The generator, if any, makes its draws.
-Recorder = Callable[[Callable[[], Outputs], torch.Generator | None], tuple[Outputs, Callable[[], Any]]]
+GraphRecorder = Callable[[Callable[[], Outputs], torch.Generator | None], tuple[Outputs, Callable[[], Any]]]
 
 
 def shared_slots(slots: int) -> int:
@@ -73,7 +73,7 @@ class CachedModel(Renamed, ABC):
     """
 
     former_members = {"held_bytes": "shared_cache_bytes"}
-    recorder: Recorder | None = None
+    recorder: GraphRecorder | None = None
     recorded: Any = None
     cache_config: Any
     device: torch.device
@@ -82,7 +82,7 @@ class CachedModel(Renamed, ABC):
     def _read_one(self, cache: SlotCache, visible: Tensor, zero: Tensor) -> None:
         """Run the model over a single token, with ``zero`` [1, 1] as its id and its position."""
 
-    def use_graphs(self, recorder: Recorder | None) -> None:
+    def use_graphs(self, recorder: GraphRecorder | None) -> None:
         """Record rounds with this model, or no more. Its keys and values then lie in memory that requests share."""
         self.recorder, self.recorded = recorder, None
 

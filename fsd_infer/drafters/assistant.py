@@ -35,7 +35,7 @@ from fsd_infer.trees.shape import TreeShape
 DEPTH = 64  # most tokens to draft; one step is used again at every depth
 
 
-class Source(NamedTuple):
+class KeyValueSource(NamedTuple):
     """Where the assistant's layers of one type find keys and values: the target's layer and its type's window."""
 
     kind: str
@@ -46,7 +46,7 @@ class Source(NamedTuple):
 class AssistantModel(FeatureReader):
     """An assistant whose cache slot i holds the target's keys and values of position i, a layer for each type."""
 
-    def __init__(self, head: Any, target: Target, sources: list[Source]) -> None:
+    def __init__(self, head: Any, target: Target, sources: list[KeyValueSource]) -> None:
         self.head, self.target, self.device, self.sources = head, target, target.device, sources
         self.cache_config = SimpleNamespace(num_hidden_layers=len(sources))
         self._rotary: Any = _text_model(target).rotary_emb
@@ -182,7 +182,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
 
 
-def _sources(head: Any, target: Target) -> list[Source]:
+def _sources(head: Any, target: Target) -> list[KeyValueSource]:
     """Return the target's layers whose keys the assistant reads. Raises ModelLoadError if it cannot."""
     own, theirs, said = (
         head.config.get_text_config(),
@@ -211,5 +211,5 @@ def _sources(head: Any, target: Target) -> list[Source]:
             raise ModelLoadError(
                 f"{said}: for {kind} it reads {sizes[0]} key heads and widths, the target has {sizes[1]}."
             )
-        found.append(Source(kind, stores[0], own.sliding_window if kind == "sliding_attention" else None))
+        found.append(KeyValueSource(kind, stores[0], own.sliding_window if kind == "sliding_attention" else None))
     return found

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fsd_core.former import Renamed
 from fsd_core.registry import Registry
-from fsd_infer.device.cuda_graphs import Recorder
+from fsd_infer.device.cuda_graphs import GraphRecorder
 from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree
@@ -143,7 +143,7 @@ class Drafter(Renamed, ABC):
         """Bytes of earlier requests' caches, as :attr:`Target.shared_cache_bytes`; by default those of the parts."""
         return sum(part.shared_cache_bytes for part in self.parts)
 
-    def use_graphs(self, recorder: Recorder | None) -> None:
+    def use_graphs(self, recorder: GraphRecorder | None) -> None:
         """Run its models by recorded CUDA graphs, as :meth:`Target.use_graphs`; by default those of the parts."""
         for part in self.parts:
             part.use_graphs(recorder)

@@ -157,17 +157,21 @@ class FreeDrafter(Drafter):
 class FreeSession(DraftSession):
     """A session of a :class:`FreeDrafter`, whose tables hold what may follow each text. All its state is the host's.
 
+    Args:
+        drafter: of the session.
+        first_tokens: as for :meth:`Drafter.start`.
+        request: as for :meth:`Drafter.start`.
+
     Attributes:
         tails: the last tokens of each text, as many as :attr:`FreeDrafter.context_length`.
     """
 
     former_members = {"places": "states"}
-    drafter: FreeDrafter
     needs_report = True
     _host_inputs: Tensor | None = None  # the trees of recorded rounds
 
-    def __init__(self, first_tokens: Tensor, request: DraftRequest) -> None:
-        self.device, self.shape = request.device, request.shape
+    def __init__(self, drafter: FreeDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
+        self.drafter, self.device, self.shape = drafter, request.device, request.shape
         self.tails: list[list[int]] = first_tokens[:, None].tolist()
 
     @abstractmethod

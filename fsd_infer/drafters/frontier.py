@@ -25,7 +25,7 @@ NO_SUCCESSORS: Successors = ([], [])
 class ForwardInputs(NamedTuple):
     """The arguments of a forward over M nodes of each row: all [B, M], ``visible`` [B, M, S] bool."""
 
-    numbers: Tensor
+    nodes: Tensor
     tokens: Tensor
     positions: Tensor
     visible: Tensor
@@ -40,7 +40,7 @@ class Frontier:
 
     Attributes:
         tokens: [B][N] token ids.
-        parents: [B][N] number of each node's parent; the root's is 0.
+        parents: [B][N] index of each node's parent; the root's is 0.
         lengths: [B] tokens of each text, the root included.
         read: [B] number of leading nodes that the target had read when the round began.
         features: [B, R, F] the target's features at these nodes.

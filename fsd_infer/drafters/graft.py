@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fsd_core import functional
 from fsd_core.errors import FsdError
+from fsd_core.former import former_keywords
 from fsd_infer.drafters.base import DRAFTERS, Drafter
 from fsd_infer.drafters.free import likeliest_of
 from fsd_infer.drafters.frontier import Frontier, Successors
@@ -35,25 +36,25 @@ def _warn_sampled(name: str) -> None:
 class GraftedDrafter(Drafter):
     """A drafter that merges the trees of two drafters and keeps the best nodes. Named "X+memory", for any drafter X.
 
-    **Merging.** A side node whose path of tokens exists in the main tree is the same node. The drafters are taken to
+    **Merging.** A grafted node whose path of tokens exists in the main tree is the same node. The drafters are taken to
     err independently. If both propose a child, with probabilities a and b of acceptance, its own is 1 - (1 - a)(1 - b).
-    If only ``side`` proposes it, b is multiplied by the probability that all children that ``main`` proposes there are
-    wrong. Siblings are scaled down if they add up to more than 1. A node's score is the log-probability of its path.
-    The nodes with the likeliest visits are kept (:mod:`fsd_infer.trees.visits`). They form a tree.
+    If only ``grafted`` proposes it, b is multiplied by the probability that all children that ``main`` proposes there
+    are wrong. Siblings are scaled down if they add up to more than 1. A node's score is the log-probability of its
+    path. The nodes with the likeliest visits are kept (:mod:`fsd_infer.trees.visits`). They form a tree.
 
-    **Rules.** Under the exact rule the distribution is p, as on any deterministic tree. Nodes that only ``side``
-    proposes have no q, so gates stay closed there. A node of ``main`` keeps its q if its likeliest child under ``main``
-    is kept. The distribution of `fuzzy` at an open gate is p(· | C), where C holds all kept children. Grafted children
-    raise p(C), so the distribution comes closer to p and spends less. Without the likeliest child, C could be a grafted
-    token that both models find unlikely. A gate that opens because the models agree would force that token. So the node
-    loses its q, and its gate stays closed.
+    **Rules.** Under the exact rule the distribution is p, as on any deterministic tree. Nodes that only the grafted
+    drafter proposes have no q, so gates stay closed there. A node of ``main`` keeps its q if its likeliest child under
+    ``main`` is kept. The distribution of `fuzzy` at an open gate is p(· | C), where C holds all kept children. Grafted
+    children raise p(C), so the distribution comes closer to p and spends less. Without the likeliest child, C could be
+    a grafted token that both models find unlikely. A gate that opens because the models agree would force that token.
+    So the node loses its q, and its gate stays closed.
 
     **Sampled chains.** The exact test of a sampled draft allows no second child. So a small LM at temperatures above 0
     drafts alone.
 
     Args:
         main: the drafter whose distributions q are kept.
-        side: the drafter whose nodes are merged into the tree of ``main``, without its q.
+        grafted: the drafter whose nodes are merged into the tree of ``main``, without its q.
         nodes: nodes verified per round, the root included (default: those of ``main``).
 
     Raises:
@@ -61,18 +62,20 @@ class GraftedDrafter(Drafter):
     """
 
     name = "graft"
+    former_members = {"side": "grafted"}
 
-    def __init__(self, main: Drafter, side: Drafter, nodes: int | None = None) -> None:
-        self.main, self.side = main, side
+    @former_keywords(side="grafted")
+    def __init__(self, main: Drafter, grafted: Drafter, nodes: int | None = None) -> None:
+        self.main, self.grafted = main, grafted
         self.nodes = main.max_nodes if nodes is None else nodes
         if self.nodes < 2:
             raise FsdError(f"a grafted tree needs at least 2 nodes, got {self.nodes}. Give nodes.")
-        self.name = f"{main.name}+{side.name}"
+        self.name = f"{main.name}+{grafted.name}"
         self.target = main.target
 
     @property
     def parts(self) -> tuple[Drafter, Drafter]:
-        return self.main, self.side
+        return self.main, self.grafted
 
     @property
     def relative_cost(self) -> float | None:  # type: ignore[override]
@@ -80,11 +83,11 @@ class GraftedDrafter(Drafter):
 
     @property
     def capture_key(self) -> Hashable:
-        return type(self), self.main.capture_key, self.side.capture_key, self.nodes, self.menu
+        return type(self), self.main.capture_key, self.grafted.capture_key, self.nodes, self.menu
 
     @property
     def proposers(self) -> tuple[str, ...]:
-        return self.main.proposers + self.side.proposers
+        return self.main.proposers + self.grafted.proposers
 
     @property
     def max_nodes(self) -> int:
@@ -92,7 +95,7 @@ class GraftedDrafter(Drafter):
 
     @property
     def max_depth(self) -> int:
-        return max(self.main.max_depth, self.side.max_depth)
+        return max(self.main.max_depth, self.grafted.max_depth)
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> GraftedSession:
         return GraftedSession(self, first_tokens, request)
@@ -101,11 +104,11 @@ class GraftedDrafter(Drafter):
         main = self.main.for_bonus(draft_bonus)
         if main is self.main:
             return self
-        more = max(self.nodes - self.main.max_nodes, 0)  # nodes reserved for the side
-        return GraftedDrafter(main, self.side, min(max(self.nodes, main.max_nodes), main.max_nodes + more))
+        more = max(self.nodes - self.main.max_nodes, 0)  # nodes reserved for the grafted drafter
+        return GraftedDrafter(main, self.grafted, min(max(self.nodes, main.max_nodes), main.max_nodes + more))
 
     def describe(self) -> dict[str, Any]:
-        parts = {"main": self.main.describe(), "side": self.side.describe()}
+        parts = {"main": self.main.describe(), "side": self.grafted.describe()}  # the key of records
         return {"name": self.name, "nodes": self.nodes, "depth": self.max_depth, **parts}
 
 
@@ -115,21 +118,22 @@ class GraftedSession(DraftSession):
     def __init__(self, drafter: GraftedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         self.drafter, self.draft_bonus, self.shape = drafter, request.draft_bonus, request.shape
         self.clock = request.clock or (lambda: 0.0)
-        # the side's nodes are chosen here
-        side = drafter.side.start(first_tokens, replace(request, shape=None, menu=(), draws=Draws.NONE))
-        self.parts = [drafter.main.start(first_tokens, request), side]
+        # the nodes of the grafted drafter are chosen here
+        grafted = drafter.grafted.start(first_tokens, replace(request, shape=None, menu=(), draws=Draws.NONE))
+        self.parts = [drafter.main.start(first_tokens, request), grafted]
 
     @property
     def main(self) -> DraftSession:
         return self.parts[0]
 
     @property
-    def side(self) -> DraftSession:
+    def grafted(self) -> DraftSession:
         return self.parts[1]
 
     @property
     def is_capturable(self) -> bool:
-        return (self.shape is None or self.shape.prices is None) and self.main.is_capturable and self.side.is_capturable
+        has_prices = self.shape is not None and self.shape.prices is not None
+        return not has_prices and self.main.is_capturable and self.grafted.is_capturable
 
     @property
     def shape_key(self) -> Hashable:
@@ -139,35 +143,35 @@ class GraftedSession(DraftSession):
         shape, prices = self.shape, None if self.shape is None else self.shape.prices
         if shape is not None:
             self.main.shape = shape
-            if prices is not None and not prices.asks_side:
+            if prices is not None and not prices.asks_grafted:
                 return self._draft_main(roots)
         began = self.clock()
-        side = self.side.draft(roots)
+        grafted = self.grafted.draft(roots)
         seconds = self.clock() - began
-        if shape is not None and prices is not None and not side.sampled:
-            self.main.shape = replace(shape, prices=prices.beside_side_tree(side))
+        if shape is not None and prices is not None and not grafted.sampled:
+            self.main.shape = replace(shape, prices=prices.beside(grafted))
         main = self._draft_main(roots, seconds)
-        for tree, part in zip((main, side), self.drafter.parts, strict=True):
+        for tree, part in zip((main, grafted), self.drafter.parts, strict=True):
             if tree.sampled and tree.drawn is None:
                 _warn_sampled(part.name)
                 return main
-        return self._merge(main, side)
+        return self._merge(main, grafted)
 
     def _draft_main(self, roots: Tensor, seconds: float | None = None) -> DraftTree:
-        """Return the main drafter's tree. ``seconds``: in which the side drafted before it; None: it was not asked."""
+        """Return the main drafter's tree. ``seconds``: that the grafted drafter took before it; None: not asked."""
         tree, self.growth = self.main.draft(roots), self.main.growth
         if self.growth is not None:
-            self.growth.asked_side = seconds is not None
-            self.growth.side_seconds += seconds or 0.0
+            self.growth.asked_grafted = seconds is not None
+            self.growth.grafted_seconds += seconds or 0.0
         return tree
 
-    def _merge(self, main: DraftTree, side: DraftTree) -> DraftTree:
+    def _merge(self, main: DraftTree, grafted: DraftTree) -> DraftTree:
         """Return the best nodes of both trees."""
         drafter, began = self.drafter, self.clock()
-        union = union_of(main, side, drafter.max_depth, len(drafter.main.proposers))
+        union = union_of(main, grafted, drafter.max_depth, len(drafter.main.proposers))
         union.depth_bound = drafter.max_depth
         if self.growth is not None:
-            self.growth.side_seconds += self.clock() - began
+            self.growth.grafted_seconds += self.clock() - began
             return keep_nodes(union, main, self.growth.choose(union))
         most = drafter.nodes if self.shape is None else self.shape.nodes
         assert union.proposers is not None
@@ -201,21 +205,21 @@ def _union_of_successors(lists: Sequence[Successors], count: int) -> Successors:
     return likeliest_of([(token, 1.0 - value) for token, value in wrong.items() if value < 1.0], count)
 
 
-def union_of(main: DraftTree, side: DraftTree, depth: int, main_proposers: int = 1) -> DraftTree:
+def union_of(main: DraftTree, grafted: DraftTree, depth: int, main_proposers: int = 1) -> DraftTree:
     """Return all nodes of two trees with the same roots, as :class:`GraftedDrafter` merges them.
 
-    The nodes of ``main`` come first, then those of ``side``. Nodes of ``side`` that are in ``main`` are padding.
+    The nodes of ``main`` come first, then those of ``grafted``. Nodes of ``grafted`` that are in ``main`` are padding.
 
     Args:
-        main: a tree that is not sampled, [B, N].
-        side: a tree that is not sampled, [B, M].
+        main: a tree, but no drawn chain, [B, N].
+        grafted: a tree that is not sampled, [B, M].
         depth: at least that of the deepest node.
         main_proposers: number of drafters that propose nodes of ``main``.
 
     Returns:
         The union, [B, N + M - 1].
     """
-    tokens, parents, scores, proposers = functional.tree_union(_parts(main), _parts(side), main_proposers, depth)
+    tokens, parents, scores, proposers = functional.tree_union(_parts(main), _parts(grafted), main_proposers, depth)
     more = parents.shape[1] - main.parents.shape[1]
     q_index = torch.nn.functional.pad(main.q_index, (0, more), value=-1)
     drawn = None if main.drawn is None else torch.nn.functional.pad(main.drawn, (0, more))

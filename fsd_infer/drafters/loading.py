@@ -118,8 +118,8 @@ def choose_trees(drafter: Drafter, target: Target) -> Drafter:
         main.has_default_shape = False
     part = drafter
     while isinstance(part, GraftedDrafter):
-        if isinstance(part.side, FreeDrafter):
-            part.side.nodes = max(part.side.nodes, min(part.side.most_chosen, largest.nodes))
+        if isinstance(part.grafted, FreeDrafter):
+            part.grafted.nodes = max(part.grafted.nodes, min(part.grafted.most_chosen, largest.nodes))
         part.nodes, part = largest.nodes, part.main
     drafter.bounds = replace(largest, nodes=drafter.max_nodes)
     if isinstance(main, TreeDrafter) and not is_host(target.device):
@@ -179,18 +179,18 @@ def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
     return made
 
 
-def _load_grafted(main: str, side: str, kind: str, target: Target, tree: TreeShape | None) -> Drafter:
-    """Load MAIN+SIDE. If main is "none", side drafts alone."""
+def _load_grafted(main: str, grafted: str, kind: str, target: Target, tree: TreeShape | None) -> Drafter:
+    """Load MAIN+GRAFTED. If main is "none", the other drafts alone."""
     if not main:
-        raise ModelLoadError(f'"+{side}" names no drafter before the +. Write "shipped+{side}" or "{side}".')
+        raise ModelLoadError(f'"+{grafted}" names no drafter before the +. Write "shipped+{grafted}" or "{grafted}".')
     if kind in (part.partition(":")[0] for part in main.split("+")):
-        raise ModelLoadError(f'"{main}+{side}" names {kind} twice. Name it once.')
+        raise ModelLoadError(f'"{main}+{grafted}" names {kind} twice. Name it once.')
     onto = _load(main, target, tree)
     if isinstance(onto, NoDrafter):
-        return _load(side, target, tree)
+        return _load(grafted, target, tree)
     shape = tree or default_shape(target.device)
     nodes = max(shape.nodes, onto.max_nodes)
-    free: Any = free_drafters()[kind].load(side, target, replace(shape, nodes=nodes))
+    free: Any = free_drafters()[kind].load(grafted, target, replace(shape, nodes=nodes))
     made = GraftedDrafter(onto, free, nodes)
     made.directory = onto.directory
     return made

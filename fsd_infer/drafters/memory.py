@@ -271,9 +271,10 @@ class LookupDrafter(MemoryDrafter):
 class MemorySession(FreeSession):
     """A session with the :class:`TextMatcher` of each row."""
 
+    drafter: MemoryDrafter
+
     def __init__(self, drafter: MemoryDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
-        super().__init__(first_tokens, request)
-        self.drafter: MemoryDrafter = drafter
+        super().__init__(drafter, first_tokens, request)
         users = [None] * len(first_tokens) if request.users is None else request.users
         self.matchers = drafter.matchers(users, request.seeded)
         indexes = {id(matcher.index) for matcher in self.matchers}

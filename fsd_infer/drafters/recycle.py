@@ -174,9 +174,10 @@ class RecycleSession(FreeSession):
         tables: the drafter's own for every row, or one per row.
     """
 
+    drafter: RecycleDrafter
+
     def __init__(self, drafter: RecycleDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
-        super().__init__(first_tokens, request)
-        self.drafter: RecycleDrafter = drafter
+        super().__init__(drafter, first_tokens, request)
         self.tables = drafter.tables_for(request.batch, request.users is None and not request.seeded)
 
     feedback_count = 5

@@ -23,7 +23,7 @@ from torch import Tensor
 from fsd_core.errors import VocabularyMismatchError
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest
 from fsd_infer.drafters.lm import LMDrafter, check_same_vocabulary, load_lm
-from fsd_infer.drafters.translated import OwnSession, TranslatedDrafter
+from fsd_infer.drafters.translated import OwnTokensSession, TranslatedDrafter
 from fsd_infer.drafters.translation import Translation, Vocabulary
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
@@ -102,7 +102,7 @@ class TextDrafter(TranslatedDrafter):
         return super(TranslatedDrafter, self).describe()
 
 
-class TextSession(OwnSession):
+class TextSession(OwnTokensSession):
     """A session that keeps the last tokens of each text, in both vocabularies, to split new text after them."""
 
     drafter: TextDrafter

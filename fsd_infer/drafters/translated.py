@@ -72,7 +72,7 @@ class TranslatedDrafter(LMDrafter):
         return {**super().describe(), "draft_vocab_size": self.vocabulary}
 
 
-class OwnSession(LMSession):
+class OwnTokensSession(LMSession):
     """A session whose texts are in the small LM's tokens. They follow the target's after each round, on the host.
 
     ``lengths``, ``cached`` and ``text`` count the small LM's tokens. The host alone knows how many a round adds, and
@@ -134,7 +134,7 @@ class OwnSession(LMSession):
         self._counts = [self._counts[row] for row in rows.tolist()]
 
 
-class TranslatedSession(OwnSession):
+class TranslatedSession(OwnTokensSession):
     """A session whose distributions are over the shared tokens, and whose trees are of the target's."""
 
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:

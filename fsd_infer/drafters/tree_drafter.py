@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from fsd_infer.device.cuda_graphs import CachedModel, Recorder
+from fsd_infer.device.cuda_graphs import CachedModel, GraphRecorder
 from fsd_infer.drafters.base import Drafter
 from fsd_infer.drafters.drawing import AcceptanceRatios
 from fsd_infer.targets.target import Target
@@ -87,7 +87,7 @@ class TreeDrafter(Drafter):
     def shared_cache_bytes(self) -> int:
         return self.model.shared_cache_bytes
 
-    def use_graphs(self, recorder: Recorder | None) -> None:
+    def use_graphs(self, recorder: GraphRecorder | None) -> None:
         self.model.use_graphs(recorder)
 
     def describe(self) -> dict[str, Any]:

@@ -26,8 +26,8 @@ class Callback:
     def on_start(self, state: DecodeState) -> None:
         """Take the state of the batch, before the prompts are read."""
 
-    def on_token(self, row: int, token: int) -> str | None:
-        """Take a token of an answer, before :meth:`on_round`; ``row`` is the answer's number in the request.
+    def on_token(self, prompt_index: int, token: int) -> str | None:
+        """Take a token of the answer to a prompt of the request, before :meth:`on_round`.
 
         Returns:
             why the answer ends with this token, "stop" or "length"; None: it goes on.

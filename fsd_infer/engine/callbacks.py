@@ -58,19 +58,19 @@ class Stopping(Callback):
                     del report.emissions[row][count:]
                     break
 
-    def _reasons(self, number: int, new: Sequence[int]) -> Iterator[str | None]:
+    def _reasons(self, prompt_index: int, new: Sequence[int]) -> Iterator[str | None]:
         """Yield for each new token why the answer ends with it, or None."""
-        request, answer = self.request, [*self.records[number].tokens]
+        request, answer = self.request, [*self.records[prompt_index].tokens]
         for token in new:
             answer.append(token)
-            asked = [callback.on_token(number, token) for callback in request.callbacks]
+            asked = [callback.on_token(prompt_index, token) for callback in request.callbacks]
             reason = next((one for one in asked if one is not None), None)
             if token in request.eos_token_ids:
                 reason = "stop"
             elif reason is None and request.criteria:
-                text = torch.tensor([[*request.texts[number], *answer]])
+                text = torch.tensor([[*request.texts[prompt_index], *answer]])
                 reason = "stop" if bool(request.criteria(to_device(text, self.device), None)[0]) else None
-            yield reason or ("length" if len(answer) >= self.limits[number] else None)
+            yield reason or ("length" if len(answer) >= self.limits[prompt_index] else None)
 
 
 class PhaseTimer(Callback):
@@ -134,9 +134,9 @@ class Streaming(Callback):
     """Calls functions with what each answer has grown by.
 
     Args:
-        on_tokens: called with (the answer's number in the request, new tokens) when tokens are final. If it returns a
+        on_tokens: called with (index of the prompt in the request, new tokens) when tokens are final. If it returns a
             true value, that answer stops.
-        on_round: called with (the answer's number, a :class:`.Round`) before ``on_tokens``.
+        on_round: called with (index of the prompt, a :class:`.Round`) before ``on_tokens``.
     """
 
     def __init__(
@@ -235,11 +235,11 @@ class Prefixes(Callback):
     def on_round(self, report: RoundReport) -> None:
         counts = report.verdict.accepted + 1
         if report.phase == "prefill":
-            counts = torch.tensor([len(self.prompts[number]) for number in report.prompt_indices])
+            counts = torch.tensor([len(self.prompts[prompt_index]) for prompt_index in report.prompt_indices])
         self.session.add(report.prompt_indices, report.tensors.features, counts)
 
     def on_row_end(self, row: int, record: RowRecord) -> None:
         state = self.state
-        number, length = state.prompt_indices[row], int(state.lengths[row])
-        text = [*self.prompts[number], *record.tokens]
-        self.session.store(number, text, length, partial(state.cache.saved, row))
+        prompt_index, length = state.prompt_indices[row], int(state.lengths[row])
+        text = [*self.prompts[prompt_index], *record.tokens]
+        self.session.store(prompt_index, text, length, partial(state.cache.saved, row))

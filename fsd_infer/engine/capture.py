@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.tensors import to_device
-from fsd_infer.device.cuda_graphs import Recorder
+from fsd_infer.device.cuda_graphs import GraphRecorder
 from fsd_infer.engine.parts import (
     CapturedGraph,
     Recording,
@@ -88,7 +88,7 @@ class RoundCapture:
         refused: why recording failed; None while it works.
     """
 
-    def __init__(self, recorder: Recorder, device: torch.device) -> None:
+    def __init__(self, recorder: GraphRecorder, device: torch.device) -> None:
         self.recorder, self.device = recorder, device
         self.generator = torch.Generator(device=device)
         self.refused: str | None = None

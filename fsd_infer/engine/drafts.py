@@ -10,51 +10,55 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from fsd_core.former import Renamed
+
 BOUNDS = (0.5, 1.0, 2.0)  # nats
 
-Regrets = Mapping[str, Sequence[Sequence[float]]]  # by proposer, then by depth from 1
+Gaps = Mapping[str, Sequence[Sequence[float]]]  # log-probability gaps by proposer, then by depth from 1
 
 
-class FirstChoiceStats:
+class FirstChoiceStats(Renamed):
     """Gaps of a drafter's first choices at the contexts that rounds reached, in nats; 0: the target's likeliest.
 
     Args:
-        regrets: as :meth:`regrets` returns them.
+        gaps: as :meth:`gaps` returns them.
     """
 
-    def __init__(self, regrets: Regrets | None = None) -> None:
-        self._regrets: dict[str, list[list[float]]] = {}
-        self.merge(regrets or {})
+    former_members = {"regrets": "gaps"}
+
+    def __init__(self, gaps: Gaps | None = None) -> None:
+        self._gaps: dict[str, list[list[float]]] = {}
+        self.merge(gaps or {})
 
     @classmethod
     def pooled(cls, many: Iterable[FirstChoiceStats]) -> FirstChoiceStats:
         """Return the union."""
         union = cls()
         for one in many:
-            union.merge(one._regrets)
+            union.merge(one._gaps)
         return union
 
     def __bool__(self) -> bool:
-        return bool(self._regrets)
+        return bool(self._gaps)
 
     def add(self, proposer: str, depth: int, gap: float) -> None:
         """Add a first choice: its proposer, its depth from 1, and its gap."""
-        depths = self._regrets.setdefault(proposer, [])
+        depths = self._gaps.setdefault(proposer, [])
         depths += [[] for _ in range(depth - len(depths))]
         depths[depth - 1].append(gap)
 
-    def merge(self, regrets: Regrets) -> None:
+    def merge(self, gaps: Gaps) -> None:
         """Add many first choices."""
-        for proposer, depths in regrets.items():
+        for proposer, depths in gaps.items():
             for depth, values in enumerate(depths, 1):
                 for value in values:
                     self.add(proposer, depth, float(value))
 
-    def regrets(self) -> dict[str, list[list[float]]]:
+    def gaps(self) -> dict[str, list[list[float]]]:
         """Return every gap to three significant digits, by proposer and depth, for files."""
         return {
             name: [[float(f"{value:.3g}") for value in values] for values in depths]
-            for name, depths in self._regrets.items()
+            for name, depths in self._gaps.items()
         }
 
     def summary(self) -> dict[str, Any]:
@@ -64,21 +68,21 @@ class FirstChoiceStats:
         each of ``BOUNDS`` nats. A statistic of nothing is None.
         """
         depths: dict[str, list[float]] = {}
-        for by_depth in self._regrets.values():
+        for by_depth in self._gaps.values():
             for depth, values in enumerate(by_depth, 1):
                 depths.setdefault(str(depth), []).extend(values)
         return {
             **_summary([value for values in depths.values() for value in values]),
-            "by_proposer": {name: _summary(sum(by_depth, [])) for name, by_depth in self._regrets.items()},
+            "by_proposer": {name: _summary(sum(by_depth, [])) for name, by_depth in self._gaps.items()},
             "by_depth": {depth: _summary(depths[depth]) for depth in sorted(depths, key=int)},
         }
 
 
-def _summary(regrets: Sequence[float]) -> dict[str, Any]:
-    mistakes = [gap for gap in regrets if gap > 0]
+def _summary(gaps: Sequence[float]) -> dict[str, Any]:
+    mistakes = [gap for gap in gaps if gap > 0]
     return {
-        "count": len(regrets),
-        "agreement": (len(regrets) - len(mistakes)) / len(regrets) if regrets else None,
+        "count": len(gaps),
+        "agreement": (len(gaps) - len(mistakes)) / len(gaps) if gaps else None,
         "regret_median": statistics.median(mistakes) if mistakes else None,
         "below": {
             f"{bound:g}": sum(gap < bound for gap in mistakes) / len(mistakes) if mistakes else None for bound in BOUNDS

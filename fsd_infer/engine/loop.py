@@ -41,7 +41,7 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
             handle_report(tracker, PendingReport("prefill", state.prompt_indices, prefill(state, tracker)))
             previous: PendingReport | None = None  # which the host reads while the device runs the next round
             while state.prompt_indices:
-                team.fit()
+                team.fit_to_free_cores()
                 recompute_cache(state, tracker)
                 tracker.on_phase("start")
                 pending: PendingReport | None = PendingReport("round", state.prompt_indices, run(state))

@@ -20,7 +20,7 @@ from fsd_infer.engine.state import DecodeState
 from fsd_infer.engine.tracker import RequestTracker
 from fsd_infer.engine.verified import VerifiedTree
 from fsd_infer.request.processors import TreeProcessors, temperature_of
-from fsd_infer.request.prompts import check_prompts, check_sights, read_prompts, read_text
+from fsd_infer.request.prompts import check_image_inputs, check_prompts, read_prompts, read_text
 from fsd_infer.rules import Rule, TokenHistory
 from fsd_infer.rules.base import budgets_of
 from fsd_infer.rules.texts import ends_of, markers_of
@@ -91,7 +91,7 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
     """Allocate the state of a request; return its tracker. Raises as :func:`fsd_infer.engine.decode`."""
     rules = _rule_per_prompt(rule, len(request.prompts))
     limits = check_prompts(target, request.prompts, request.max_new_tokens)
-    check_sights(target, request.sights)
+    check_image_inputs(target, request.image_inputs)
     tracker = RequestTracker(target, request, limits)
     plan = _plan(target, drafter, rules, limits, request)
     cache_bytes = _check_memory(target, plan)
@@ -267,8 +267,8 @@ def recompute_cache(state: DecodeState, tracker: RequestTracker) -> None:
     longest, prefilled = state.target.recompute_length, state.cache.prefilled
     if longest is None or prefilled is None:
         return
-    for row, number in enumerate(state.prompt_indices):
-        text = [*tracker.request.prompts[number], *tracker.records[number].tokens]
+    for row, prompt_index in enumerate(state.prompt_indices):
+        text = [*tracker.request.prompts[prompt_index], *tracker.records[prompt_index].tokens]
         if len(text) == longest + 1 and int(prefilled[row]) <= longest:
             prefilled[row] = len(text)
             read_text(state.target, state.cache.row(row), to_device(torch.tensor([text[:-1]]), state.device))
@@ -278,8 +278,8 @@ def recompute_cache(state: DecodeState, tracker: RequestTracker) -> None:
 def prefill(state: DecodeState, tracker: RequestTracker) -> RoundTensors:
     """Read the prompts, emit each row's first token, and pass the prompts' features [B, M, F] to the drafter."""
     tokens, lengths = padded(tracker.prompts), torch.tensor([len(prompt) for prompt in tracker.prompts])  # [B, M], [B]
-    prefixes, sights = tracker.prefixes.find(tracker.named_prompts), tracker.request.sights
-    features, logits = read_prompts(state.target, state.cache, tokens, lengths, prefixes, sights)
+    prefixes, image_inputs = tracker.prefixes.find(tracker.prefix_keys), tracker.request.image_inputs
+    features, logits = read_prompts(state.target, state.cache, tokens, lengths, prefixes, image_inputs)
     root = DraftTree.root_only(state.roots, logits.shape[-1])
     result = accept(state, VerifiedTree(state, root, logits, features[:, :1]))
     # the drafter reads pairs (feature of token i, token i+1): the prompt shifted by one, then the first new token

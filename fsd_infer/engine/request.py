@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from fsd_infer.rules.verification import Emission
-from fsd_infer.targets.sight import Sight
+from fsd_infer.targets.image_inputs import ImageInput
 
 if TYPE_CHECKING:
     from fsd_infer.engine.callback import Callback
@@ -78,7 +78,7 @@ class Request:
         criteria: prepared stopping criteria other than EOS and length. They receive the text alone; ``scores`` is None.
         eos_token_ids: tokens that end an answer.
         generator: of the draws; None: torch's global generator.
-        sights: per prompt its images, or None; None: no prompt has any.
+        image_inputs: per prompt its images, or None; None: no prompt has any.
         padded_prompts: the prompts for processors and criteria, left-padded; None: without padding.
         measure_log_likelihood: record the target's log-probability of each emitted token.
         users: per prompt, its owner in the prefix cache; None: one owner for all.
@@ -93,7 +93,7 @@ class Request:
     criteria: StoppingCriteriaList | None = None
     eos_token_ids: frozenset[int] = frozenset()
     generator: torch.Generator | None = None
-    sights: Sequence[Sight | None] | None = None
+    image_inputs: Sequence[ImageInput | None] | None = None
     padded_prompts: list[list[int]] | None = None
     measure_log_likelihood: bool = False
     users: Sequence[str] | None = None
@@ -101,10 +101,13 @@ class Request:
     callbacks: Sequence[Callback] = ()
 
     @property
-    def named_prompts(self) -> list[list[int]]:
-        """The prompts for the prefix cache, which tells their images apart."""
-        sights = self.sights or [None] * len(self.prompts)
-        return [prompt if sight is None else sight.named(prompt) for prompt, sight in zip(self.prompts, sights)]
+    def prefix_keys(self) -> list[list[int]]:
+        """The prompts as keys of the prefix cache: digests of images stand in place of their placeholders."""
+        image_inputs = self.image_inputs or [None] * len(self.prompts)
+        return [
+            prompt if image_input is None else image_input.prefix_key(prompt)
+            for prompt, image_input in zip(self.prompts, image_inputs)
+        ]
 
     @property
     def texts(self) -> list[list[int]]:

@@ -186,7 +186,7 @@ class RowRecord(Renamed):
         steps: search steps with beams; else None, and each token is a step.
     """
 
-    former_members = {"gates": "relaxed"}
+    former_members = {"gates": "relaxed", "finish": "to_stats"}
 
     tokens: list[int] = field(default_factory=list)
     emissions: list[Emission] = field(default_factory=list)
@@ -208,8 +208,14 @@ class RowRecord(Renamed):
     def spent(self) -> list[float]:
         return [emission.nats for emission in self.emissions]
 
-    def finish(self, prefill_seconds: float, prompt: Sequence[int], proposers: Sequence[str]) -> RowStats:
-        """Return the statistics, given the prompt's tokens and the names of the drafter's proposers."""
+    def to_stats(self, prefill_seconds: float, prompt: Sequence[int], proposers: Sequence[str]) -> RowStats:
+        """Return the statistics of the finished answer.
+
+        Args:
+            prefill_seconds: of the request.
+            prompt: token ids.
+            proposers: names, see :attr:`.Drafter.proposers`.
+        """
         drafts = FirstChoiceStats()
         for emission in self.emissions:
             if emission.first_choice is not None:

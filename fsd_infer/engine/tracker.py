@@ -33,7 +33,7 @@ class RequestTracker:
         records: of all answers.
         prompts: [B] of the request, and of rows that fill a bucket.
         prefixes: what the prefix cache has of the prompts.
-        named_prompts: as it has them.
+        prefix_keys: [B] the prompts as it has them, see :attr:`.Request.prefix_keys`.
         overlaps: whether the host reads a round after it has launched the next one. Else somebody needs it earlier.
     """
 
@@ -47,8 +47,8 @@ class RequestTracker:
         self.callbacks: list[Callback] = [
             Stopping(request, self.records, limits), self.timer, Recorder(self.records, self.timer)
         ]  # fmt: skip
-        self.named_prompts = request.prompts if prefix_cache is None else request.named_prompts
-        self.callbacks += [] if prefix_cache is None else [Prefixes(self.prefixes, self.named_prompts)]
+        self.prefix_keys = request.prompts if prefix_cache is None else request.prefix_keys
+        self.callbacks += [] if prefix_cache is None else [Prefixes(self.prefixes, self.prefix_keys)]
 
     def begin(self, state: DecodeState, drafter: Drafter, cache_bytes: int) -> None:
         """Take the state of the batch, and tell the callbacks."""
@@ -74,9 +74,9 @@ class RequestTracker:
         None: the row has finished, or only fills the bucket.
         """
         found: list[Tensor | None] = [None] * len(self.state.rules)
-        for row, number in enumerate(self.state.prompt_indices):
-            if self.records[number].finish_reason is None:
-                text = [*self.request.texts[number], *self.records[number].tokens]
+        for row, prompt_index in enumerate(self.state.prompt_indices):
+            if self.records[prompt_index].finish_reason is None:
+                text = [*self.request.texts[prompt_index], *self.records[prompt_index].tokens]
                 found[row] = torch.tensor(text[:-1], dtype=torch.long)  # also of a text without tokens
         return found
 
@@ -87,7 +87,11 @@ class RequestTracker:
 
     def finished(self, prompt_indices: Sequence[int]) -> list[int]:
         """Return the indices of rows whose answers have ended."""
-        return [row for row, number in enumerate(prompt_indices) if self.records[number].finish_reason is not None]
+        return [
+            row
+            for row, prompt_index in enumerate(prompt_indices)
+            if self.records[prompt_index].finish_reason is not None
+        ]
 
     def on_phase(self, phase: str) -> None:
         for listener in self._phase_listeners:
@@ -99,12 +103,12 @@ class RequestTracker:
             callback.on_round(report)
         state, ended = self.state, report.ended
         for row in sorted(ended):
-            number = state.prompt_indices[row]
-            record = self.records[number]
+            prompt_index = state.prompt_indices[row]
+            record = self.records[prompt_index]
             record.finish_reason = ended[row]
             for callback in self.callbacks:
                 callback.on_row_end(row, record)
-            state.session.on_end(row, self.request.prompts[number], record.tokens)
+            state.session.on_end(row, self.request.prompts[prompt_index], record.tokens)
         if ended:
             state.keep_rows([row for row in report.rows if row not in ended])
 
@@ -114,7 +118,7 @@ class RequestTracker:
         seconds = timer.clock.seconds  # before the sync that reads the phases
         rows = zip(self.records, self.request.prompts, strict=True)
         stats = GenerationStats(
-            rows=[record.finish(timer.prefill_seconds, prompt, proposers) for record, prompt in rows],
+            rows=[record.to_stats(timer.prefill_seconds, prompt, proposers) for record, prompt in rows],
             rule=describe_rules(self.rules),
             drafter=self.drafter.describe() | ({} if policy is None else {"tree": AUTO}),
             seconds=seconds,

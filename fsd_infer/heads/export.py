@@ -19,9 +19,9 @@ from fsd_core.errors import CheckpointError
 from fsd_core.files import replacing, write_json
 from fsd_infer.heads import FORMATS
 from fsd_infer.heads.config import EagleConfig, entering_ids, usual_layers
-from fsd_infer.heads.formats import AUX_IDS, CONFIG, EAGLE3_FIELDS
+from fsd_infer.heads.eagle_formats import AUX_IDS, EAGLE3_FIELDS
 from fsd_infer.heads.head import EagleHead
-from fsd_infer.heads.stored_parts import D2T, DRAFT_IDS, FIRST_LAYER, LM_HEAD, MIDLAYER, T2D
+from fsd_infer.heads.stored_parts import CONFIG, D2T, DRAFT_IDS, FIRST_LAYER, LM_HEAD, MIDLAYER, T2D
 from fsd_infer.heads.weights import SINGLE
 
 TOKEN_MAP = "hot_token_ids.pt"  # what SGLang's --speculative-token-map takes

@@ -30,9 +30,10 @@ from fsd_core.errors import CheckpointError, shortened
 from fsd_core.files import HUB_OPTIONS, disk_errors, replacing
 from fsd_core.hub import hub_errors, is_hub_id, load_whole
 from fsd_infer.heads.config import EagleConfig
-from fsd_infer.heads.formats import CONFIG, StoredHead, read_head
+from fsd_infer.heads.formats import read_head
 from fsd_infer.heads.hub import find_head
 from fsd_infer.heads.layers import Eagle3Layer, HeadStack, LayerFusion, build_layers, no_bars
+from fsd_infer.heads.stored_parts import CONFIG, StoredHead
 from fsd_infer.heads.weights import SINGLE
 from fsd_infer.targets.stack import Stack
 

@@ -12,8 +12,9 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from fsd_core.errors import CheckpointError
 from fsd_core.files import read_weight_map
 from fsd_core.hub import check_mistyped, hub_errors, is_hub_id, load_whole
-from fsd_infer.heads.formats import CONFIG, head_kind, kind_of, read_config, unpickle
+from fsd_infer.heads.formats import head_kind, kind_of, read_config, unpickle
 from fsd_infer.heads.kinds import HYDRA, MEDUSA, MTP, kind_of_head
+from fsd_infer.heads.stored_parts import CONFIG
 from fsd_infer.heads.weights import AGAIN, INDEX, MEDUSA_FILE, PICKLE, SINGLE, Weights, has_weights
 from fsd_infer.targets.checks import is_mtp_alone
 

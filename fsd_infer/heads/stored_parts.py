@@ -1,10 +1,11 @@
-"""What layouts of head files share: names of tensors, draft vocabularies, Llama layers, tables like the target's."""
+"""What layouts of head files share: a stored head, names of tensors, draft vocabularies, Llama layers."""
 
 from __future__ import annotations
 
 import logging
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,22 +13,55 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from fsd_core.errors import CheckpointError, shortened
-from fsd_infer.heads.config import check_layer
+from fsd_infer.heads.config import EagleConfig, check_layer
 from fsd_infer.heads.layers import LAYER_FIELDS, layer_of
 from fsd_infer.heads.weights import BOOLEANS, INTEGERS, Weights
 from fsd_infer.targets.weights import weight_rows
 
 logger = logging.getLogger(__name__)
 
+CONFIG = "config.json"
 # Names of tensors; all others are the same in every format.
 FIRST_LAYER, MIDLAYER = "layers.0.", "midlayer."
 DRAFT_IDS, EMBEDDINGS, LM_HEAD, D2T, T2D = "draft_ids", "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
-
-
 # parts of layers that heads have elsewhere, by what tensors' names contain
 _UNREAD = {".kv_b_proj.": "latent attention", ".experts.": "experts", ".sinks": "attention sinks"}
 _BEGINNINGS = ("model.", "draft_model.")
 _RENAMED = {MIDLAYER: FIRST_LAYER, "transformer.": FIRST_LAYER, "fusion_fc.": "fc."}  # the last two: old speculators
+
+
+@dataclass(frozen=True)
+class StoredHead:
+    """A head on disk, in terms of our format.
+
+    Attributes:
+        config: its shape and options.
+        weights: its files.
+        names: our name of each parameter -> the stored name.
+        draft_ids: [Vd] ascending, or None for the whole vocabulary.
+        order: [Vd] the stored LM head's row for each draft id; None if the order is the same.
+    """
+
+    config: EagleConfig
+    weights: Weights
+    names: dict[str, str]
+    draft_ids: Tensor | None = None
+    order: Tensor | None = None
+
+    def state(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the state dict. Raises CheckpointError unless names and shapes are those of ``wanted``."""
+        shapes = {name: tuple(value.shape) for name, value in wanted.items() if name != DRAFT_IDS}
+        missing, surplus = shapes.keys() - self.names.keys(), self.names.keys() - shapes.keys()
+        wrong = [name for name in shapes.keys() - missing if self.weights.shapes[self.names[name]] != shapes[name]]
+        if missing or surplus or wrong:
+            raise CheckpointError(
+                f"the weights in {self.weights.directory} do not fit its {CONFIG}: missing {sorted(missing)}, "
+                f"unexpected {sorted(surplus)}, wrong shape {sorted(wrong)}."
+            )
+        state = {name: self.weights.read(stored) for name, stored in self.names.items()}
+        if self.order is not None:
+            state[LM_HEAD] = state[LM_HEAD][self.order]
+        return state if self.draft_ids is None else {**state, DRAFT_IDS: self.draft_ids}
 
 
 def our_name(stored: str) -> str:
@@ -110,7 +144,7 @@ def read_draft_ids(
     if LM_HEAD not in shapes or shapes[D2T] != (rows,) or type(vocabulary) is not int:
         raise CheckpointError(f"d2t is of shape {list(shapes[D2T])}, lm_head of {rows!r:.60} rows.")
     ids = torch.arange(rows) + weights.read(D2T, INTEGERS)
-    _check_draft_ids(ids.sort().values, vocabulary)
+    check_draft_ids(ids.sort().values, vocabulary)
     if T2D in shapes:
         drafted = weights.read(T2D, BOOLEANS).bool()
         if drafted.shape != (vocabulary,) or int(drafted.sum()) != rows or not bool(drafted[ids].all()):
@@ -119,7 +153,7 @@ def read_draft_ids(
     return None if rows == vocabulary else ids.sort().values, None if ascending else ids.argsort()
 
 
-def _check_draft_ids(ids: Tensor, vocabulary: int) -> None:
+def check_draft_ids(ids: Tensor, vocabulary: int) -> None:
     """Raise CheckpointError unless ids [Vd] are distinct, ascending and in the target's vocabulary."""
     if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= vocabulary or not bool((ids.diff() > 0).all()):
         raise CheckpointError(

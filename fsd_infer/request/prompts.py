@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from fsd_core.errors import ContextLengthError, FsdError
 from fsd_core.tensors import at_nodes, to_device
 from fsd_infer.device.cache import SlotCache
+from fsd_infer.targets.image_inputs import ImageInput, positions_of, read_with_images, set_offset
 from fsd_infer.targets.prefixes import Prefix
-from fsd_infer.targets.sight import Sight, positions_of, read_seen, set_offset
 from fsd_infer.targets.target import Target
 
 PREFILL_CHUNK = 512
@@ -69,9 +69,9 @@ def check_prompts(
     return [min(max_new_tokens, limit - len(prompt)) for prompt in prompts]
 
 
-def check_sights(target: Target, sights: Sequence[Sight | None] | None) -> None:
+def check_image_inputs(target: Target, image_inputs: Sequence[ImageInput | None] | None) -> None:
     """Raise FsdError for images in a text that this target may read a second time, without its images."""
-    if target.recompute_length is not None and any(sights or ()):
+    if target.recompute_length is not None and any(image_inputs or ()):
         raise FsdError(
             f"{target.name} reads a text again when it has {target.recompute_length} tokens (LongRoPE), which is not "
             "done with images: leave them out, or use another target."
@@ -84,7 +84,7 @@ def read_prompts(
     tokens: Tensor,
     lengths: Tensor,
     prefixes: Sequence[Prefix | None] | None = None,
-    sights: Sequence[Sight | None] | None = None,
+    image_inputs: Sequence[ImageInput | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Fill the cache's first slots with prompts, slot = position.
 
@@ -94,21 +94,21 @@ def read_prompts(
         tokens: [B, M] ids of the prompts, right-padded, on the CPU.
         lengths: [B] lengths of the prompts in tokens, on the CPU.
         prefixes: per prompt a kept prefix that the target has read before, or None.
-        sights: per prompt its images, or None.
+        image_inputs: per prompt its images, or None.
 
     Returns:
         Features [B, M, F], meaningless at padding, and logits [B, 1, V] at each prompt's last token.
     """
-    prefixes, sights = _per_row(prefixes, len(tokens)), _per_row(sights, len(tokens))
+    prefixes, image_inputs = _per_row(prefixes, len(tokens)), _per_row(image_inputs, len(tokens))
     cache.prefilled = to_device(lengths, target.device)
     if target.places_images:
         cache.offsets = torch.zeros_like(cache.prefilled) if cache.offsets is None else cache.offsets.zero_()
-    if any(prefixes) or any(sights) or len(tokens) > 1 and target.device.type in READ_IN_TURN:
+    if any(prefixes) or any(image_inputs) or len(tokens) > 1 and target.device.type in READ_IN_TURN:
         prompts = [to_device(row[:length][None], target.device) for row, length in zip(tokens, lengths.tolist())]
         read = [
             read_text(target, cache.row(row), prompt, prefixes[row])
-            if (sight := sights[row]) is None
-            else _read_with_images(target, cache.row(row), prompt, sight, prefixes[row])
+            if (image_input := image_inputs[row]) is None
+            else _read_rest_of(target, cache.row(row), prompt, image_input, prefixes[row])
             for row, prompt in enumerate(prompts)
         ]
         padded = [F.pad(features, (0, 0, 0, tokens.shape[1] - features.shape[1])) for features, _ in read]
@@ -126,13 +126,13 @@ def _per_row(given: Sequence[Any] | None, rows: int) -> list[Any]:
     return [*(given or []), *[None] * (rows - len(given or []))]
 
 
-def _read_with_images(
-    target: Target, cache: SlotCache, tokens: Tensor, sight: Sight, prefix: Prefix | None
+def _read_rest_of(
+    target: Target, cache: SlotCache, tokens: Tensor, image_input: ImageInput, prefix: Prefix | None
 ) -> tuple[Tensor, Tensor]:
     """Read a prompt [1, P] that begins with all of its images, if a kept prefix has them, else with their pixels."""
-    if prefix is None or len(prefix.tokens) < sight.ends(tokens[0].tolist()):
-        return read_seen(target, cache, tokens, sight)
-    set_offset(cache, positions_of(target.model, tokens, sight))
+    if prefix is None or len(prefix.tokens) < image_input.ends(tokens[0].tolist()):
+        return read_with_images(target, cache, tokens, image_input)
+    set_offset(cache, positions_of(target.model, tokens, image_input))
     return read_text(target, cache, tokens, prefix)
 
 

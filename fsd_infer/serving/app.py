@@ -23,10 +23,10 @@ from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.engine.stats import RowStats
 from fsd_infer.rules import parse_rule
 from fsd_infer.rules.texts import markers_of
-from fsd_infer.serving.batcher import Batcher, ServedRequest, UnavailableError
-from fsd_infer.serving.fields import ChatAsked, CompletionAsked, ViewAsked
+from fsd_infer.serving.batcher import AnswerJob, Batcher, UnavailableError
+from fsd_infer.serving.fields import ChatCompletionRequest, TextCompletionRequest, ViewRequest
 from fsd_infer.serving.gate import ANY_HOST, Gate, error_body, error_reply, keyed, known_hosts
-from fsd_infer.serving.jobs import Completion, Limits, make_jobs, reader_of
+from fsd_infer.serving.jobs import AnyCompletionRequest, Limits, make_jobs, reader_of
 from fsd_infer.serving.malformed import explain
 from fsd_infer.serving.page import PageTrace, server_page
 from fsd_infer.serving.replies import Reply
@@ -99,20 +99,20 @@ class Service:
         names = [self.decoder.target.name, *self.adapters]
         return {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "fsd-infer"} for name in names]}
 
-    async def completions(self, asked: CompletionAsked, request: Request) -> Response:
+    async def completions(self, asked: TextCompletionRequest, request: Request) -> Response:
         return await self.answer(asked, request)
 
-    async def chat(self, asked: ChatAsked, request: Request) -> Response:
+    async def chat(self, asked: ChatCompletionRequest, request: Request) -> Response:
         return await self.answer(asked, request)
 
     async def page(self) -> HTMLResponse:
         headers = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
         return HTMLResponse(server_page(self.rule), headers=headers)
 
-    async def view(self, asked: ViewAsked, request: Request) -> Response:
+    async def view(self, asked: ViewRequest, request: Request) -> Response:
         """Stream the rounds of one answer."""
         news: asyncio.Queue[News] = asyncio.Queue()
-        (job,) = await self.jobs(CompletionAsked(**asked.model_dump()), in_template=None)
+        (job,) = await self.jobs(TextCompletionRequest(**asked.model_dump()), in_template=None)
         trace = PageTrace(self.decoder.tokenizer, job.prompt, self.decoder.drafter.proposers)
         tell = self.teller(news)
         job.on_round = lambda round: tell(0, trace.add(round), None)
@@ -133,7 +133,7 @@ class Service:
         message, field = explain(error)
         return error_reply(400, message, param=field)
 
-    async def answer(self, asked: Completion, request: Request) -> Response:
+    async def answer(self, asked: AnyCompletionRequest, request: Request) -> Response:
         """Return one request's answers, streamed or whole. Raises HTTPException."""
         names = [self.decoder.target.name, *self.adapters]
         if asked.model not in ("", *names):
@@ -146,7 +146,7 @@ class Service:
                 job.sampling["adapter"] = asked.model
             job.tell = partial(tell, index)
         reader = await self.beside(partial(reader_of, self.decoder, asked))
-        reply = Reply(asked.model or names[0], isinstance(asked, ChatAsked), jobs, reader)
+        reply = Reply(asked.model or names[0], isinstance(asked, ChatCompletionRequest), jobs, reader)
         self.submit(jobs)
         parts = self.parts(jobs, news, request)
         if asked.stream:
@@ -173,22 +173,22 @@ class Service:
             message = str(error) if isinstance(error, FsdError) else "the body is nested too deeply."
             raise HTTPException(400, message) from error
 
-    async def jobs(self, asked: Completion, in_template: bool | None = False) -> list[ServedRequest]:
+    async def jobs(self, asked: AnyCompletionRequest, in_template: bool | None = False) -> list[AnswerJob]:
         """Make a job per answer, not queued yet. Raises HTTPException as :meth:`beside` does."""
         return await self.beside(partial(make_jobs, self.decoder, asked, self.rule, self.limits, in_template))
 
-    def teller(self, news: asyncio.Queue[News]) -> Callable[[int, Any, ServedRequest | None], None]:
+    def teller(self, news: asyncio.Queue[News]) -> Callable[[int, Any, AnswerJob | None], None]:
         """Return a function that brings news from the decoding thread into the event loop's queue."""
         loop = asyncio.get_running_loop()
 
-        def tell(index: int, new: Any, done: ServedRequest | None) -> None:
+        def tell(index: int, new: Any, done: AnswerJob | None) -> None:
             if done is not None and done.stats is not None:
                 self.metrics.add(done.stats, done.quality)
             loop.call_soon_threadsafe(news.put_nowait, (index, new, done is not None))
 
         return tell
 
-    def submit(self, jobs: Sequence[ServedRequest]) -> None:
+    def submit(self, jobs: Sequence[AnswerJob]) -> None:
         """Queue all jobs or none. Raises HTTPException."""
         try:
             self.batcher.submit(jobs)
@@ -197,7 +197,7 @@ class Service:
             raise HTTPException(503, str(error)) from error
 
     async def parts(
-        self, jobs: Sequence[ServedRequest], news: asyncio.Queue[News], request: Request
+        self, jobs: Sequence[AnswerJob], news: asyncio.Queue[News], request: Request
     ) -> AsyncIterator[tuple[int, Any]]:
         """Yield (index of an answer, what it grew by), and (index, None) at its end.
 
@@ -222,7 +222,7 @@ class Service:
             elif await request.is_disconnected():
                 return
 
-    def release(self, jobs: Sequence[ServedRequest]) -> None:
+    def release(self, jobs: Sequence[AnswerJob]) -> None:
         """Count the jobs of a request that is over, and cancel those that have not ended."""
         self.batcher.cancel(jobs)
         for job in jobs:

@@ -23,7 +23,7 @@ from fsd_infer.engine.stats import RowStats
 from fsd_infer.request.guide import Guide
 from fsd_infer.rules import Rule
 from fsd_infer.serving.text import AnswerText
-from fsd_infer.targets.sight import Sight
+from fsd_infer.targets.image_inputs import ImageInput
 
 log = logging.getLogger(__name__)
 
@@ -44,21 +44,21 @@ class Penalties:
         return bool(self.presence or self.frequency)
 
 
-class Adjust:
+class PenaltyProcessor:
     """A logits processor: ids [M, T], scores [M, V] -> [M, V].
 
     Args:
-        what: the penalties.
+        penalties: to apply.
         start: position in the ids where answers begin.
     """
 
-    def __init__(self, what: Penalties, start: int) -> None:
-        self.what, self.start = what, start
+    def __init__(self, penalties: Penalties, start: int) -> None:
+        self.penalties, self.start = penalties, start
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         said = input_ids[:, self.start :]
         counts = torch.zeros_like(scores).scatter_add_(1, said, torch.ones_like(said, dtype=scores.dtype))
-        return scores - self.what.frequency * counts - self.what.presence * (counts > 0)
+        return scores - self.penalties.frequency * counts - self.penalties.presence * (counts > 0)
 
 
 class UnavailableError(FsdError):
@@ -75,13 +75,13 @@ class Logprob:
 
 
 @dataclass(eq=False)  # equal requests are different jobs
-class ServedRequest:
+class AnswerJob:
     """One answer that is wanted, and how far it has come.
 
     Attributes:
         prompt: token ids.
         rule: the acceptance rule.
-        sight: images of the prompt.
+        image_input: images of the prompt.
         sampling: options of ``generate``, such as the temperature. Jobs share a batch only if theirs are equal.
         max_new_tokens: largest length of the answer.
         stop: texts that end the answer and are no part of it.
@@ -112,8 +112,8 @@ class ServedRequest:
     max_new_tokens: int
     stop: Sequence[str]
     deadline: float
-    tell: Callable[[str, ServedRequest | None], None]
-    sight: Sight | None = None
+    tell: Callable[[str, AnswerJob | None], None]
+    image_input: ImageInput | None = None
     penalties: Penalties = Penalties()
     guide: Guide | None = None
     user: str = ""
@@ -191,13 +191,13 @@ class ServedRequest:
 class _Served(Streaming):
     """Shows each job what its answer has grown by, and asks it where the answer ends."""
 
-    def __init__(self, batch: Sequence[ServedRequest]) -> None:
+    def __init__(self, batch: Sequence[AnswerJob]) -> None:
         self.batch = batch
         watched = any(job.on_round is not None or job.alternatives is not None for job in batch)
         super().__init__(self._show, (lambda row, round: batch[row].watch(round)) if watched else None)
 
-    def on_token(self, row: int, token: int) -> str | None:
-        return self.batch[row].ends(token)
+    def on_token(self, prompt_index: int, token: int) -> str | None:
+        return self.batch[prompt_index].ends(token)
 
     def _show(self, row: int, tokens: list[int]) -> bool:
         return self.batch[row].show(self.batch[row].answer.text)
@@ -214,14 +214,14 @@ class Batcher:
 
     def __init__(self, decoder: FuzzyDecoder, max_batch: int, max_queue: int) -> None:
         self.decoder, self.max_batch, self.max_queue = decoder, max_batch, max_queue
-        self.waiting: deque[ServedRequest] = deque()
+        self.waiting: deque[AnswerJob] = deque()
         self._changed = threading.Condition()
-        self._running: list[ServedRequest] = []
+        self._running: list[AnswerJob] = []
         self._closed = False
         self._thread = threading.Thread(target=self._work, daemon=True, name="decode")
         self._thread.start()
 
-    def submit(self, jobs: Sequence[ServedRequest]) -> None:
+    def submit(self, jobs: Sequence[AnswerJob]) -> None:
         """Queue all jobs or none. Raises UnavailableError."""
         with self._changed:
             if self._closed:
@@ -233,7 +233,7 @@ class Batcher:
             self.waiting.extend(jobs)
             self._changed.notify()
 
-    def cancel(self, jobs: Sequence[ServedRequest]) -> None:
+    def cancel(self, jobs: Sequence[AnswerJob]) -> None:
         """Take jobs from the queue, and end those that run with their next tokens, unless they have ended."""
         with self._changed:
             for job in jobs:
@@ -264,7 +264,7 @@ class Batcher:
         for job in self.waiting:
             job.finish(UnavailableError("the server is stopping."))
 
-    def _next(self) -> list[ServedRequest] | None:
+    def _next(self) -> list[AnswerJob] | None:
         """The first waiting job with those that can share its batch; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or bool(self.waiting))
@@ -279,7 +279,7 @@ class Batcher:
             self._running = batch
             return batch
 
-    def _decode(self, batch: list[ServedRequest]) -> None:
+    def _decode(self, batch: list[AnswerJob]) -> None:
         tokenizer, penalties = self.decoder.tokenizer, batch[0].penalties
         start = max(len(job.prompt) for job in batch)  # processors see prompts padded to the longest
         for job in batch:
@@ -288,12 +288,12 @@ class Batcher:
             found = self.decoder.generate(
                 [job.prompt for job in batch],
                 rule=[job.rule for job in batch],
-                images=[job.sight for job in batch] if any(job.sight for job in batch) else None,
+                images=[job.image_input for job in batch] if any(job.image_input for job in batch) else None,
                 max_new_tokens=max(job.max_new_tokens for job in batch),
                 callbacks=[_Served(batch)],
                 guide=batch[0].guide,
                 users=[job.user for job in batch],
-                logits_processor=[Adjust(penalties, start)] if penalties else None,
+                logits_processor=[PenaltyProcessor(penalties, start)] if penalties else None,
                 **batch[0].sampling,
             )
         except Exception as error:

@@ -19,7 +19,7 @@ from pydantic import (
 
 from fsd_core.text.conversations import check_text
 from fsd_infer.request.guide import Guide
-from fsd_infer.serving.messages import ChatMessage, Many, NamedTool, RequestFields, ToolAsked
+from fsd_infer.serving.messages import ChatMessage, Many, NamedTool, RequestedTool, RequestFields
 from fsd_infer.serving.tools import Tool
 
 GUIDED = "response_format, guided_json, guided_regex and guided_grammar"
@@ -180,7 +180,7 @@ class CompletionRequest(RequestFields):
         return found + ([] if self.guided_grammar is None else [Guide.lark(self.guided_grammar)])
 
 
-class CompletionAsked(CompletionRequest):
+class TextCompletionRequest(CompletionRequest):
     """POST /v1/completions."""
 
     prompt: Annotated[
@@ -199,7 +199,7 @@ class CompletionAsked(CompletionRequest):
         return self.logprobs
 
 
-class ChatAsked(CompletionRequest):
+class ChatCompletionRequest(CompletionRequest):
     """POST /v1/chat/completions."""
 
     messages: Many[ChatMessage] = Field(min_length=1, max_length=2**13)
@@ -210,7 +210,7 @@ class ChatAsked(CompletionRequest):
     modalities: Many[Literal["text"]] = ["text"]
     service_tier: Literal["auto", "default"] = "auto"
     store: Literal[False] = False
-    tools: Many[ToolAsked] = Field([], max_length=128)
+    tools: Many[RequestedTool] = Field([], max_length=128)
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("mode")] | Annotated[NamedTool, Tag("named")],
@@ -270,7 +270,7 @@ class ChatAsked(CompletionRequest):
         return messages
 
     @model_validator(mode="after")
-    def _fields_fit_together(self) -> ChatAsked:
+    def _fields_fit_together(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs = true.")
         if self.tool_choice not in (None, "none") and not self.tools:
@@ -282,7 +282,7 @@ class ChatAsked(CompletionRequest):
         return self
 
 
-class ViewAsked(RequestFields):
+class ViewRequest(RequestFields):
     """POST /view/decode, which the page sends."""
 
     prompt: str

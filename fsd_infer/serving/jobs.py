@@ -13,17 +13,17 @@ from fsd_core.errors import FsdError
 from fsd_core.text.encoding import encode_chat
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.decoder.calibrated import resolved
-from fsd_infer.decoder.seen import encode_seen
+from fsd_infer.decoder.image_prompts import encode_with_images
 from fsd_infer.request.guide import COMPACT, Guide
 from fsd_infer.request.images import Sources
 from fsd_infer.rules import parse_rule
 from fsd_infer.rules.texts import markers_of
-from fsd_infer.serving.batcher import Penalties, ServedRequest
-from fsd_infer.serving.fields import GUIDED, ChatAsked, CompletionAsked
+from fsd_infer.serving.batcher import AnswerJob, Penalties
+from fsd_infer.serving.fields import GUIDED, ChatCompletionRequest, TextCompletionRequest
 from fsd_infer.serving.tools import CallReader, Tool, ToolFormat, tool_format
-from fsd_infer.targets.sight import Sight
+from fsd_infer.targets.image_inputs import ImageInput
 
-Completion = ChatAsked | CompletionAsked
+AnyCompletionRequest = ChatCompletionRequest | TextCompletionRequest
 MOST_WITH_IMAGES = 1 << 25  # bytes of a request to a target that sees
 
 
@@ -49,8 +49,8 @@ class Limits:
 
 
 def make_jobs(
-    decoder: FuzzyDecoder, asked: Completion, rule: str, limits: Limits, in_template: bool | None = False
-) -> list[ServedRequest]:
+    decoder: FuzzyDecoder, asked: AnyCompletionRequest, rule: str, limits: Limits, in_template: bool | None = False
+) -> list[AnswerJob]:
     """Make a job per answer, not queued yet.
 
     Args:
@@ -65,7 +65,7 @@ def make_jobs(
     """
     if asked.n > limits.max_queue:
         raise FsdError(f"n: this server makes at most {limits.max_queue} answers at once, got {asked.n}.")
-    ids, sight = _encode(decoder, asked, in_template, limits)
+    ids, image_input = _encode(decoder, asked, in_template, limits)
     room = decoder.target.max_positions
     most = asked.most_tokens or limits.max_new_tokens
     if room is not None and len(ids) >= room:
@@ -83,9 +83,9 @@ def make_jobs(
     if guide is not None:
         decoder.check_guide(guide)
     return [
-        ServedRequest(
+        AnswerJob(
             prompt=ids,
-            sight=sight,
+            image_input=image_input,
             rule=named,
             sampling={**sampling, "seed": None if asked.seed is None else (asked.seed + index) % 2**63},
             max_new_tokens=min(most, limits.max_new_tokens, (room or most + len(ids)) - len(ids)),
@@ -102,15 +102,15 @@ def make_jobs(
     ]
 
 
-def reader_of(decoder: FuzzyDecoder, asked: Completion) -> Callable[[], CallReader] | None:
+def reader_of(decoder: FuzzyDecoder, asked: AnyCompletionRequest) -> Callable[[], CallReader] | None:
     """Return what makes a reader of tool calls per answer; None if answers may call none. Raises FsdError."""
-    if not isinstance(asked, ChatAsked) or not asked.offered:
+    if not isinstance(asked, ChatCompletionRequest) or not asked.offered:
         return None
     format, names = _format(decoder, asked), {tool.name for tool in asked.offered}
     return lambda: CallReader(format, names, is_forced=bool(asked.forced))
 
 
-def _format(decoder: FuzzyDecoder, asked: ChatAsked) -> ToolFormat:
+def _format(decoder: FuzzyDecoder, asked: ChatCompletionRequest) -> ToolFormat:
     found = tool_format(decoder.tokenizer, _for_template(asked))
     if found is None:
         raise FsdError(
@@ -120,31 +120,31 @@ def _format(decoder: FuzzyDecoder, asked: ChatAsked) -> ToolFormat:
     return found
 
 
-def _for_template(asked: ChatAsked) -> list[dict[str, Any]]:
+def _for_template(asked: ChatCompletionRequest) -> list[dict[str, Any]]:
     return [tool.model_dump(exclude_unset=True) for tool in asked.tools] if asked.offered else []
 
 
 def _encode(
-    decoder: FuzzyDecoder, asked: Completion, in_template: bool | None, limits: Limits
-) -> tuple[list[int], Sight | None]:
+    decoder: FuzzyDecoder, asked: AnyCompletionRequest, in_template: bool | None, limits: Limits
+) -> tuple[list[int], ImageInput | None]:
     """Token ids of the request's prompt, and its images."""
-    if isinstance(asked, CompletionAsked):
+    if isinstance(asked, TextCompletionRequest):
         return decoder.encode(asked.prompt, apply_chat_template=in_template), None
     if asked.offered:
         _format(decoder, asked)  # an unknown format is the request's fault, not the template's
     options = {**asked.chat_template_kwargs, **({"tools": _for_template(asked)} if asked.offered else {})}
     turns = [turn.message() for turn in asked.messages]
     if any(turn.images for turn in asked.messages):
-        return encode_seen(decoder.target, turns, sources=Sources(limits.image_folders), options=options)
+        return encode_with_images(decoder.target, turns, sources=Sources(limits.image_folders), options=options)
     return encode_chat(decoder.tokenizer, turns, options=options, blank=True), None
 
 
-def _guide(decoder: FuzzyDecoder, asked: Completion) -> Guide | None:
+def _guide(decoder: FuzzyDecoder, asked: AnyCompletionRequest) -> Guide | None:
     """What the answer must be; None: any text."""
     guides = asked.guides
     if len(guides) > 1:
         raise FsdError(f"an answer follows one of {GUIDED}: name one.")
-    if isinstance(asked, ChatAsked) and asked.offered:
+    if isinstance(asked, ChatCompletionRequest) and asked.offered:
         if guides:
             raise FsdError(f"tools: an answer that calls tools cannot also follow one of {GUIDED}. Leave one out.")
         if asked.forced:

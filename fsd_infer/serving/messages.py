@@ -52,7 +52,7 @@ class Function(RequestFields):
     strict: StrictBool = False
 
 
-class ToolAsked(RequestFields):
+class RequestedTool(RequestFields):
     """One of ``tools``."""
 
     type: Literal["function"]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsd_core.text.pieces import Piece
-from fsd_infer.serving.batcher import Logprob, ServedRequest
+from fsd_infer.serving.batcher import AnswerJob, Logprob
 from fsd_infer.serving.tools import CallReader, ToolCall
 
 LOWEST = -9999.0  # OpenAI's log-probability of a token that cannot come: JSON has no infinity
@@ -27,7 +27,7 @@ class Reply:
     """
 
     def __init__(
-        self, model: str, is_chat: bool, jobs: Sequence[ServedRequest], reader: Callable[[], CallReader] | None = None
+        self, model: str, is_chat: bool, jobs: Sequence[AnswerJob], reader: Callable[[], CallReader] | None = None
     ) -> None:
         self.model, self.is_chat, self.jobs = model, is_chat, jobs
         self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"

@@ -20,7 +20,7 @@ from fsd_core.errors import CheckpointError, ModelLoadError
 from fsd_core.files import open_safetensors, read_json, read_weight_map
 from fsd_infer.device.cache import RECURRENT, WITHOUT_KEYS
 from fsd_infer.recurrent.mixers import read_past_forward, read_trees
-from fsd_infer.targets.kinds import auto_class, check_sight
+from fsd_infer.targets.kinds import auto_class, check_image_model
 from fsd_infer.targets.masks import layer_types, layer_windows, max_positions
 from fsd_infer.targets.token_ids import eos_ids
 from fsd_infer.targets.weights import shape_of, stay_plain
@@ -204,7 +204,7 @@ def _check_decoder(model: Any, decoder: Any) -> None:
 
 def check_decodable(model: Any, name: str) -> None:
     """Raise ModelLoadError unless a model has an LM head, a causal decoder that takes positions, and one device."""
-    check_sight(model.config)
+    check_image_model(model.config)
     kind, decoder, config = type(model).__name__, model.get_decoder(), model.config.get_text_config(decoder=True)
     if model.get_output_embeddings() is None or getattr(model.config, "is_encoder_decoder", False):
         raise ModelLoadError(f"{kind} has no language-model head, or an encoder: a causal LM is needed as target.")

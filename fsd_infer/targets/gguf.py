@@ -29,8 +29,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from fsd_core.errors import ModelLoadError, shortened
 from fsd_core.files import write_json
-from fsd_infer.targets.gguf_file import Stored, read_gguf
-from fsd_infer.targets.gguf_keys import Numbers, check_foreign_keys, check_keys, check_no_mtp, end_ids, own_keys
+from fsd_infer.targets.gguf_file import StoredTensor, read_gguf
+from fsd_infer.targets.gguf_keys import KeyNumbers, check_foreign_keys, check_keys, check_no_mtp, end_ids, own_keys
 from fsd_infer.targets.gguf_tokenizer import load_gguf_tokenizer, write_tokenizer
 from fsd_infer.targets.weights import QuantizedWeight, ReadsBlocks, keep_quantized, readable_types, say
 
@@ -165,7 +165,7 @@ def _by_transformers(
     return model
 
 
-def _read(source: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
+def _read(source: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """Return the metadata and the tensors of a file."""
     facts, tensors = read_gguf(source)
     check_no_mtp(facts, tensors, source)
@@ -174,7 +174,7 @@ def _read(source: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
     return facts, tensors
 
 
-def _config(facts: dict[str, Any], tensors: dict[str, Stored], source: Path) -> dict[str, Any]:
+def _config(facts: dict[str, Any], tensors: dict[str, StoredTensor], source: Path) -> dict[str, Any]:
     """Return the arguments of the model's config.
 
     Raises:
@@ -184,7 +184,7 @@ def _config(facts: dict[str, Any], tensors: dict[str, Stored], source: Path) -> 
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ModelLoadError(f"{source} has architecture {family!r}. Only {known} can be expanded to a directory.")
-    numbers = Numbers(own_keys(facts))
+    numbers = KeyNumbers(own_keys(facts))
     try:
         config = _sizes(numbers, facts, str(family))
         config |= {"vocab_size": _rows(numbers, facts, tensors)}
@@ -200,7 +200,7 @@ def _config(facts: dict[str, Any], tensors: dict[str, Stored], source: Path) -> 
     return config
 
 
-def _sizes(numbers: Numbers, facts: dict[str, Any], family: str) -> dict[str, Any]:
+def _sizes(numbers: KeyNumbers, facts: dict[str, Any], family: str) -> dict[str, Any]:
     hidden, heads = numbers.whole("embedding_length"), numbers.whole("attention.head_count")
     theta, ends = numbers.number("rope.freq_base", 10_000.0), end_ids(facts)
     width = numbers.whole("attention.key_length", hidden // heads)
@@ -238,7 +238,7 @@ def _sizes(numbers: Numbers, facts: dict[str, Any], family: str) -> dict[str, An
     }
 
 
-def _rows(numbers: Numbers, facts: dict[str, Any], tensors: dict[str, Stored]) -> int:
+def _rows(numbers: KeyNumbers, facts: dict[str, Any], tensors: dict[str, StoredTensor]) -> int:
     """Return the size of the vocabulary. Raise ValueError unless there is an embedding per token."""
     rows = tensors["token_embd.weight"].shape[0]
     tokens = facts.get("tokenizer.ggml.tokens")
@@ -248,12 +248,12 @@ def _rows(numbers: Numbers, facts: dict[str, Any], tensors: dict[str, Stored]) -
     return rows
 
 
-def _scaling(numbers: Numbers, tensors: dict[str, Stored], config: dict[str, Any]) -> dict[str, Any]:
+def _scaling(numbers: KeyNumbers, tensors: dict[str, StoredTensor], config: dict[str, Any]) -> dict[str, Any]:
     """Return the scaling of the rotary embedding as llama.cpp reads it. Raise ValueError for an unknown one."""
     own = numbers.own
     kind = own.get("rope.scaling.type", "linear")
     given = own.get("rope.scaling.factor", own.get("rope.scale_linear", 0)) if kind != "none" else 0
-    factor = 1.0 if given == 0 else Numbers({"rope.scaling.factor": given}).number("rope.scaling.factor", most=1e6)
+    factor = 1.0 if given == 0 else KeyNumbers({"rope.scaling.factor": given}).number("rope.scaling.factor", most=1e6)
     attention = numbers.number("rope.scaling.attn_factor", 1.0)
     if kind not in ("none", "linear", "yarn"):
         raise ValueError(f"rope.scaling.type {kind!r:.40}, which is not read here")
@@ -293,7 +293,7 @@ def _generation_config(config: dict[str, Any]) -> dict[str, Any]:
     return {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
-def _expanded(stored: Stored, order: torch.Tensor | None) -> torch.Tensor:
+def _expanded(stored: StoredTensor, order: torch.Tensor | None) -> torch.Tensor:
     """Return the tensor in fp32 with its rows in ``order``."""
     values = torch.from_numpy(stored.values())
     return values if order is None else values[order]
@@ -319,8 +319,8 @@ def _empty_model(config: PreTrainedConfig, **options: Any) -> Any:
 
 
 def _places(
-    model: Any, tensors: dict[str, Stored], config: dict[str, Any], source: Path
-) -> list[tuple[str, Stored, torch.Tensor | None]]:
+    model: Any, tensors: dict[str, StoredTensor], config: dict[str, Any], source: Path
+) -> list[tuple[str, StoredTensor, torch.Tensor | None]]:
     """Return the name of each of the model's parameters, its tensor, and the order of its rows (None: the same).
 
     Raises:

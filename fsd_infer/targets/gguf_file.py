@@ -27,7 +27,7 @@ vars(gguf).setdefault("__version__", version("gguf"))
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor of a GGUF file.
 
     Attributes:
@@ -49,7 +49,7 @@ class Stored:
         return np.array(values, dtype=np.float32).reshape(self.shape)
 
 
-def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """Read a GGUF file's facts and its tensors, both by name.
 
     Raises:
@@ -68,7 +68,7 @@ class _GGUFReader:
     def __init__(self, data: np.ndarray) -> None:
         self.data, self.view, self.at = data, data.data, 0
 
-    def read(self) -> tuple[dict[str, Any], dict[str, Stored]]:
+    def read(self) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         if bytes(self.view[:4]) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         self.at = 4
@@ -92,9 +92,9 @@ class _GGUFReader:
 
     def _placed(
         self, listed: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int
-    ) -> dict[str, Stored]:
+    ) -> dict[str, StoredTensor]:
         """Return the tensors by name. Raise ValueError for names that are there twice, and for places that overlap."""
-        found: dict[str, Stored] = {}
+        found: dict[str, StoredTensor] = {}
         ends, before = start, "the header"
         for name, sizes, kind, at in sorted(listed, key=lambda tensor: tensor[3]):
             if name in found:
@@ -146,7 +146,7 @@ class _GGUFReader:
             raise ValueError(f"tensor {name!r:.80} has {count} dimensions")
         return (name, self._numbers(f"<{count}Q"), *self._numbers("<IQ"))
 
-    def _stored(self, name: str, sizes: tuple[int, ...], kind: int, at: int) -> Stored:
+    def _stored(self, name: str, sizes: tuple[int, ...], kind: int, at: int) -> StoredTensor:
         """The tensor [sizes], the first contiguous."""
         known = GGMLQuantizationType(kind)
         block, size = GGML_QUANT_SIZES[known]
@@ -156,4 +156,4 @@ class _GGUFReader:
         end = at + row * prod(sizes[1:])
         if end > len(self.data):
             raise ValueError(f"tensor {name!r} ends at byte {end}, the file at {len(self.data)}")
-        return Stored(known, tuple(reversed(sizes)), self.data[at:end].reshape(-1, row))
+        return StoredTensor(known, tuple(reversed(sizes)), self.data[at:end].reshape(-1, row))

@@ -243,7 +243,7 @@ def end_ids(facts: Mapping[str, Any]) -> list[int]:
     return [index for index in dict.fromkeys(ends) if index not in without]
 
 
-class Numbers:
+class KeyNumbers:
     """Reads numbers of an architecture's keys. Its methods raise ValueError with the key's name for absurd values."""
 
     def __init__(self, own: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ def auto_class(config: PretrainedConfig) -> Any:
         ModelLoadError: a family whose decoder has an encoder beside it, or that reads something else than text and
             images.
     """
-    check_sight(config)
+    check_image_model(config)
     if is_seeing(config):
         return AutoModelForImageTextToText
     mapped = {**(getattr(config, "auto_map", None) or {})}
@@ -52,7 +52,7 @@ def class_of(config: PretrainedConfig) -> Any:
     return mapping[type(config)] if type(config) in mapping else None
 
 
-def check_sight(config: PretrainedConfig) -> None:
+def check_image_model(config: PretrainedConfig) -> None:
     """Raise ModelLoadError for families with an encoder, or that read images otherwise than as tokens of the prompt."""
     text: Any = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):

@@ -20,13 +20,13 @@ from fsd_infer.device.lock import RequestLock
 from fsd_infer.recurrent.mixers import TreeReader
 from fsd_infer.targets.adapters import adapted, beside_digest, unwrapped
 from fsd_infer.targets.checks import check_decodable
+from fsd_infer.targets.image_inputs import places_images
 from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.logit_form import LogitForm
 from fsd_infer.targets.masks import fixed_positions, layer_windows, max_positions, windowed
 from fsd_infer.targets.precision import precision_of, ready
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.rotary import DynamicRope, recompute_length_of
-from fsd_infer.targets.sight import places_images
 from fsd_infer.targets.stack import Stack, TransformersStack
 from fsd_infer.targets.token_ids import eos_ids
 from fsd_infer.targets.weights import format_of, shape_of, weight_rows

@@ -14,7 +14,7 @@ from fsd_infer.trees.shape import TreeShape
 # windows of running ratios
 TEXT_WINDOW, BIN_WINDOW = 40, 200  # drafts
 DEPTH_WINDOW, LONG_WINDOW = 40, 50  # rounds
-SIDE_WINDOW, SIDE_TRIALS = 15, 4  # rounds, and the first ones, in which a grafted drafter is asked in any case
+GRAFT_WINDOW, GRAFT_TRIALS = 15, 4  # rounds, and the first ones, in which a grafted drafter is asked in any case
 ATTEMPT, ATTEMPTS_SHARE = 2, 0.03  # rounds of an attempt after a pause; share of tokens that attempts may cost
 
 
@@ -104,19 +104,19 @@ class Pause:
         self.rounds = 0 if went else self.rounds + counts
 
 
-class SideWorth:
+class GraftWorth:
     """Whether it pays to ask a grafted drafter: the tokens of its drafts against its time and their verification."""
 
     def __init__(self, costs: CostModel, batch: int) -> None:
         self.costs, self.batch, self.pause, self.trials = costs, batch, Pause(), 0
-        self.gain, self.cost = RunningRatio(0.2 * batch, 1.0, SIDE_WINDOW), RunningRatio(0.02, 1.0, SIDE_WINDOW)
+        self.gain, self.cost = RunningRatio(0.2 * batch, 1.0, GRAFT_WINDOW), RunningRatio(0.02, 1.0, GRAFT_WINDOW)
 
     def _loss(self, rate: float) -> float:
         return rate * self.cost.value - self.gain.value
 
     def asks(self, rate: float) -> bool:
         """Return whether to ask it in the next round. ``rate``: tokens per forward over a single token."""
-        return self.trials < SIDE_TRIALS or self._loss(rate) <= self.pause.max_loss(self.batch)
+        return self.trials < GRAFT_TRIALS or self._loss(rate) <= self.pause.max_loss(self.batch)
 
     def note(self, asked: bool, rate: float) -> None:
         """Note whether a round asked it."""
@@ -153,7 +153,7 @@ class PolicyState:
         pause: of drafting.
         usual_drafts, shape_ratios: drafts that are expected of a row, and accepted ones per expected one, by shape
             (:mod:`fsd_infer.trees.menu`).
-        side: whether grafted drafters pay.
+        graft: whether grafted drafters pay.
     """
 
     def __init__(self, costs: CostModel, batch: int, profile: RuleProfile) -> None:
@@ -163,7 +163,7 @@ class PolicyState:
         self.accept_rate = RunningRatio(0.6, 1.0, DEPTH_WINDOW)
         self.gain = RunningRatio(1.0, 1.0, DEPTH_WINDOW)
         self.draft_cost = RunningRatio(costs.drafting(2, 2 * batch), 1.0, DEPTH_WINDOW)
-        self.trials, self.pause, self.side = 0, Pause(), SideWorth(costs, batch)
+        self.trials, self.pause, self.graft = 0, Pause(), GraftWorth(costs, batch)
         self.usual_drafts: dict[TreeShape, RunningRatio] = {}
         self.shape_ratios: dict[TreeShape, RunningRatio] = {}
 

@@ -158,7 +158,7 @@ class TreePolicy:
             min_nodes=1 + self._is_trial,
             uncovered=(1.0,) * rows,
             was_plain=state.pause.rounds > 0,
-            asks_side=not self.learns or state.side.asks(rate),
+            asks_grafted=not self.learns or state.graft.asks(rate),
         )
         return replace(self.largest, prices=prices)
 
@@ -170,8 +170,8 @@ class TreePolicy:
             in_trials = self._in_trials
             state.trials += in_trials
             state.pause.note(growth.drafted, growth.prices.loss, counts=not in_trials)
-        if growth.asked_side is not None and self.learns:
-            state.side.note(growth.asked_side, self.rate.value)
+        if growth.asked_grafted is not None and self.learns:
+            state.graft.note(growth.asked_grafted, self.rate.value)
         if growth.is_choice:
             self._learn(report, resumed)
 
@@ -182,7 +182,7 @@ class TreePolicy:
         nodes, reads = size * rows, self.state.pause.rounds == 0
         verifying = costs.forward(nodes)
         cost = verifying + costs.drafting(growth.depths, growth.expanded) + costs.rest(reads)
-        gain = growth.expected - self.rate.value * (verifying - costs.forward(rows)) - growth.prices.side_gain
+        gain = growth.expected - self.rate.value * (verifying - costs.forward(rows)) - growth.prices.grafted_gain
         self._learn_rate(report, size, cost)
         if not resumed:
             self._learn_costs(report, nodes, reads)
@@ -190,8 +190,8 @@ class TreePolicy:
             self._learn_gain(growth, gain)
             self._learn_acceptance(growth, report.accepted)
         grafted, accepted = self._learn_calibration(report)
-        if growth.asked_side and self.learns and costs.seconds_per_forward is not None:
-            self.state.side.learn(growth.side_seconds, nodes, grafted, accepted)
+        if growth.asked_grafted and self.learns and costs.seconds_per_forward is not None:
+            self.state.graft.learn(growth.grafted_seconds, nodes, grafted, accepted)
 
     def _learn_rate(self, report: TreeReport, size: int, cost: float) -> None:
         """Learn the tokens per unit of cost, and add the round to the totals.
@@ -217,7 +217,7 @@ class TreePolicy:
             reads: whether the drafter read the accepted tokens.
         """
         growth, (draft, forward, rest) = report.growth, report.seconds or (0.0, 0.0, 0.0)
-        draft, rest = draft - growth.side_seconds, None if rest is None else rest + growth.side_seconds
+        draft, rest = draft - growth.grafted_seconds, None if rest is None else rest + growth.grafted_seconds
         timed = TimedRound(nodes, growth.depths, growth.expanded, reads, forward, draft, rest)
         self.state.costs.learn(timed)
 

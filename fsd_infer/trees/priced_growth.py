@@ -48,8 +48,8 @@ class PricedGrowth:
         expected_rows: at the expanded nodes of each depth, by their probabilities.
         steps: of each row's verified tree.
         expected: accepted drafts of all rows, by their probabilities.
-        asked_side: whether grafted drafters were asked; None: there are none.
-        side_seconds: of their drafting and of merging their drafts.
+        asked_grafted: whether grafted drafters were asked; None: there are none.
+        grafted_seconds: of their drafting and of merging their drafts.
         is_choice: whether the trees are the chosen ones and were accepted as far as the rule allowed.
     """
 
@@ -60,8 +60,8 @@ class PricedGrowth:
         self.depths = self.expanded = 0
         self.expected_rows = [float(rows)]
         self.steps: list[list[DraftStep]] = []
-        self.expected = self.side_seconds = 0.0
-        self.asked_side: bool | None = None
+        self.expected = self.grafted_seconds = 0.0
+        self.asked_grafted: bool | None = None
         self.is_choice = True
         self._probs: list[float] = []  # of acceptance, of all drafts of all rows, falling
         self._frontier = [

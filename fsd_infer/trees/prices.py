@@ -113,13 +113,13 @@ class Prices:
         reach_ratio: rows that reach expanded nodes, per row that is expected to.
         draft_price: of a round that drafts, with the drafter's reading of the accepted tokens.
         expected_gain: tokens that drafts are expected to add, less the price of their verification, per row that no
-            side tree covers.
+            grafted tree covers.
         max_loss: tokens that drafting may be expected to lose: more than 0 in attempts, infinite in trials.
         min_accept_prob: at which a node is worth verifying, in a tree as large as the last ones.
         uncovered: share of each row's tokens that the trees of grafted drafters leave to this one, in this round.
         min_nodes: of a tree if the model drafts, whatever they are worth, the root included.
-        side_gain: net gain of the best of these trees.
-        asks_side: whether grafted drafters are asked: they may cost more than their drafts gain.
+        grafted_gain: net gain of the best of these trees.
+        asks_grafted: whether grafted drafters are asked: they may cost more than their drafts gain.
         was_plain: whether the last round had no drafts. The next one rarely has any either, so texts may stay unread.
     """
 
@@ -135,8 +135,8 @@ class Prices:
     min_accept_prob: float
     uncovered: tuple[float, ...]
     min_nodes: int = 1
-    side_gain: float = 0.0
-    asks_side: bool = True
+    grafted_gain: float = 0.0
+    asks_grafted: bool = True
     was_plain: bool = False
 
     @property
@@ -148,8 +148,8 @@ class Prices:
         """Return the price of verifying ``nodes`` nodes of all rows instead of one."""
         return sum(map(mul, self.verify_prices, spans(nodes)))
 
-    def beside_side_tree(self, tree: DraftTree) -> Prices:
-        """Return the prices for a drafter beside the tree [B, N] of a grafted one.
+    def beside(self, tree: DraftTree) -> Prices:
+        """Return the prices for a main drafter, given the tree [B, N] of a grafted one.
 
         A root is worth expanding where that tree is likely to be wrong or to end early. Accepted drafts have accepted
         children with probability a, so (1 - a)·a^(d - 1) of a head's tokens have depth d.
@@ -163,8 +163,8 @@ class Prices:
                 at_depth.append(self.accept_rate * at_depth[parent])
             uncovered[row] *= 1.0 - min(sum(map(mul, probs, at_depth[1:])), 1.0)
             all_probs += probs
-        side_gain = max(self.side_gain, self.best_gain(sorted(all_probs, reverse=True))[0])
-        return replace(self, uncovered=tuple(uncovered), side_gain=side_gain)
+        grafted_gain = max(self.grafted_gain, self.best_gain(sorted(all_probs, reverse=True))[0])
+        return replace(self, uncovered=tuple(uncovered), grafted_gain=grafted_gain)
 
     def best_gain(self, probs: Sequence[float]) -> tuple[float, float]:
         """Return the largest net gain of verifying a prefix of these drafts, and what one more node must gain.

@@ -15,8 +15,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
 from fsd_core.errors import DataError, FsdError
 from fsd_core.files import read_json
-from fsd_infer.heads.formats import CONFIG, read_config
+from fsd_infer.heads.formats import read_config
 from fsd_infer.heads.hub import find_head
+from fsd_infer.heads.stored_parts import CONFIG
 from fsd_train.callbacks.safety import check_finite
 from fsd_train.checkpoints import RECORD, callbacks_of, differing
 from fsd_train.strategies import whole_head

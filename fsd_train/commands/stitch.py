@@ -13,8 +13,8 @@ from torch import Tensor
 from fsd_core.errors import ModelLoadError
 from fsd_core.files import disk_errors, read_json, read_weight_map, replacing, write_json
 from fsd_infer.drafters.mtp import MtpHead
-from fsd_infer.heads.formats import CONFIG
 from fsd_infer.heads.mtp import find_mtp, in_own_layout
+from fsd_infer.heads.stored_parts import CONFIG
 from fsd_infer.heads.weights import AGAIN, INDEX, SINGLE, Weights
 from fsd_infer.targets.checks import is_mtp_name
 from fsd_infer.targets.kinds import class_of

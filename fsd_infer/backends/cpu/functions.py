@@ -144,10 +144,10 @@ def ancestors(parents: Tensor) -> Any:
     return NotImplemented if compiled is None else compiled.ancestors(parents.contiguous())
 
 
-def tree_union(main: TreeTensors, side: TreeTensors, main_proposers: int, depth: int) -> Any:
+def tree_union(main: TreeTensors, grafted: TreeTensors, main_proposers: int, depth: int) -> Any:
     """Take scores in fp32. In torch the union takes forty small operations."""
-    compiled = kernels() if main[2].dtype == side[2].dtype == torch.float32 else None
-    return NotImplemented if compiled is None else compiled.union(main, side, main_proposers)
+    compiled = kernels() if main[2].dtype == grafted[2].dtype == torch.float32 else None
+    return NotImplemented if compiled is None else compiled.union(main, grafted, main_proposers)
 
 
 def _compiled(*logits: Tensor) -> Kernels | None:

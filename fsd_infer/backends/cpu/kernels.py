@@ -209,13 +209,15 @@ class Kernels:
         self._library.fsd_ancestors(parents.data_ptr(), batch, count, found.data_ptr())
         return found
 
-    def union(self, main: TreeTensors, side: TreeTensors, main_proposers: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def union(
+        self, main: TreeTensors, grafted: TreeTensors, main_proposers: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See :func:`fsd_core.functional.tree_union`: int64, but scores in fp32."""
-        batch, count = len(main[0]), main[0].shape[1] + side[0].shape[1] - 1
+        batch, count = len(main[0]), main[0].shape[1] + grafted[0].shape[1] - 1
         tokens, parents, proposers = (torch.empty(batch, count, dtype=torch.long) for _ in range(3))
         scores = torch.empty(batch, count)
-        held = [[None if x is None else x.contiguous() for x in tree] for tree in (main, side)]
-        sizes = main[0].shape[1], side[0].shape[1]
+        held = [[None if x is None else x.contiguous() for x in tree] for tree in (main, grafted)]
+        sizes = main[0].shape[1], grafted[0].shape[1]
         trees = (Tree(*map(address_of, tree), size) for tree, size in zip(held, sizes))
         out = (x.data_ptr() for x in (tokens, parents, scores, proposers))
         self._library.fsd_union(batch, *trees, main_proposers, *out)
@@ -279,7 +281,7 @@ class Kernels:
 
 
 @dataclass(frozen=True)
-class Found:
+class LoadedKernels:
     """The kernels of this process, None for torch alone, and why.
 
     Attributes:
@@ -294,7 +296,7 @@ class Found:
 
 
 @cache
-def found() -> Found:
+def found() -> LoadedKernels:
     """Return the best kernels that this machine can run, compiled if needed. A warning says what failed.
 
     Raises:
@@ -303,7 +305,7 @@ def found() -> Found:
     """
     sets = wanted()
     if not sets.names:
-        return Found(None, sets.why, sets.forced)
+        return LoadedKernels(None, sets.why, sets.forced)
     from fsd_infer.backends.cpu.build import build  # imported late: rules need no compiler
 
     compiled, failed = build(Kernels, sets.names)
@@ -312,7 +314,7 @@ def found() -> Found:
     if failed:
         without = "our CPU kernels" if compiled is None else "AMX"
         logger.warning("decoding runs slower, without %s: %s", without, failed)
-    return Found(compiled, failed or sets.why, sets.forced, bool(failed))
+    return LoadedKernels(compiled, failed or sets.why, sets.forced, bool(failed))
 
 
 def kernels() -> Kernels | None:

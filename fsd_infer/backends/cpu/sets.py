@@ -19,7 +19,7 @@ SETS = {"amx": AVX512 | TILES, "avx512": AVX512, "avx2": AVX2}
 
 
 @dataclass(frozen=True)
-class Wanted:
+class AllowedSets:
     """The sets that may be used.
 
     Attributes:
@@ -33,7 +33,7 @@ class Wanted:
     forced: bool
 
 
-def wanted() -> Wanted:
+def wanted() -> AllowedSets:
     """Return the sets that the processor can run and FSD_KERNELS allows.
 
     Raises:
@@ -42,13 +42,13 @@ def wanted() -> Wanted:
     asked = os.environ.get(VARIABLE, "").strip().lower()
     lacking = {name: sorted(needed - cpu_flags()) for name, needed in SETS.items()}
     if asked == "0":
-        return Wanted((), f"{VARIABLE}=0 turns them off", forced=True)
+        return AllowedSets((), f"{VARIABLE}=0 turns them off", forced=True)
     if asked in SETS:
         if lacking[asked]:
             raise KernelsError(
                 f"{VARIABLE}={asked}, but {_lacks(lacking[asked])}. Unset {VARIABLE} for the best that it can run."
             )
-        return Wanted((asked,), f"{VARIABLE}={asked} asks for them", forced=True)
+        return AllowedSets((asked,), f"{VARIABLE}={asked} asks for them", forced=True)
     if asked not in ("", "1"):
         raise KernelsError(
             f"{VARIABLE}={asked!r} names no kernels: use {', '.join(SETS)}, 0 for none, or 1 (or nothing) for the best "
@@ -56,9 +56,9 @@ def wanted() -> Wanted:
         )
     names = tuple(name for name in SETS if not lacking[name])
     if not names:
-        return Wanted((), _lacks(lacking["avx2"]), forced=False)
+        return AllowedSets((), _lacks(lacking["avx2"]), forced=False)
     better = list(SETS)[: list(SETS).index(names[0])]
-    return Wanted(names, _lacks(lacking[better[-1]]) if better else "the best there are", forced=False)
+    return AllowedSets(names, _lacks(lacking[better[-1]]) if better else "the best there are", forced=False)
 
 
 def _lacks(flags: list[str]) -> str:

@@ -24,7 +24,7 @@ MOST_SLOTS = {"avx2": 2048, "avx512": 512, "amx": 2048}
 HeadSteps = Callable[["CpuStack", HeadParts, nn.Module, nn.Module], HeadStep | None]
 
 
-class Call(NamedTuple):
+class StackCall(NamedTuple):
     """A forward for the kernels.
 
     Attributes:
@@ -164,7 +164,7 @@ class CpuStack(Stack):
         cache: SlotCache,
         capture: Sequence[int] = (),
         attended: Tensor | None = None,
-    ) -> Call:
+    ) -> StackCall:
         """Describe a forward over contiguous x [B, M, H] in bf16, with a mask [B, M, S] for each layer."""
         batch, count, _ = x.shape
         keys, values = cache.keys_and_values(self.key_heads, self.width, x.dtype)
@@ -202,9 +202,9 @@ class CpuStack(Stack):
             many=count > FEW_TOKENS,
             threads=team_size(),
         )
-        return Call(forward, out, outputs, (x, attended, positions, slots, cosine, sine, keys, values, *masks))
+        return StackCall(forward, out, outputs, (x, attended, positions, slots, cosine, sine, keys, values, *masks))
 
-    def outputs(self, call: Call, capture: Sequence[int] = ()) -> Outputs:
+    def outputs(self, call: StackCall, capture: Sequence[int] = ()) -> Outputs:
         """Return what a forward that has run gave."""
         out, norm = call.out, self.norm
         if norm is not None and self._norm_weight is None:

@@ -73,7 +73,7 @@ def _step(q, keys, values, slots, end, visible, scale, cap, high, total, acc,
 
 
 @triton.jit
-def _attend(Q, K, V, LENGTHS, SEES, POSITIONS, ACC, HIGH, TOTAL, scale, cap, window, count, beyond,
+def _attend(Q, K, V, LENGTHS, VISIBLE, POSITIONS, ACC, HIGH, TOTAL, scale, cap, window, count, beyond,
             q_batch, q_node, q_head, k_batch, k_head, k_slot,
             SPLITS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
             BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -112,8 +112,8 @@ def _attend(Q, K, V, LENGTHS, SEES, POSITIONS, ACC, HIGH, TOTAL, scale, cap, win
     for start in range(tl.maximum(low, length), stop, BLOCK_S):  # the tree
         slots = start + tl.arange(0, BLOCK_S)
         inside = known[:, None] & (slots < stop)[None, :]
-        sees = SEES + (batch * count + node)[:, None] * beyond + (slots - length)[None, :]
-        visible = tl.load(sees, mask=inside, other=0) != 0
+        after = VISIBLE + (batch * count + node)[:, None] * beyond + (slots - length)[None, :]
+        visible = tl.load(after, mask=inside, other=0) != 0
         high, total, acc = _step(q, keys, values, slots, stop, visible, scale, cap, high, total,
                                  acc, k_slot, columns, column_mask, CAPPED)  # fmt: skip
     out = (batch * count + node) * (HEADS * GROUP) + query_head
@@ -156,7 +156,7 @@ def tree_attention(
     keys: Tensor,
     values: Tensor,
     lengths: Tensor,
-    sees: Tensor,
+    visible_after: Tensor,
     scale: float,
     positions: Tensor | None = None,
     window: int = 0,
@@ -169,7 +169,7 @@ def tree_attention(
         query: [B, M, heads, D]; D entries of a head are contiguous.
         keys, values: [B, key heads, S, D], of equal strides.
         lengths: [B] int64; slots 0 to length - 1 hold the text, token i in slot i.
-        sees: [B, M, E] bool; whether token m sees slot length + e. Includes any window's limit.
+        visible_after: [B, M, E] bool; whether token m sees slot length + e. Includes any window's limit.
         scale: of the scores.
         positions: [B, M] int64, of the new tokens; needed if there is a window.
         window: a token sees the text's tokens less than this many positions before it; 0: all.
@@ -189,12 +189,13 @@ def tree_attention(
     rows = batch * count * heads
     acc = out if splits == 1 else query.new_empty(rows, splits, width, dtype=torch.float32)
     high, total = query.new_empty(2, rows, splits, dtype=torch.float32)
-    seen = sees.contiguous().view(torch.uint8)
+    visible_bytes = visible_after.contiguous().view(torch.uint8)
     assert (positions is not None or not window) and query.dtype == keys.dtype == values.dtype
     assert query.stride(3) == keys.stride(3) == 1 and keys.stride() == values.stride()
     _attend[splits, row_blocks, batch * key_heads](
-        query, keys, values, lengths, seen, lengths if positions is None else positions.contiguous(), acc, high, total,
-        scale, softcap, window, count, sees.shape[-1],
+        query, keys, values, lengths, visible_bytes,
+        lengths if positions is None else positions.contiguous(), acc, high, total,
+        scale, softcap, window, count, visible_after.shape[-1],
         *query.stride()[:3], *keys.stride()[:3],
         SPLITS=splits, HEADS=key_heads, GROUP=group, D=width, BLOCK_D=block_d, BLOCK_R=blocks.rows,
         BLOCK_S=blocks.slots, WINDOWED=window > 0, CAPPED=softcap > 0, num_warps=blocks.warps, num_stages=blocks.stages,

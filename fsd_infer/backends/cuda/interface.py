@@ -44,13 +44,13 @@ def attend(
     ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **others)
     lengths = torch.zeros(batch, dtype=torch.long, device=query.device)
-    sees = attention_mask[:, 0, :, : key.shape[2]].expand(batch, count, -1)
+    visible_after = attention_mask[:, 0, :, : key.shape[2]].expand(batch, count, -1)
     scale = width**-0.5 if scaling is None else float(scaling)
     key, value = (x if x.stride() == key.stride() and x.stride(3) == 1 else x.contiguous() for x in (key, value))
     query = query.transpose(1, 2)
     query = query if query.stride(3) == 1 else query.contiguous()
     with torch.cuda.device_of(query):
-        return tree_attention(query, key, value, lengths, sees, scale), None
+        return tree_attention(query, key, value, lengths, visible_after, scale), None
 
 
 def use(model: nn.Module) -> None:

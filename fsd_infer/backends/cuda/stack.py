@@ -27,12 +27,12 @@ class Visible(NamedTuple):
 
     Attributes:
         lengths: [B] slots that all of them see, from slot 0.
-        sees: [B, M, E] bool, of the slots after these.
+        visible_after: [B, M, E] bool, of the slots after these.
         window: positions before a token that it sees of the former; 0: all.
     """
 
     lengths: Tensor
-    sees: Tensor
+    visible_after: Tensor
     window: int = 0
 
 
@@ -144,8 +144,9 @@ class CudaStack(Stack):
             norms, epsilon = (attention.q_norm.weight, attention.k_norm.weight), attention.q_norm.variance_epsilon
         slots = slots.expand(len(normed), -1)
         query = rotate_and_store(qkv, angles, norms, epsilon, keys, values, slots)
-        lengths, sees, window = visible
-        heads = tree_attention(query, keys, values, lengths, sees, self._scale, positions if window else None, window)
+        lengths, visible_after, window = visible
+        within = positions if window else None
+        heads = tree_attention(query, keys, values, lengths, visible_after, self._scale, within, window)
         return heads.flatten(0, 1).flatten(1)
 
 

@@ -23,10 +23,10 @@ from fsd_infer.engine import Outcome, Request
 from fsd_infer.engine.beams.options import BeamOptions, can_draft, check_beam_request, filled
 from fsd_infer.engine.beams.plan import Planner
 from fsd_infer.engine.beams.sampling import Draw, draw, dynamic_width, width_probabilities
-from fsd_infer.engine.beams.search import Hypothesis, Search, Terms
+from fsd_infer.engine.beams.search import Hypothesis, Search, SearchParameters
 from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.request.processors import TreeProcessors
-from fsd_infer.request.prompts import check_prompts, check_sights, read_prompts
+from fsd_infer.request.prompts import check_image_inputs, check_prompts, read_prompts
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
 
@@ -74,7 +74,7 @@ def decode_beams(
         beams = _Beams(target, drafter, request, config, options or BeamOptions())
         beams.prefill()
         while beams.searches:
-            team.fit()
+            team.fit_to_free_cores()
             frontier = beams.draft()
             beams.advance(frontier, beams.verify(frontier))
     return beams.outcome(config.num_return_sequences or 1)
@@ -99,14 +99,14 @@ class _Beams:
                 "with num_beams=1, greedily or with do_sample=True."
             )
         limits = check_prompts(target, request.prompts, request.max_new_tokens, target.recompute_length)
-        check_sights(target, request.sights)
+        check_image_inputs(target, request.image_inputs)
         self.target, self.drafter, self.request = target, drafter, request
         self.device = target.device
         self.sampled = not request.greedy
         self.drafts = drafter if can_draft(drafter) else NoDrafter(target.vocab_size)
         self.options = filled(options, request, self.beams, self.drafts, self.device)
         self.processors = TreeProcessors(request.processors, len(request.prompts))
-        self.terms = Terms(
+        self.parameters = SearchParameters(
             beams=self.beams,
             eos_token_ids=request.eos_token_ids,
             length_penalty=1.0 if config.length_penalty is None else config.length_penalty,
@@ -117,7 +117,7 @@ class _Beams:
             join_every=self.options.join_every,
         )
         self.list_size = min(
-            target.vocab_size, SUCCESSORS if self.sampled else self.terms.candidates * self.terms.beams
+            target.vocab_size, SUCCESSORS if self.sampled else self.parameters.candidates * self.parameters.beams
         )
         self.clock = clock_of(self.device)
         self._allocate(limits)
@@ -147,11 +147,11 @@ class _Beams:
         drafted = DraftRequest(count, slots, device=self.device, users=request.users, seeded=seeded)
         self.session = drafts.start(torch.tensor([prompt[0] for prompt in prompts]), drafted)
         self.all_searches = [
-            Search(self.terms, prompt, limit, row, seed + row)
+            Search(self.parameters, prompt, limit, row, seed + row)
             for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
         ]
         self.searches = list(self.all_searches)
-        self.planner = Planner(self.terms, options, self.session, self.look, self.list_size)
+        self.planner = Planner(self.parameters, options, self.session, self.look, self.list_size)
 
     # a round ---------------------------------------------------------------------------------------------------------
 
@@ -159,7 +159,9 @@ class _Beams:
         """Read the prompts, and take the first step of each search."""
         prompts = self.request.prompts
         tokens, lengths = padded(prompts), torch.tensor([len(prompt) for prompt in prompts])
-        features, logits = read_prompts(self.target, self.cache, tokens, lengths, sights=self.request.sights)
+        features, logits = read_prompts(
+            self.target, self.cache, tokens, lengths, image_inputs=self.request.image_inputs
+        )
         self.roots = to_device(lengths - 1, self.device)
         if tokens.shape[1] > 1:  # a head reads a token with the feature before it
             self.session.extend(to_device(tokens[:, 1:], self.device), features[:, :-1], self.roots.clone())
@@ -215,10 +217,10 @@ class _Beams:
         seconds = self.clock.seconds
         rows = []
         for search in self.all_searches:
-            row = search.record.finish(self.prefill_seconds, search.prompt, self.drafter.proposers)
+            row = search.record.to_stats(self.prefill_seconds, search.prompt, self.drafter.proposers)
             if self.request.measure_log_likelihood and search.finished:
                 score = search.finished[0].score
-                row.mean_log_likelihood = score * row.new_tokens ** (self.terms.length_penalty - 1.0)
+                row.mean_log_likelihood = score * row.new_tokens ** (self.parameters.length_penalty - 1.0)
             rows.append(row)
         stats = GenerationStats(
             rows=rows,
@@ -331,8 +333,8 @@ class _Beams:
             [search.successors[beam.node].proposed or likely for beam, likely in zip(search.live, target)],
             self.beams,
             self.options.breadth(self.beams),
-            self.terms.candidates,
-            self.terms.eos_token_ids,
+            self.parameters.candidates,
+            self.parameters.eos_token_ids,
         )
         return dynamic_width(chances, self.options.confidence, self.options.min_width or 1)
 

@@ -14,14 +14,14 @@ from fsd_infer.drafters.frontier import NO_SUCCESSORS, Frontier
 from fsd_infer.drafters.session import DraftSession
 from fsd_infer.engine.beams.options import BeamOptions
 from fsd_infer.engine.beams.sampling import Draw, arrivals
-from fsd_infer.engine.beams.search import Beam, Search, Terms
+from fsd_infer.engine.beams.search import Beam, Search, SearchParameters
 
 
 class Planner:
     """The choice of each round's nodes.
 
     Args:
-        terms: of the request.
+        parameters: of the request.
         options: with ``depth`` and ``spread``.
         session: the drafter's.
         look: ``look(search, nodes)`` lists ``likely`` of nodes that the target has read.
@@ -30,14 +30,15 @@ class Planner:
 
     def __init__(
         self,
-        terms: Terms,
+        parameters: SearchParameters,
         options: BeamOptions,
         session: DraftSession,
         look: Callable[[Search, Sequence[int]], None],
         list_size: int,
     ) -> None:
-        self.terms, self.options, self.session, self.look, self.list_size = terms, options, session, look, list_size
-        self.nodes = options.most_nodes(terms.beams)
+        self.parameters, self.options, self.session = parameters, options, session
+        self.look, self.list_size = look, list_size
+        self.nodes = options.most_nodes(parameters.beams)
 
     def plan(self, searches: Sequence[Search], frontier: Frontier) -> None:
         """Append drafts to the nodes of each search, which the frontier shows."""
@@ -83,11 +84,11 @@ class Planner:
             for value, token in zip(*guess)
         ]
         candidates.sort(key=lambda draw: -draw[0])
-        if self.terms.draw is not None and candidates:
+        if self.parameters.draw is not None and candidates:
             hashes = [search.text_hashes[beam.node] for beam in beams]
             times = arrivals(hashes, [beam.score for beam in beams], lists).tolist()
             columns = [{token: column for column, token in enumerate(tokens)} for _, tokens in lists]
             candidates.sort(key=lambda draw: times[draw[1]][columns[draw[1]][draw[2]]])
-            candidates = sorted(candidates[: self.terms.candidates * width], key=lambda draw: -draw[0])
-        going = [draw for draw in candidates if draw[2] not in self.terms.eos_token_ids]
+            candidates = sorted(candidates[: self.parameters.candidates * width], key=lambda draw: -draw[0])
+        going = [draw for draw in candidates if draw[2] not in self.parameters.eos_token_ids]
         return [(score, beams[index].node, token) for score, index, token in going[: self.options.breadth(width)]]

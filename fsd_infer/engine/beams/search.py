@@ -34,7 +34,7 @@ class Hypothesis(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Terms:
+class SearchParameters:
     """The parameters that a request's beam searches share.
 
     Attributes:
@@ -85,7 +85,7 @@ class Search:
     """One prompt's search.
 
     Args:
-        terms: of the request.
+        parameters: of the request.
         prompt: token ids.
         limit: most new tokens.
         row: the prompt's index in the request.
@@ -106,8 +106,8 @@ class Search:
         record: of the best answer, complete once the search has ended.
     """
 
-    def __init__(self, terms: Terms, prompt: list[int], limit: int, row: int, root_hash: int) -> None:
-        self.terms, self.prompt, self.limit, self.row = terms, prompt, limit, row
+    def __init__(self, parameters: SearchParameters, prompt: list[int], limit: int, row: int, root_hash: int) -> None:
+        self.parameters, self.prompt, self.limit, self.row = parameters, prompt, limit, row
         self.shared: list[int] = []
         self.tokens, self.parents, self.text_hashes, self.successors = prompt[-1:], [0], [root_hash], [NodeSuccessors()]
         self.children: dict[tuple[int, int], int] = {}
@@ -204,7 +204,7 @@ class Search:
         if any(beam.node >= self.read for beam in self.live):
             return False
         width, last = self._width(), self.length + 1 >= self.limit
-        candidates = self._candidates(self.terms.candidates * width)
+        candidates = self._candidates(self.parameters.candidates * width)
         ends = self._ends(candidates, last)
         going = [draw for draw, end in zip(candidates, ends) if not end]
         # as in transformers, finished candidates count among the first W only
@@ -217,19 +217,19 @@ class Search:
 
     def max_beams(self, step: int) -> int:
         """Return the most beams that this step keeps; steps count from 1."""
-        joins = self.terms.join_every is not None and step % self.terms.join_every == 0
-        return 1 if joins and step < self.limit else self.terms.beams
+        joins = self.parameters.join_every is not None and step % self.parameters.join_every == 0
+        return 1 if joins and step < self.limit else self.parameters.beams
 
     def _width(self) -> int:
         most = self.max_beams(self.length + 1)
-        if self.terms.width is None or most == 1 or self.length + 1 >= self.limit:
+        if self.parameters.width is None or most == 1 or self.length + 1 >= self.limit:
             return most
-        return self.terms.width(self)
+        return self.parameters.width(self)
 
     def _candidates(self, count: int) -> list[Draw]:
         """Return the likeliest successors of the live beams or, in beam sampling, drawn ones in their order."""
-        if self.terms.draw is not None:
-            return self.terms.draw(self, count)
+        if self.parameters.draw is not None:
+            return self.parameters.draw(self, count)
         candidates: list[Draw] = []
         for index, beam in enumerate(self.live):
             values, tokens = self.likely(beam.node)
@@ -239,31 +239,31 @@ class Search:
 
     def _ends(self, candidates: Sequence[Draw], last: bool) -> list[bool]:
         """Return which candidates end an answer."""
-        ends = [last or token in self.terms.eos_token_ids for _, _, token in candidates]
-        if self.terms.stops is None or not candidates:
+        ends = [last or token in self.parameters.eos_token_ids for _, _, token in candidates]
+        if self.parameters.stops is None or not candidates:
             return ends
         texts = {beam: self.text(self.live[beam].node) for _, beam, _ in candidates}
-        stops = self.terms.stops(self.row, [[*texts[beam], token] for _, beam, token in candidates])
+        stops = self.parameters.stops(self.row, [[*texts[beam], token] for _, beam, token in candidates])
         return [end or stop for end, stop in zip(ends, stops)]
 
     def _finish(self, ended: Sequence[Draw], last: bool) -> None:
         """Keep the best W answers."""
         if not ended:
             return
-        divisor = (self.length + 1) ** self.terms.length_penalty
+        divisor = (self.length + 1) ** self.parameters.length_penalty
         for score, beam, token in ended:
-            stopped = not last or token in self.terms.eos_token_ids
+            stopped = not last or token in self.parameters.eos_token_ids
             (penalised,) = array("f", [score / divisor])
             self.finished.append(Hypothesis(penalised, [*self.text(self.live[beam].node), token], stopped))
         self.finished.sort(key=lambda answer: -answer.score)
-        del self.finished[self.terms.beams :]
+        del self.finished[self.parameters.beams :]
 
     def _decided(self) -> bool:
         """Whether the finished answers are final, by the rules of ``early_stopping``."""
-        if len(self.finished) < self.terms.beams:
+        if len(self.finished) < self.parameters.beams:
             return False
-        if self.terms.early_stopping is True:
+        if self.parameters.early_stopping is True:
             return True
-        hopeful = self.terms.early_stopping == "never" and self.terms.length_penalty > 0.0
+        hopeful = self.parameters.early_stopping == "never" and self.parameters.length_penalty > 0.0
         length = self.limit if hopeful else self.length
-        return self.live[0].score / length**self.terms.length_penalty <= self.finished[-1].score
+        return self.live[0].score / length**self.parameters.length_penalty <= self.finished[-1].score

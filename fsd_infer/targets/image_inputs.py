@@ -28,7 +28,7 @@ _OF_TEXT = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # i
 
 
 @dataclass(frozen=True, eq=False)
-class Sight:
+class ImageInput:
     """The images of one prompt.
 
     Attributes:
@@ -53,7 +53,7 @@ class Sight:
                 found.update(b"" if held is None else held.view(torch.uint8).numpy().tobytes())
         return -1 - int.from_bytes(found.digest()[:7], "big")
 
-    def named(self, prompt: Sequence[int]) -> list[int]:
+    def prefix_key(self, prompt: Sequence[int]) -> list[int]:
         """Return the prompt with :attr:`digest` for its placeholders, so that no other image's prefix is equal."""
         return [self.digest if token in self.placeholders else token for token in prompt]
 
@@ -68,7 +68,7 @@ def placeholders_of(config: Any) -> frozenset[int]:
     return frozenset(token for token in found if isinstance(token, int))
 
 
-def sight_of(name: str, config: Any, inputs: Mapping[str, Any], prompt: Sequence[int]) -> Sight | None:
+def image_input_of(name: str, config: Any, inputs: Mapping[str, Any], prompt: Sequence[int]) -> ImageInput | None:
     """Return what a processor's outputs show besides the prompt's tokens; None: text alone.
 
     Args:
@@ -89,7 +89,7 @@ def sight_of(name: str, config: Any, inputs: Mapping[str, Any], prompt: Sequence
             f"the prompt has images but no token of {name} that stands for one: it does not see, reads images "
             "otherwise than as tokens of its prompt, or its chat template leaves them out. Use another target."
         )
-    return Sight(left, known, tuple(prompt) if config.model_type in _BOTH_WAYS else ())
+    return ImageInput(left, known, tuple(prompt) if config.model_type in _BOTH_WAYS else ())
 
 
 def places_images(model: Any) -> bool:
@@ -98,9 +98,9 @@ def places_images(model: Any) -> bool:
     return getattr(type(model), name, None) is not getattr(GenerationMixin, name, None)
 
 
-def positions_of(model: Any, tokens: Tensor, sight: Sight) -> Tensor:
+def positions_of(model: Any, tokens: Tensor, image_input: ImageInput) -> Tensor:
     """Return the positions of a prompt [1, P] as ``generate`` prepares them: [1, P], or of M-RoPE [3, 1, P]."""
-    given = {**_moved(model, sight), "input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    given = {**_moved(model, image_input), "input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     made: Tensor = model._prepare_position_ids_for_generation(tokens, given)
     return made[1:] if made.dim() == 3 and len(made) == 4 else made  # the first of four are places in the text
 
@@ -116,22 +116,22 @@ def set_offset(cache: SlotCache, positions: Tensor) -> None:
         cache.offsets.copy_(offset_of(positions))
 
 
-def read_seen(target: Any, cache: SlotCache, tokens: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
+def read_with_images(target: Any, cache: SlotCache, tokens: Tensor, image_input: ImageInput) -> tuple[Tensor, Tensor]:
     """Read a prompt [1, P] with its images in one forward: (features [1, P, F], logits [1, 1, V] at its last token).
 
     Args:
         target: a :class:`~fsd_infer.targets.target.Target`.
         cache: of one row.
         tokens: the prompt's ids on the target's device.
-        sight: its images.
+        image_input: its images.
 
     Raises:
         FsdError: the model reads more tokens than the prompt has, as families do that put images before it.
     """
     model, count = target.model, tokens.shape[1]
-    positions = positions_of(model, tokens, sight)
+    positions = positions_of(model, tokens, image_input)
     cache.set_write_slots(torch.arange(count, device=tokens.device)[None], 0, count)
-    given = {cache_argument(type(model)): cache, **_moved(model, sight)}
+    given = {cache_argument(type(model)): cache, **_moved(model, image_input)}
     given["logits_to_keep"] = target.plain_stack.kept(1, tokens.device)
     given = model.prepare_inputs_for_generation(
         tokens, attention_mask=None, position_ids=positions, use_cache=True, is_first_iteration=True, **given
@@ -147,7 +147,7 @@ def read_seen(target: Any, cache: SlotCache, tokens: Tensor, sight: Sight) -> tu
     return features, logits
 
 
-def _moved(model: Any, sight: Sight) -> dict[str, Any]:
+def _moved(model: Any, image_input: ImageInput) -> dict[str, Any]:
     """Return the inputs on the model's device, pixels in its dtype."""
 
     def moved(value: Any) -> Any:
@@ -156,4 +156,4 @@ def _moved(model: Any, sight: Sight) -> dict[str, Any]:
         value = to_device(value, model.device)
         return value.to(model.dtype) if value.is_floating_point() else value
 
-    return {name: moved(value) for name, value in sight.inputs.items()}
+    return {name: moved(value) for name, value in image_input.inputs.items()}

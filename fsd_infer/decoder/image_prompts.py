@@ -11,11 +11,11 @@ from torch import Tensor
 from fsd_core.errors import FsdError, ModelLoadError
 from fsd_core.text.encoding import need_tokenizer
 from fsd_infer.request.images import Sources, encode_marked, encode_shown, has_images, show
+from fsd_infer.targets.image_inputs import ImageInput, image_input_of, placeholders_of
 from fsd_infer.targets.processors import load_processor
-from fsd_infer.targets.sight import Sight, placeholders_of, sight_of
 from fsd_infer.targets.target import Target
 
-Encoded = tuple[list[int], Sight | None]
+Encoded = tuple[list[int], ImageInput | None]
 _LOADING = threading.Lock()
 
 
@@ -38,7 +38,7 @@ def processor_of(target: Target) -> Any:
     return processor
 
 
-def encode_seen(
+def encode_with_images(
     target: Target,
     prompt: Any,
     images: Sequence[Any] = (),
@@ -68,7 +68,7 @@ def encode_seen(
         ids, made = encode_shown(processor, tokenizer, show(turns, images, sources), options)
     else:
         raise FsdError("images go with text or messages, and these prompts are token ids.")
-    return ids, sight_of(target.name, target.model.config, made, ids)
+    return ids, image_input_of(target.name, target.model.config, made, ids)
 
 
 def shows_images(prompt: Any) -> bool:
@@ -79,7 +79,7 @@ def shows_images(prompt: Any) -> bool:
 def per_prompt(images: Any, count: int) -> list[Any]:
     """Return each prompt's images, given one image, or a list of them for one prompt, or a list of lists.
 
-    In place of a list may be a :class:`Sight`, for a prompt that :func:`encode_seen` has encoded.
+    In place of a list may be a :class:`ImageInput`, for a prompt that :func:`encode_with_images` has encoded.
 
     Raises FsdError unless there is one list per prompt.
     """
@@ -87,14 +87,16 @@ def per_prompt(images: Any, count: int) -> list[Any]:
         return [()] * count
     if count == 1:
         given = list(images) if isinstance(images, (list, tuple)) else [images]
-        nested = len(given) == 1 and isinstance(given[0], (list, tuple, Sight, type(None)))
+        nested = len(given) == 1 and isinstance(given[0], (list, tuple, ImageInput, type(None)))
         return [(given[0] or ()) if nested else given]
     if not isinstance(images, (list, tuple)) or len(images) != count:
         raise FsdError(f"{count} prompts: images is a list with each prompt's images, a list or None.")
-    return [() if one is None else one if isinstance(one, (list, tuple, Sight)) else [one] for one in images]
+    return [() if one is None else one if isinstance(one, (list, tuple, ImageInput)) else [one] for one in images]
 
 
-def prepared_sight(target: Target, inputs: Mapping[str, Any], prompts: Sequence[Sequence[int]]) -> Sight | None:
+def prepared_image_input(
+    target: Target, inputs: Mapping[str, Any], prompts: Sequence[Sequence[int]]
+) -> ImageInput | None:
     """Return the images in what a processor returned, given as prompts. Raises FsdError for several prompts."""
     shown = {name: value for name, value in inputs.items() if value is not None}
     ids = prompts[0] if len(prompts) == 1 else []
@@ -105,10 +107,10 @@ def prepared_sight(target: Target, inputs: Mapping[str, Any], prompts: Sequence[
                 "one prompt at a time."
             )
         return None
-    sight = sight_of(target.name, target.model.config, shown, ids)
-    if sight is not None and any(
+    image_input = image_input_of(target.name, target.model.config, shown, ids)
+    if image_input is not None and any(
         isinstance(value, Tensor) and name.endswith("token_type_ids") and value.shape[-1] != len(ids)
         for name, value in shown.items()
     ):
         raise FsdError("the prompt with an image is padded: give it without padding.")
-    return sight
+    return image_input

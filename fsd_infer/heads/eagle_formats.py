@@ -1,0 +1,193 @@
+"""Heads as other programs store them, in terms of our format.
+
+- EAGLE-1/2 (SafeAILab, vLLM, SGLang): the config of a Llama model of one layer; ``fc``, ``layers.0.*`` and, optionally,
+  the target's embeddings.
+- EAGLE-3 (SafeAILab, SpecForge, SGLang, vLLM): the same with ``midlayer.*`` or ``layers.0.*``, the head's own LM head,
+  and ``d2t``, the offset from a draft id to its target id.
+- speculators: EAGLE-3 with the Llama config under ``transformer_layer_config``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fsd_core.errors import CheckpointError
+from fsd_infer.heads.config import EagleConfig, default_fused_layers
+from fsd_infer.heads.layers import EAGLE3_LAYERS
+from fsd_infer.heads.stored_parts import (
+    CONFIG,
+    EMBEDDINGS,
+    FIRST_LAYER,
+    LM_HEAD,
+    T2D,
+    StoredHead,
+    layer_count,
+    plain_layer,
+    read_draft_ids,
+    said_option,
+    shares_table,
+)
+from fsd_infer.heads.weights import Weights
+
+if TYPE_CHECKING:
+    from fsd_infer.targets.target import Target
+
+# Names of config fields; all others are the same, except those of the layer.
+AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+EAGLE3_FIELDS = ("target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# the target's tensors in speculators' training checkpoints, what P-EAGLE adds, and buffers of old attention modules
+_IGNORED = re.compile(r"d2t|t2d|draft_ids|mask_hidden|verifier_(lm_head|norm)\.weight|.*\.rotary_emb\.inv_freq")
+
+
+def eagle_head(config: Mapping[str, Any], weights: Weights, target: Target | None) -> StoredHead:
+    """Return an EAGLE-1 or EAGLE-2 head.
+
+    Args:
+        config: of its file, without nesting, see :func:`.flat`.
+        weights: its files.
+        target: whose embeddings and LM head the file may repeat; None: they count as the head's own.
+
+    Raises:
+        CheckpointError: a config or a tensor that no head has here.
+    """
+    shapes = weights.shapes
+    # EAGLE's layer is Llama's, with Qwen2's biases for Qwen2. Missing fields have Llama's defaults, not the target's
+    # values (a rotary base of 10000, for example).
+    described = _described(config)
+    biased = {name for name in ("q", "o") if f"{FIRST_LAYER}self_attn.{name}_proj.bias" in shapes}
+    layer = plain_layer(described, "qwen2" if biased == {"q"} else "llama")
+    own = EMBEDDINGS in shapes and target is not None and not _shared(weights, target)
+    names = {name for name in shapes if not _IGNORED.fullmatch(name)} - (set() if own else {EMBEDDINGS})
+    if target is not None and shares_table(weights, LM_HEAD, target.model.get_output_embeddings()):
+        names.remove(LM_HEAD)
+    bias = "fc.bias" in names and (config.get("bias") is not False or bool(weights.read("fc.bias").any()))
+    vocabulary, embed_size = _table(described, shapes, layer["hidden_size"])
+    sizes = {"hidden_size": layer["hidden_size"], "vocab_size": vocabulary, "embed_size": embed_size}
+    count = layer_count(described.get("num_hidden_layers"), names)
+    options: dict[str, Any] = {"layout": "eagle", "num_layers": count, "fc_bias": bias, "own_embeddings": own}
+    head = EagleConfig(**sizes, layer=layer, target=sizes, **options)
+    names -= set() if bias else {"fc.bias"}  # zeros, which some programs need in the file
+    return StoredHead(head, weights, {name: name for name in names})
+
+
+def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | None) -> StoredHead:
+    """Return an EAGLE-3 head. Arguments and errors as of :func:`eagle_head`."""
+    described = _described(config)
+    nested = config.get("eagle_config") or {}
+    if not isinstance(nested, Mapping):
+        raise CheckpointError("eagle_config is no mapping.")
+    if nested.get("use_aux_hidden_state") is False:
+        raise CheckpointError(
+            "it reads the target's final features alone (use_aux_hidden_state), by no layout known here. Use another."
+        )
+    if config.get("norm_before_residual") is None and "speculators_model_type" in config:
+        raise CheckpointError(
+            "it does not say norm_before_residual, whose default differs between programs: add the value it was "
+            "trained with."
+        )
+    shapes = weights.shapes
+    names = {name for name in shapes if not _IGNORED.fullmatch(name)}
+    kind = described.get("model_type")
+    layer = plain_layer(described, kind if kind in EAGLE3_LAYERS else "llama")
+    options: dict[str, Any] = {name: said_option(name, config, nested) or False for name in EAGLE3_FIELDS}
+    ids = config.get(AUX_IDS) or nested.get(AUX_IDS)
+    width, count = _fused_width(shapes, ids, options["target_hidden_size"], layer["hidden_size"])
+    options["target_hidden_size"] = width
+    vocabulary, _ = _table(described, shapes, layer["hidden_size"])
+    draft_ids, order = read_draft_ids(weights, vocabulary, shapes)
+    head = EagleConfig(
+        hidden_size=layer["hidden_size"],
+        vocab_size=vocabulary,
+        layer=layer,
+        layout="eagle3",
+        num_layers=layer_count(described.get("num_hidden_layers"), names),
+        draft_vocab_size=None if draft_ids is None else len(draft_ids),
+        fused_layers=_fused_layers(config.get(AUX_IDS), nested.get(AUX_IDS) or None, count, target),
+        own_lm_head=LM_HEAD in names,
+        own_embeddings=EMBEDDINGS in names and not _shared(weights, target),
+        target={"hidden_size": width, "vocab_size": vocabulary},
+        **options,
+    )
+    names -= set() if head.own_embeddings else {EMBEDDINGS}
+    return StoredHead(head, weights, {name: name for name in names}, draft_ids, order)
+
+
+def _fused_width(shapes: Mapping[str, tuple[int, ...]], ids: Any, width: Any, hidden_size: int) -> tuple[int, int]:
+    """Return the width of the features that fc [H, layers · width] fuses, and of how many layers they are.
+
+    Args:
+        shapes: of the tensors.
+        ids: of the fused layers, as the config lists them, if it does.
+        width: as the config says, if it does.
+        hidden_size: H, of the head; where nothing is said, the target's is the same.
+    """
+    fused = shapes.get("fc.weight", ())
+    count = len(ids) if isinstance(ids, list) else 0
+    width = width or (fused[1] // count if count and len(fused) == 2 and not fused[1] % count else hidden_size)
+    if type(width) is not int or len(fused) != 2 or fused[1] % width:
+        raise CheckpointError(f"fc.weight is of shape {list(fused)}, which fuses no whole number of layers of {width}.")
+    return width, fused[1] // width
+
+
+def _described(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of the layers. Raises CheckpointError if they compute what no head's layers do here."""
+    described = config.get("transformer_layer_config", config)
+    if not isinstance(described, Mapping):
+        raise CheckpointError("transformer_layer_config is no mapping.")
+    if config.get("layernorms"):
+        raise CheckpointError("it has norms around its layer (layernorms), unknown here. Use a head without.")
+    if config.get("logit_scale") not in (None, 1):
+        raise CheckpointError(
+            f"it has a logit_scale of {config['logit_scale']!r:.60}, unknown here. Use a head without."
+        )
+    window, types = described.get("sliding_window"), described.get("layer_types")
+    slides = "sliding_attention" in types if isinstance(types, list) else described.get("use_sliding_window")
+    if slides and window and window < (described.get("max_position_embeddings") or window + 1):
+        raise CheckpointError(
+            f"its layers attend to {window!r:.60} tokens alone (sliding_window), and EAGLE heads attend to all here: "
+            "use a head with full attention."
+        )
+    return described
+
+
+def _table(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], width: int) -> tuple[Any, int]:
+    """Return (V, width of the embeddings) from the tensors or the config."""
+    table = shapes.get(EMBEDDINGS)
+    if table is None:
+        return shapes[T2D][0] if len(shapes.get(T2D, ())) == 1 else config.get("vocab_size"), width
+    if len(table) != 2:
+        raise CheckpointError(f"{EMBEDDINGS} is of shape {list(table)}, which is no table.")
+    return table[0], table[1]
+
+
+def _fused_layers(entering: Any, leaving: Any, count: int, target: Target | None) -> list[int]:
+    """Return the fused layers, counted from 0.
+
+    Two numberings exist. Top-level ids count the states that *enter* layers (vLLM, speculators; 0 is the embedding).
+    Ids in ``eagle_config`` count the layers that output them (SGLang, SpecForge).
+    """
+    for ids in (entering, leaving):
+        if ids is not None and (not isinstance(ids, list) or not all(type(number) is int for number in ids)):
+            raise CheckpointError(f"{AUX_IDS} must be a list of whole numbers.")
+    layers = leaving if entering is None else [number - 1 for number in entering]
+    if entering is not None and leaving is not None and layers != leaving:
+        raise CheckpointError(
+            f"{AUX_IDS} is {entering} at the top and {leaving} in eagle_config, where ids should be one less. Correct "
+            "one of them."
+        )
+    if not layers:
+        if target is None:
+            raise CheckpointError("it does not say which layers it fuses: that depends on the target.")
+        layers = default_fused_layers(target)
+    if len(layers) != count or layers != sorted(set(layers)) or min(layers) < 0:
+        raise CheckpointError(
+            f"fc fuses {count} layers, but {CONFIG} names {layers}: {count} ascending numbers from 0 are read."
+        )
+    return layers
+
+
+def _shared(weights: Weights, target: Target | None) -> bool:
+    """Whether the file's embeddings equal the target's up to rounding."""
+    return target is not None and shares_table(weights, EMBEDDINGS, target.model.get_input_embeddings())
