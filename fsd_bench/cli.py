@@ -99,8 +99,8 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
         ("--no-warmup", "skip each method's untimed first run"),
         ("--log-likelihood", "report the answers' mean log-likelihood under the target"),
         ("--resume", "continue the unfinished run of --json FILE"),
-        ("--overwrite", "replace the record of a finished run in --json FILE"),
     )
+    add(parser, "--overwrite", help="replace the record of a finished run in --json FILE")
     add(parser, "--score")
     add(parser, "--json", help="write the full record to FILE; FILE.partial.jsonl holds the runs until it is done")
     add_models(parser)
@@ -133,6 +133,7 @@ def _table_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--work", required=True, metavar="DIR", help="write each set's record to DIR; rerun to resume")
     for name, what in (("json", "as JSON"), ("markdown", "as Markdown"), ("specbundle", "as SpecBundle's data.json")):
         parser.add_argument(f"--{name}", metavar="FILE", help=f"write the table {what} to FILE")
+    add(parser, "--overwrite")
     add(parser, "--limit", help="take only the first N prompts of each set (default: all)")
     add(parser, "--max-new-tokens", "--temperature", "--seed", "--score", "--raw", "--strict")
     _layout_options(parser)
@@ -157,6 +158,7 @@ def _sweep_options(parser: argparse.ArgumentParser) -> None:
         "--output", required=True, metavar="FILE", help="append each answer to FILE as JSON; rerun to resume"
     )
     parser.add_argument("--html", metavar="FILE", help="write the report to FILE (default: --output with .html)")
+    add(parser, "--overwrite", help="replace an existing report; answers are never made twice")
     parser.add_argument(
         "--examples", type=whole_number(0, 1000), default=4, metavar="N", help="prompts whose answers the report shows"
     )
@@ -200,6 +202,7 @@ def _worth_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rules", default="", metavar="RULE,...", help="rules to forecast beside the usual ones")
     add_flags(parser, ("--details", "print the tables of all rules, not only what is recommended"))
     add(parser, "--json", help="write forecast and environment to FILE")
+    add(parser, "--overwrite")
     add_models(parser)
 
 
@@ -244,6 +247,7 @@ def _board_options(parser: argparse.ArgumentParser) -> None:
         "records", nargs="+", metavar="FILE", help="records of `fsd-bench run --json`, or SpecForge's results"
     )
     parser.add_argument("--output", required=True, metavar="FILE", help="write the page to FILE")
+    add(parser, "--overwrite")
     parser.add_argument("--title", default="Speculative decoding, measured", help="the page's title")
 
 

@@ -55,7 +55,7 @@ def table(args: argparse.Namespace) -> int:
     from fsd_infer.decoder.models import model_options
 
     named = picked(args, "json markdown specbundle")
-    files = {name: path and writable(path, "the table") for name, path in named.items()}
+    files = {name: path and writable(path, "the table", args.overwrite) for name, path in named.items()}
     set_threads(args.threads)
     names = "limit max_new_tokens temperature seed score raw strict every repeat batch_size layout run_code turns"
     records = measure_sets(
@@ -84,7 +84,8 @@ def sweep(args: argparse.Namespace) -> int:
     options = SweepOptions(
         temperatures=_temperatures(args.temperatures), **picked(args, "repeats examples"), **_sweep_options(args)
     )
-    page = writable(args.html or Path(usable_name(args.output, "the sweep's file")).with_suffix(".html"), "the report")
+    named = args.html or Path(usable_name(args.output, "the sweep's file")).with_suffix(".html")
+    page = writable(named, "the report", args.overwrite)
     file = run_sweep(options, args.output, progress=True)
     write_page(file, page)
     print(f"answers: {file}\nreport: {page}", file=sys.stderr)
@@ -121,7 +122,7 @@ def worth(args: argparse.Namespace) -> int:
     from fsd_bench.worth.run import worth as run_worth
     from fsd_infer.decoder.models import model_options
 
-    record = None if args.json is None else writable(args.json, "the record")
+    record = None if args.json is None else writable(args.json, "the record", args.overwrite)
     set_threads(args.threads)
     named = picked(args, "prompts temperature limit max_new_tokens raw seed strict")
     options = WorthOptions(rules=words(args.rules), **named, **model_options(args))
@@ -184,7 +185,7 @@ def board(args: argparse.Namespace) -> int:
     """Run `fsd-bench board`."""
     from fsd_bench.board import write_board
 
-    page = writable(args.output, "the board")
+    page = writable(args.output, "the board", args.overwrite)
     rows = write_board([Path(usable_name(name, "a record")) for name in args.records], page, args.title)
     print(f"board of {rows} rows: {page}")
     return 0

@@ -102,13 +102,9 @@ def partial_path(json_path: str | Path, resume: bool, overwrite: bool) -> Path:
     """
     final = writable(json_path, "the record")
     path = final.with_name(final.name + ".partial.jsonl")
-    finished = final.exists() and final.stat().st_size > 0
-    if finished and not _is_record(final):
+    if final.exists() and final.stat().st_size and not _is_record(final):
         raise FsdError(f"{final} is no record of a benchmark and is not overwritten: give another name.")
-    if finished and not overwrite and not (resume and path.exists()):
-        raise FsdError(
-            f"{final} is the record of a finished run: add --overwrite to measure again, or give another name."
-        )
+    writable(final, "the record", overwrite or (resume and path.exists()))
     if not resume:
         if len(read_lines(path, "bench") or []) > 1:
             raise FsdError(f"{path} holds an unfinished run: add --resume to continue it, or delete it.")

@@ -148,10 +148,11 @@ def locked(path: Path, what: str) -> Iterator[None]:
         lock.release()
 
 
-def writable(name: str | os.PathLike[str], what: str) -> Path:
+def writable(name: str | os.PathLike[str], what: str, overwrite: bool = True) -> Path:
     """Check a path before long work whose result it will hold, and create its directory.
 
-    Raises FsdError, which calls the file ``what``, if it cannot be written.
+    Raises FsdError, which calls the file ``what``, if it cannot be written, or holds something and ``overwrite`` is
+    false.
     """
     path = Path(usable_name(name, what))
     try:
@@ -163,6 +164,8 @@ def writable(name: str | os.PathLike[str], what: str) -> Path:
         problem = f"{error.filename}: {error.strerror}"
     if problem is not None:
         raise FsdError(f"{what} {os.fspath(name)} cannot be written ({problem}): give another name.")
+    if not overwrite and path.exists() and path.stat().st_size:
+        raise FsdError(f"{what} {path} is there already: add --overwrite to replace it, or give another name.")
     return path
 
 

@@ -180,6 +180,7 @@ SHARED: dict[str, dict[str, Any]] = {
         "number, first option named, IFEval's instructions, chrF or ROUGE-L; auto: the first three, by row"
     },
     "--json": {"metavar": "FILE", "help": "also write the record to FILE"},
+    "--overwrite": {"action": "store_true", "help": "replace existing files of the names given"},
 }  # fmt: skip
 
 

@@ -283,7 +283,7 @@ def test_a_record_that_cannot_be_written_is_refused_before_anything_is_loaded(to
     finished = tmp_path / "done.json"
     finished.write_text('{"methods": {}}')
     for resume in (False, True):
-        with pytest.raises(FsdError, match="done.json is the record of a finished run: add --overwrite"):
+        with pytest.raises(FsdError, match="the record .*done.json is there already: add --overwrite"):
             run(toy.prompts, ["plain"], json_path=finished, target="no/such-model", resume=resume)
     toy_run(toy, ["plain"], json_path=finished, overwrite=True)
     assert json.loads(finished.read_text())["methods"]

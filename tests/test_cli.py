@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from fsd_bench.cli import build_parser as build_bench_parser
+from fsd_bench.cli import main as bench
 from fsd_core.console import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, UNEXPECTED, run
 from fsd_core.files import writable, write_text
 from fsd_core.options import gibibytes, positive, real_number, thread_count, whole_number
@@ -25,6 +26,7 @@ from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.cli.main import COMMANDS, build_parser, main
 from fsd_infer.rules import TokenOrigin
 from fsd_infer.serving.listen import check_free
+from fsd_train.cli import main as train
 from fsd_train.commands.command_lines import PARSERS
 from tests.bench_toys import Toy
 from tests.fuzzing import called
@@ -333,6 +335,33 @@ def test_help_imports_nothing_heavy(module: str, tmp_path: Path, monkeypatch: py
     script = HEAVY.replace("MODULE", module).replace("CASES", repr(HELP[module]))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+WRITING = {
+    "generate": (main, "--target no --prompt x --html"),
+    "worth": (bench, "--target no --prompts p.txt --json"),
+    "table": (bench, "--target no --sets p.txt --work w --markdown"),
+    "run": (bench, "--target no --prompts p.txt --json"),
+    "sweep": (bench, "--target no --prompts p.txt --rules tilted --output s.jsonl --html"),
+    "board": (bench, "r.json --output"),
+    "doctor": (train, "--target no --head h --data d --json"),
+    "new-recipe": (train, "--target no --output"),
+}
+
+
+@pytest.mark.parametrize("command", WRITING)
+def test_an_existing_file_is_replaced_only_if_the_command_says_so(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    called, words = WRITING[command]
+    kept = '{"methods": {}}'  # of an earlier run
+    Path("mine").write_text(kept)
+    assert called([command, *words.split(), "mine"]) == BAD_INPUT
+    assert "mine is there already: add --overwrite to replace it, or give another name" in capsys.readouterr().err
+    assert Path("mine").read_text() == kept
+    assert called([command, *words.split(), "mine", "--overwrite"]) == BAD_INPUT, "other files are missing"
+    assert "mine" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["pipe", "directory", "", "file/x", "a\0b", "x" * 300])

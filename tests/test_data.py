@@ -20,9 +20,10 @@ from fsd_train.data import AnswersDataModule, PackingSampler, read_answers
 from fsd_train.data import features as module
 from fsd_train.data.answers import AnswersDataset, encode_row
 from fsd_train.data.backends import Completion
-from fsd_train.data.features import FeatureStore, cache_features, sequence_key
+from fsd_train.data.features import FeatureStore, cache_features, open_cache, sequence_key
 from fsd_train.data.packs import collate
 from fsd_train.data.plan import answer_line, plan_jobs
+from fsd_train.data.recording import FeatureWriter
 from tests.test_prompts import BOT, USER
 from tests.test_regenerate import prompts_file
 from tests.text_toys import CHATML, THINKING, tiny_tokenizer, write_rows
@@ -280,6 +281,28 @@ def test_a_second_call_adds_new_rows_only(target: Target, tmp_path: Path) -> Non
     check(store, target, rows)
     assert store.tokens == sum(map(len, rows))
     assert AnswersDataset([("", ids, ids) for ids in rows], (0, ""), store)[3]["features"].shape == (len(rows[3]), 32)
+
+
+def test_a_cache_has_one_writer_at_a_time(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two would choose the same number for a shard, and the second would replace the first's."""
+    rows, write, refused = sequences(), module._write_shard, []
+
+    def meanwhile(*args: Any) -> None:
+        for begin in (cache_features, FeatureWriter):
+            with pytest.raises(DataError, match=f"another run is writing {tmp_path}"):
+                begin(target, tmp_path, rows) if begin is FeatureWriter else begin(target, rows, tmp_path)
+            refused.append(begin)
+        assert not len(FeatureStore(tmp_path)), "readers are not kept out"
+        write(*args)
+
+    monkeypatch.setattr(module, "_write_shard", meanwhile)
+    check(cache_features(target, rows, tmp_path, progress=False), target, rows)
+    assert len(refused) == 2
+    writer = FeatureWriter(target, tmp_path, [])
+    with pytest.raises(DataError, match="another run"):
+        open_cache(tmp_path, target)
+    writer.close()
+    assert len(open_cache(tmp_path, target)) == len(rows)
 
 
 def test_damage_and_foreign_caches_are_named(target: Target, tmp_path: Path) -> None:

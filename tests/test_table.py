@@ -77,6 +77,8 @@ def test_the_command_prints_and_continues(toy: Toy, tmp_path: Path, capsys: pyte
     assert [len(rows) for rows in found["sets"].values()] == [3, 3]
     results = json.loads(out["specbundle"].read_text(encoding="utf-8"))["target"]["sums"]["results"]
     assert [(result["steps"], result["num_draft_tokens"]) for result in results] == [(4, 5)]
+    assert main(command) == 2 and "is there already: add --overwrite" in capsys.readouterr().err
+    command.append("--overwrite")
     assert main(command) == 0 and capsys.readouterr().out == text  # from the records
     assert main([*command, "--max-new-tokens", "9"]) == 2
     assert "made with other settings (max_new_tokens)" in capsys.readouterr().err

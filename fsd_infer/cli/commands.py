@@ -41,7 +41,7 @@ def generate(args: argparse.Namespace) -> int:
 
     config = fuzzy_config(args)
     models = _decoder_options(args)
-    page = None if args.html is None else writable(args.html, "--html")
+    page = None if args.html is None else writable(args.html, "--html", args.overwrite)
     prompt = check_text(read_text(args.prompt_file) if args.prompt is None else args.prompt, "the prompt")
     set_threads(args.threads)
     decoder = FuzzyDecoder.from_pretrained(**models)

@@ -149,6 +149,7 @@ def _output_options(parser: argparse.ArgumentParser) -> None:
         ),
     )
     output.add_argument("--html", metavar="FILE", help="write a page: tokens by source, draft trees, time per round")
+    add(parser, "--overwrite", help="replace an existing page of --html")
     parser.add_argument(
         "--color", choices=("auto", "always", "never"), default="auto", help="when --show-accepted uses colours"
     )

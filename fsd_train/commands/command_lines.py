@@ -14,7 +14,16 @@ from typing import Any
 from fsd_core.completion import HELP, SHELLS
 from fsd_core.console import ConsoleParser
 from fsd_core.files import HUB_ID
-from fsd_core.options import MOST_COUNT, TARGET_KWARGS, add_import, json_object, positive, real_number, whole_number
+from fsd_core.options import (
+    MOST_COUNT,
+    SHARED,
+    TARGET_KWARGS,
+    add_import,
+    json_object,
+    positive,
+    real_number,
+    whole_number,
+)  # fmt: skip
 from fsd_core.registry import MOST_SEED, read_float
 from fsd_infer.heads import FORMATS
 from fsd_train import LONGEST, MAX_LENGTH
@@ -179,6 +188,7 @@ _DOCTOR: Options = {
     "--url": {"help": "an OpenAI-compatible server with the same target and head to compare with"},
     "--strict": _STRICT,
     "--json": {"metavar": "FILE", "help": "also write the findings to this file"},
+    "--overwrite": SHARED["--overwrite"],
 }
 
 _ESTIMATE: Options = {
@@ -192,6 +202,7 @@ _NEW_RECIPE: Options = {
     "--target": {"required": True, "help": "target: built-in name, directory or hub id; only its config is read"},
     "--data": {"nargs": "+", "default": [], "metavar": "FILE", "help": "answers for training"},
     "--output": {"metavar": "FILE", "help": "file of the recipe (default: standard output)"},
+    "--overwrite": SHARED["--overwrite"],
 }
 
 _QUICKSTART: Options = {

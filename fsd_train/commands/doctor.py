@@ -33,7 +33,7 @@ def main(args: argparse.Namespace) -> int:
     """Run `fsd-train doctor`. The exit status is 1 if a check fails."""
     dtype = parse_dtype(args.dtype)
     server = Server(args.url) if args.url else None
-    record = None if args.json is None else writable(args.json, "the findings' file")
+    record = None if args.json is None else writable(args.json, "the findings' file", args.overwrite)
     if args.head is None and args.overfit is None:
         raise FsdError("doctor needs a head: --head DIR, or --overfit to train one on a single answer.")
     target = Target.from_pretrained(args.target, dtype=torch.float32, **(args.target_kwargs or {}))

@@ -12,8 +12,7 @@ from pathlib import Path
 import yaml
 from jinja2 import StrictUndefined, Template
 
-from fsd_core.errors import DataError
-from fsd_core.files import write_text
+from fsd_core.files import writable, write_text
 from fsd_infer.targets.loading import EAGER_FAMILIES
 from fsd_train.commands.sizing import (
     SMALL,
@@ -81,14 +80,13 @@ def recipe_for(name: str, files: Sequence[str] = ()) -> str:
 
 def main(args: argparse.Namespace) -> int:
     """Run `fsd-train new-recipe`."""
-    if args.output and Path(args.output).exists():
-        raise DataError(f"{args.output} exists. Give another name, or remove it.")
+    if args.output is not None:
+        writable(args.output, "the recipe", args.overwrite)
     text = recipe_for(args.target, args.data)
     path = args.output or "RECIPE"
     if args.output is None:
         sys.stdout.write(text)
     else:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_text(Path(path), text.replace("--config RECIPE", f"--config {path}"))
     config = yaml.safe_load(text)
     regenerate = [] if args.data else [f"fsd-train regenerate --config {path} --prompts PROMPTS.jsonl"]

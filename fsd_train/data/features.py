@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fsd_core.errors import DataError
-from fsd_core.files import open_safetensors, read_json, replacing, write_json
+from fsd_core.files import lock_for_run, open_safetensors, read_json, replacing, write_json
 from fsd_infer.engine import Callback, RoundReport
 from fsd_infer.targets.target import Target
 from fsd_train.data.sampler import PackingSampler
@@ -67,6 +68,7 @@ class FeatureStore:
         self._whole: set[Path] = set()  # checked shards, which data workers inherit
         self._open: dict[Path, dict[str, Any]] = {}
         self._pid = os.getpid()
+        self._lock: _Lock | None = None
         self.refresh()
 
     def refresh(self) -> None:
@@ -126,8 +128,21 @@ class FeatureStore:
         features: Tensor = self._open[path][key][:]
         return features
 
+    def release(self) -> None:
+        """Let other runs write to a cache of :func:`open_cache`; reading goes on."""
+        self._lock = None
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}
+        return {**self.__dict__, "_open": {}, "_lock": None}
+
+
+class _Lock:
+    """The right to write to a directory, given up with the object. Raises DataError if another run has it."""
+
+    def __init__(self, directory: Path) -> None:
+        descriptor = os.open(directory, os.O_RDONLY)
+        weakref.finalize(self, os.close, descriptor)
+        lock_for_run(descriptor, directory, "Wait for it, or choose another directory.")
 
 
 def cache_features(
@@ -152,7 +167,7 @@ def cache_features(
         progress: show a progress bar.
 
     Raises:
-        DataError: the cache has another target or other layers, or the disk lacks space.
+        DataError: the cache has another target or other layers, another run is writing it, or the disk lacks space.
     """
     directory = Path(directory)
     held = open_cache(directory, target)
@@ -174,16 +189,22 @@ def cache_features(
     with bar:
         for shard in _divided(todo, shard_tokens):
             _write_shard(target, shard, directory, batch_tokens, bar)
+    held.release()
     return FeatureStore(directory)
 
 
 def open_cache(directory: Path, target: Target) -> FeatureStore:
-    """Open or create a cache. Raises DataError if it has another target or other layers."""
+    """Open or create a cache to write to it, until the store is released or gone.
+
+    Raises DataError if it has another target or other layers, or another run is writing it.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    lock = _Lock(directory)
     header, layers = directory / "index.json", list(target.captured_layers)
     if not header.exists():
         write_json(header, {"format": FORMAT, "version": VERSION, "target": _facts(target), "layers": layers})
     held = FeatureStore(directory)
+    held._lock = lock
     held.check_target(target)
     if held.layers != layers:
         raise DataError(
@@ -204,7 +225,7 @@ class FeatureRecorder(Callback):
         directory: directory of the cache; :func:`cache_features` can complete it after a killed run.
 
     Raises:
-        DataError: the cache has another target or other layers.
+        DataError: as :func:`open_cache`.
     """
 
     def __init__(self, target: Target, directory: str | Path) -> None:

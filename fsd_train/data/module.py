@@ -197,6 +197,15 @@ class AnswersDataModule(LightningDataModule):
     def teardown(self, stage: str) -> None:
         """Write what is recorded."""
         self._renew()
+        self._stop_recording()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._stop_recording()
+
+    def _stop_recording(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
 
     def answer_counts(self, vocab_size: int) -> Tensor:
         """Count each id in the training answers: [V]. Leaves out rows as :meth:`check`."""

@@ -39,7 +39,7 @@ class FeatureWriter:
         store: read access to what is on disk, as of the last :meth:`flush`.
 
     Raises:
-        DataError: the cache has another target or other layers, or the disk lacks space.
+        DataError: as :func:`.open_cache`, or the disk lacks space.
     """
 
     def __init__(self, target: Target, directory: str | Path, texts: Sequence[Tensor]) -> None:
@@ -48,7 +48,7 @@ class FeatureWriter:
         missing = sum(len(ids) for ids in texts if sequence_key(ids) not in self.store)
         check_disk(self.directory, missing * token_bytes(target))
         self._seen: set[str] = set()
-        self._queue: SimpleQueue[list[_Row] | threading.Event] = SimpleQueue()
+        self._queue: SimpleQueue[list[_Row] | threading.Event | None] = SimpleQueue()
         self._failure: Exception | None = None
         threading.Thread(target=self._write, daemon=True, name="features").start()
 
@@ -75,11 +75,15 @@ class FeatureWriter:
             raise self._failure
         self.store.refresh()
 
+    def close(self) -> None:
+        """End the thread, and let other runs write to the cache."""
+        self._queue.put(None)
+        self.store.release()
+
     def _write(self) -> None:
         """Write shards, in the thread."""
         held: dict[str, Tensor] = {}
-        while True:
-            found = self._queue.get()
+        while (found := self._queue.get()) is not None:
             try:
                 if isinstance(found, list) and self._failure is None:
                     held |= {key: part.cpu() for key, part in found}  # waits for the device, here alone
