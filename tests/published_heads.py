@@ -64,12 +64,8 @@ def medusa_head(of_vllm: bool) -> Layout:
     config: dict[str, Any] = {"medusa_num_heads": 2, "medusa_num_layers": blocks, "base_model_name_or_path": "x"}
     if of_vllm:
         config = {
-            "model_type": "medusa",
-            "hidden_size": H,
-            "vocab_size": V,
-            "num_heads": heads,
-            "medusa_fc_bias": False,
-        }
+            "model_type": "medusa", "hidden_size": H, "vocab_size": V, "num_heads": heads, "medusa_fc_bias": False,
+        }  # fmt: skip
     return Layout(config, tensors, estimate, heads)
 
 

@@ -111,10 +111,7 @@ DAMAGED = {  # a target's file: what is written to it, what is said
         "[1]",
         "generation_config.json is no JSON object. Copy the model again, or delete this file.",
     ),
-    "tokenizer.json": (
-        "{",
-        "double quotes: line 1 column 2 (char 1) Check its files: tokenizer.json",
-    ),
+    "tokenizer.json": ("{", "double quotes: line 1 column 2 (char 1) Check its files: tokenizer.json"),
 }
 
 

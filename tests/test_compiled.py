@@ -15,13 +15,13 @@ from torch._dynamo.utils import counters
 from fsd_core.errors import DataError
 from fsd_train.data import collate
 from fsd_train.losses import Schedule
-from fsd_train.models import DistillationModule, LMModule, MtpModule
+from fsd_train.models import DistillationModule, MtpModule
 from fsd_train.models.compiled import padded_count
 from tests.covering import fast_only
 from tests.loss_toys import VARIANTS, build_loss
 from tests.published_mtp import checkpoint
 from tests.test_packed import HEADS
-from tests.train_toys import VOCAB, answers_of, eagle_module, ready, save_toy_target
+from tests.train_toys import VOCAB, answers_of, eagle_module, ready, small_lm
 
 ROW = 190
 Step = tuple[dict[str, torch.Tensor], list[tuple[int, ...]]]
@@ -59,15 +59,6 @@ def same_when_padded(module: Any, toys: Path) -> None:
         shapes.add(str(sizes))
     assert any(float(value.abs().max()) > 1e-4 for name, value in expected.items() if name.startswith("gradient"))
     assert len(shapes) == 2
-
-
-def small_lm(toys: Path, out: Path, **options: Any) -> LMModule:
-    """A small LM in training; an adapter's second matrices, which start at 0, have values."""
-    module: LMModule = ready(LMModule(str(toys / "target"), str(save_toy_target(out / "small", seed=1)), **options))
-    for name, value in module.head.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(value, std=0.1)
-    return module
 
 
 @pytest.fixture

@@ -4,14 +4,12 @@ do.
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from scipy import stats as scipy_stats
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
@@ -23,8 +21,9 @@ from fsd_infer.drafters.text import TextSession
 from fsd_infer.drafters.translation import Vocabulary
 from tests import families
 from tests.families import noisy_model, reference, tiny_model
+from tests.rules_toy import p_value
 from tests.test_translated import model_of, prompts_of
-from tests.text_toys import relabelled, tiny_tokenizer
+from tests.text_toys import relabelled, tiny_sentencepiece, tiny_tokenizer
 
 
 def vocabulary(name: str) -> Vocabulary:
@@ -129,26 +128,15 @@ def test_the_sampled_distribution() -> None:
     allowed = torch.full((small.vocab_size,), -torch.inf)
     allowed[small.tokenizer.convert_tokens_to_ids(["a", "b", "▁", "t", "h", "e"])] = 0.0
     drafter.to_draft_vocabulary = lambda logits: logits + allowed  # type: ignore[method-assign]
-    prompt, longest, count, temperature = [0, 1, 2, 0], 3, 1500, 0.7
-    distribution: dict[tuple[int, ...], float] = {}
-    texts = [((), 1.0)]
-    while texts:
-        text, chance = texts.pop()
-        if len(text) == longest:
-            distribution[text] = chance
-            continue
-        p = (target.model(torch.tensor([[*prompt, *text]])).logits[0, -1] / temperature).softmax(-1).tolist()
-        texts += [((*text, token), chance * p[token]) for token in range(4)]
-    out = FuzzyDecoder(target, drafter).generate(
-        [prompt] * count, max_new_tokens=longest, temperature=temperature, seed=4
-    )
+    prompt, temperature = [0, 1, 2, 0], 0.7
+    texts = torch.cartesian_prod(*[torch.arange(4)] * 3)
+    asked = torch.cat([torch.tensor([prompt]).expand(len(texts), -1), texts[:, :2]], 1)
+    with torch.no_grad():
+        p = (target.model(asked).logits[:, len(prompt) - 1 :].double() / temperature).softmax(-1)
+    distribution = p.gather(2, texts[..., None]).prod(1)[:, 0].numpy()
+    out = FuzzyDecoder(target, drafter).generate([prompt] * 1500, max_new_tokens=3, temperature=temperature, seed=4)
     assert out.stats.acceptance_length > 1.1, "drafts are accepted"
-    found = Counter(map(tuple, out.sequences))
-    assert found.keys() <= distribution.keys() and abs(sum(distribution.values()) - 1) < 1e-5
-    often = [text for text in distribution if distribution[text] * count >= 5]
-    seen, wanted = np.array([found[text] for text in often]), np.array([distribution[text] * count for text in often])
-    table = np.append(seen, count - seen.sum()), np.append(wanted, count - wanted.sum())
-    assert scipy_stats.chisquare(*table).pvalue > 1e-4
+    assert p_value(np.array(out.sequences) @ [16, 4, 1], distribution) > 1e-4
 
 
 def few_letters() -> Any:
@@ -175,23 +163,39 @@ def test_a_small_lm_that_cannot_spell_the_text(kind: Any, monkeypatch: pytest.Mo
     assert set(silent) & {token for row in made for token in row}
 
 
-def test_how_it_is_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where hardly a token is shared, with one line, and by name; with other drafters, beams and requests' trees."""
-    target, words = model_of("pieces"), few_letters()
+LOADED = {  # which is chosen, the target, its small LM, the line that says so, and what cannot draft in its place
+    TextDrafter: ("pieces", few_letters, "drafts text, as it has only 12 of pieces's", 0),
+    TranslatedDrafter: ("bytes", tiny_sentencepiece, "tokens", 4),
+}
+
+
+@pytest.mark.parametrize("kind", LOADED)
+def test_a_small_lm_of_another_vocabulary_is_loaded_with_a_line(
+    kind: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As text where hardly a token is shared; by its name, with other drafters, beams and requests' trees."""
+    name, make, said, few = LOADED[kind]
+    target, words = model_of(name), make()
     noisy_model("llama", vocab_size=len(words)).save_pretrained(tmp_path)
     words.save_pretrained(tmp_path)
     drafter = load_drafter(str(tmp_path), target)
-    assert isinstance(drafter, TextDrafter) and drafter.bounds is None
+    assert type(drafter) is kind
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "another vocabulary" in line]
-    assert "drafts text, as it has only 12 of pieces's" in line and str(tmp_path) in line
-    prompts = prompts_of(target)
-    for name in (str(tmp_path), f"text:{tmp_path}", f"{tmp_path}+lookup"):
-        decoder = FuzzyDecoder(target, load_drafter(name, target, TreeShape(4, 3, 9)))
-        made = decoder.generate(prompts, max_new_tokens=12, do_sample=False, tree=None if "+" in name else "3,2,6")
+    assert said in line and str(tmp_path) in line
+    prompts, shape = prompts_of(target), TreeShape(4, 3, 9)
+    for spelt in (str(tmp_path), f"text:{tmp_path}", f"{tmp_path}+lookup"):
+        decoder = FuzzyDecoder(target, load_drafter(spelt, target, shape))
+        made = decoder.generate(prompts, max_new_tokens=12, do_sample=False, tree=None if "+" in spelt else "3,2,6")
         assert made.sequences == reference(target.model, prompts, max_new_tokens=12)
     with pytest.warns(UserWarning, match="drafts below one text only"):
-        FuzzyDecoder(target, drafter).generate(prompts[:1], max_new_tokens=4, num_beams=2, do_sample=False)
-    with pytest.raises(FsdError, match="no trees to choose"):
-        load_drafter(str(tmp_path), target, "auto")
+        made = FuzzyDecoder(target, drafter).generate(prompts[:1], max_new_tokens=4, num_beams=2, do_sample=False)
+    assert made.sequences == reference(target.model, prompts[:1], max_new_tokens=4, num_beams=2)
     with pytest.raises(VocabularyMismatchError, match="tokenizers of both"):
-        TextDrafter(Target(model_of("letters").model), target)
+        kind(Target(model_of("letters").model), target)
+    if kind is TextDrafter:
+        assert drafter.bounds is None
+        with pytest.raises(FsdError, match="no trees to choose"):
+            load_drafter(str(tmp_path), target, "auto")
+    else:
+        with pytest.raises(VocabularyMismatchError, match="share only 2 of [0-9]+ tokens"):
+            kind(Target(tiny_model("llama", vocab_size=few), words), target)

@@ -225,6 +225,7 @@ TOYS = {
     "stops early": Grown(4, shape(3, 2, 6, 0.4), seed=7),
     "few nodes": Grown(4, shape(3, 3, 4), seed=8),
     "chains": Grown(4, shape(3, 1, 4), seed=9),
+    "reduced chains": Grown(6, shape(3, 1, 4), reduced=True, seed=15),
     "reduced top-k": Grown(6, shape(3, 2, 6), keep=2, reduced=True, seed=10),
     "meddling": Grown(4, shape(2, 3, 6), meddles=True, seed=11),
     "meddling, deep": Grown(3, shape(3, 2, 6), meddles=True, seed=12),

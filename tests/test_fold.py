@@ -18,11 +18,8 @@ LENGTHS = [2, 24, 5, 14, 2, 3]  # of the answers
 GROWING = ["guided reduced"]  # whose vocabulary and chains have further shapes
 KINDS = ["lm", "lookup", "memory", "recycle", "eagle+lookup", "own", "eagle, penalty"]
 CASES = [
-    *((kind, "exact") for kind in KINDS),
-    ("eagle", "tilted:1"),
-    ("lm", "tilted:1"),
-    ("guided reduced", "tilted:1"),
-]
+    *((kind, "exact") for kind in KINDS), ("eagle", "tilted:1"), ("lm", "tilted:1"), ("guided reduced", "tilted:1"),
+]  # fmt: skip
 
 
 class Ragged(Callback):

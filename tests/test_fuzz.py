@@ -1,4 +1,4 @@
-"""Malformed rules, options and prompt files, by the hundred: each ends in one line or in an answer.
+"""Malformed rules, options and rows, by the hundred: each ends in one line or in an answer.
 
 Rules, divergences and options come from the registries and the parsers, so new ones are covered. Heads and the files
 that commands read have their own suites, tests/test_head_malformed.py and tests/test_fuzz_files.py.
@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from fsd_bench.cli import build_parser as build_bench_parser
 from fsd_bench.cli import main as bench_main
 from fsd_bench.score import asked_options, read_references
-from fsd_core.console import BAD_INPUT, run
+from fsd_core.console import BAD_INPUT
 from fsd_core.divergence import DIVERGENCES
 from fsd_core.errors import DataError
 from fsd_core.registry import read_float
@@ -32,17 +32,10 @@ from fsd_core.text.masks import encode_conversation
 from fsd_core.text.rows import read_rows
 from fsd_infer import FuzzyDecoder
 from fsd_infer.cli.main import build_parser, main
-from fsd_infer.request.guide import Guide, GuideProcessor
-from fsd_infer.rules import RULES, parse_rule
-from fsd_infer.serving.app import make_app
-from fsd_infer.serving.listen import Connection
+from fsd_infer.rules import RULES, parse_rule, rule_text
 from fsd_train.commands.command_lines import PARSERS
-from fsd_train.commands.fit import quiet, run_errors
-from fsd_train.data import AnswersDataModule
 from tests.bench_toys import Toy
-from tests.fuzzing import FUZZ, JUNK, NUMERALS, called, grammars, half_requests, one_line, refusal, spoilt, values
-from tests.serve_toys import LIMITS, connections, listening, rest
-from tests.text_toys import CHATML, THINKING, tiny_tokenizer
+from tests.fuzzing import FUZZ, JUNK, NUMERALS, one_line, refusal, spoilt, values
 
 
 @st.composite
@@ -79,7 +72,7 @@ def test_rules_as_text(text: str, warm: bool, toy_decoder: FuzzyDecoder) -> None
     [rule] = made
     assert not any(is_a_slip(part.rpartition("=")[2]) for part in text.split(":")), "read as another number"
     said = json.dumps(rule.describe())
-    assert "NaN" not in said and parse_rule(text) == rule
+    assert "NaN" not in said and parse_rule(rule_text(rule)) == rule
     sampling: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "seed": 1} if warm else {"do_sample": False}
     error = refusal(lambda: toy_decoder.generate([5, 6, 7], rule=rule, max_new_tokens=4, **sampling))
     assert error is None or "temperature 0" in str(error) or "no such phase" in str(error)
@@ -172,7 +165,15 @@ ROWS: list[dict[str, Any]] = [
     {"conversations": [{"from": "human", "value": "the"}, {"from": "gpt", "value": "cat"}]},
     {"instruction": "the", "input": "cat", "output": "sat"},
     {"question": "the cat?", "answer": 18.0},
-]
+    {"prompt_ids": [1, 2, 299], "response_ids": [3, 4], "messages": None, "response": "x"},
+    {"data": ["the", "cat", "sat", "on"], "chat_template_kwargs": {"loud": True}, "finish_reason": "length"},
+    {"messages": [
+        {"role": "user", "content": [{"type": "text", "text": "t"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "tool", "content": "1", "tool_call_id": "c"},
+        {"role": "assistant", "content": "<|start|>", "thinking": "t", "weight": 0},
+    ], "tools": "[]"},
+]  # fmt: skip
 
 
 @settings(FUZZ, max_examples=150)
@@ -211,53 +212,6 @@ def test_prompt_files(data: st.DataObject, toy_decoder: FuzzyDecoder, tmp_path: 
         assert error is None or isinstance(error, DataError)
 
 
-TURNS: list[dict[str, Any]] = [
-    {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a", "thinking": "t"}]},
-    {"conversations": [{"from": "human", "value": "the"}, {"from": "gpt", "value": "cat", "weight": 0}], "system": "s"},
-    {"prompt": [{"role": "user", "content": "the cat"}], "completion": "\n\nsat", "tools": "[]", "id": 3},
-    {"data": ["the", "cat", "sat", "on"], "chat_template_kwargs": {"loud": True}, "finish_reason": "length"},
-    {"prompt_ids": [1, 2, 299], "response_ids": [3, 4], "messages": None, "response": "x"},
-    {
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "t"}]},
-            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
-            {"role": "tool", "content": "1", "tool_call_id": "c"},
-            {"role": "assistant", "content": "<|start|>"},
-        ]
-    },
-]
-
-
-@settings(FUZZ, max_examples=60)
-@given(data=st.data(), command=st.sampled_from(["fit", "validate"]))
-def test_rows_of_answers(data: st.DataObject, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `fit` and `validate` read before they train: each row is used, or skipped with its reason."""
-    tokenizer = tiny_tokenizer(data.draw(st.sampled_from([CHATML, THINKING])))
-    monkeypatch.setattr("fsd_train.data.module.load_tokenizer", lambda name, **options: tokenizer)
-    rows: list[Any] = data.draw(st.lists(st.sampled_from(TURNS), min_size=1, max_size=3))
-    for _ in range(data.draw(st.integers(0, 2))):
-        rows = spoilt(rows, data.draw) or [None]
-    many = data.draw(st.booleans())
-    lines = [json.dumps(row).encode("utf-8", "surrogatepass") for row in rows]
-    lines[len(lines) // 2 : 0] = [json.dumps(TURNS[0]).encode()] * (80 if many else 1)
-    file = tmp_path / "rows.jsonl"
-    file.write_bytes(b"\n".join(lines) + b"\n")
-
-    def begin() -> None:
-        with quiet(), run_errors():
-            found = AnswersDataModule([str(file)], [str(file)], tokenizer="toy", strict=not many and len(rows) > 1)
-            found.setup(command)
-            found.check(300, None)
-            assert found.train_set is not None and all(found.train_set[n]["loss_mask"].any() for n in range(len(rows)))
-
-    status, _, said = called(lambda _: run(f"fsd-train {command}", begin), [])
-    assert status in (0, BAD_INPUT), said
-    assert status == 0 or not many, said  # at most 3 of 83
-    if status:
-        assert said.splitlines()[-1].startswith(f"fsd-train {command}: {file}:"), said
-        one_line(said.splitlines()[-1])
-
-
 ARGUMENTS = ("seed", "chat", "max_cache_bytes", "streamer", "drafter", "prompts", "rule", "beam_options")
 OPTIONS = sorted({*vars(GenerationConfig()), *ARGUMENTS, "logits_processor", "stopping_criteria", "generation_config"})
 VALUES = [
@@ -272,37 +226,3 @@ def test_options_in_python(data: st.DataObject, toy_decoder: FuzzyDecoder) -> No
     given = {name: data.draw(st.sampled_from(VALUES)) for name in names}
     given = {"prompts": [5, 6, 7], "max_new_tokens": 2, "do_sample": False, **given}
     refusal(lambda: toy_decoder.generate(**given))
-
-
-@settings(FUZZ, max_examples=20)
-@given(asked=grammars())
-def test_grammars(asked: tuple[str, str], toy_decoder: FuzzyDecoder) -> None:
-    """Each is refused, or its answer is within it, or an error says that it cannot go on."""
-    maker, text = asked
-    guides: list[Guide] = []
-    answers: list[list[int]] = []
-    if refusal(lambda: guides.append(getattr(Guide, maker)(text))) is not None:
-        return
-    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0, "guide": guides[0]}
-    error = refusal(lambda: answers.extend(toy_decoder.generate("the cat", **options).sequences))
-    if error is not None:
-        assert "guide cannot go on" in str(error) or "cannot follow the guide" in str(error)
-        return
-    eos = frozenset([toy_decoder.target.model.generation_config.eos_token_id])
-    processor = GuideProcessor(guides[0], toy_decoder.tokenizer, toy_decoder.target.vocab_size, eos, 0)
-    processor.check(answers)
-
-
-@settings(FUZZ, max_examples=3)
-@given(sent=st.lists(half_requests(), min_size=40, max_size=40))
-def test_half_requests(sent: list[bytes], toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is answered or closed in time, and the server ends while others are open."""
-    monkeypatch.setattr(Connection, "request_seconds", 0.3)
-    with listening(make_app(toy_decoder, limits=LIMITS)) as port, connections(port, sent) as opened:
-        for one, data in zip(opened, sent, strict=True):
-            said = rest(one)
-            assert not said or (said.startswith(b"HTTP/1.1 ") and b" 500 " not in said), (data, said)
-        monkeypatch.setattr(Connection, "request_seconds", 60)
-        held = connections(port, sent)
-        held.__enter__()
-    held.__exit__(None, None, None)

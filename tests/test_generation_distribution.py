@@ -28,13 +28,9 @@ from tests.serve_toys import CHAT, COMPLETIONS, asked
 from tests.text_toys import save_tiny_chat_target
 
 OWN = {
-    "repetition_penalty": 1.9,
-    "no_repeat_ngram_size": 2,
-    "min_p": 0.9,
-    "typical_p": 0.1,
-    "top_k": 1,
+    "repetition_penalty": 1.9, "no_repeat_ngram_size": 2, "min_p": 0.9, "typical_p": 0.1, "top_k": 1,
     "do_sample": True,
-}
+}  # fmt: skip
 OWN |= {"temperature": 0.1, "suppress_tokens": [5, 6], "num_beams": 3}
 
 
@@ -181,10 +177,7 @@ def test_further_options_on_the_command_line() -> None:
     args.options, args.rule, args.seed, args.raw = {"repetition_penalty": 1.3}, "exact", None, False
     args.quality, args.schema, args.regex, args.max_cache_gib = None, None, None, None
     assert fuzzy_config(args).repetition_penalty == 1.3
-    for wrong, words in (
-        ({"do_sample": True}, "use --temperature"),
-        ({"no_such": 1}, "unknown option 'no_such'"),
-    ):
+    for wrong, words in (({"do_sample": True}, "use --temperature"), ({"no_such": 1}, "unknown option 'no_such'")):
         args.options = wrong
         with pytest.raises(FsdError, match=words):
             fuzzy_config(args)

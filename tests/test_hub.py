@@ -15,14 +15,14 @@ from huggingface_hub import ModelCard, constants
 from fsd_core.errors import CheckpointError, DataError, FsdError
 from fsd_core.text.conversations import row_conversation, row_messages
 from fsd_core.text.rows import read_rows, rows_digest
-from fsd_infer import FuzzyDecoder, Target
+from fsd_infer import Target
 from fsd_infer.decoder import load_drafter
 from fsd_infer.drafters import EagleDrafter, LMDrafter
 from fsd_infer.heads.export import export_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.cli import main as cli
 from tests.bench_toys import Toy
-from tests.families import VOCAB, options_of, reference, tiny_model, tiny_prompts
+from tests.families import VOCAB, options_of, tiny_model
 from tests.fuzzing import called, one_line
 from tests.loopback_hub import Hub, loopback_hub
 from tests.test_head_formats import LAYERS, facts, make_head
@@ -75,9 +75,6 @@ def test_a_head_from_the_hub_is_that_of_its_directory(kind: str, hub: Hub, heads
     drafter = load_drafter("owner/head", target)
     assert hub.fetched() == [], "all is in the cache by now"
     assert isinstance(drafter, EagleDrafter) and drafter.public == (kind != "ours")
-    prompts = tiny_prompts((7, 12))
-    answers = FuzzyDecoder(target, drafter).generate(prompts, max_new_tokens=8, do_sample=False).sequences
-    assert answers == reference(target.model, prompts, max_new_tokens=8)
 
 
 def test_nothing_else_is_fetched(hub: Hub, heads: Path, target: Target, toy: Toy) -> None:

@@ -31,14 +31,9 @@ def digest(tokens: list[int]) -> str:
 
 def measured(toy: Toy, file: Path, **options: Any) -> dict[str, Any]:
     given = {
-        **toy.options,
-        "max_new_tokens": 5,
-        "batch_size": 2,
-        "warmup": False,
-        "layout": "mt-bench",
-        "tree": SHAPE,
+        **toy.options, "max_new_tokens": 5, "batch_size": 2, "warmup": False, "layout": "mt-bench", "tree": SHAPE,
         **options,
-    }
+    }  # fmt: skip
     return run(write_rows(file.with_suffix(".jsonl"), ROWS), METHODS, json_path=file, **given)
 
 

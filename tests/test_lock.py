@@ -2,23 +2,11 @@
 
 import errno
 import logging
-import os
 from pathlib import Path
 
 import pytest
 
-from fsd_core.errors import DataError
 from fsd_core.files import lock_for_run
-
-
-def test_a_place_is_locked_until_its_descriptor_is_closed(tmp_path: Path) -> None:
-    first, second = (os.open(tmp_path, os.O_RDONLY) for _ in range(2))
-    assert lock_for_run(first, tmp_path, "Wait.")
-    with pytest.raises(DataError, match=r"another run is writing .*\. Wait\."):
-        lock_for_run(second, tmp_path, "Wait.")
-    os.close(first)
-    assert lock_for_run(second, tmp_path, "Wait.")
-    os.close(second)
 
 
 def test_a_file_system_without_locks_is_named_once_and_used(

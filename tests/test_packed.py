@@ -14,12 +14,12 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from fsd_infer import Target
 from fsd_train.data import collate
-from fsd_train.models import DistillationModule, LMModule
+from fsd_train.models import DistillationModule
 from fsd_train.packed import BLOCK, TextMask, forward_packed, packed_attention, supports_packing, use_packed_attention
 from fsd_train.packed.attention import _in_blocks
 from tests.families import FAMILIES, tiny_model
 from tests.loss_toys import VARIANTS
-from tests.train_toys import answers_of, eagle_module, ready, save_toy_target
+from tests.train_toys import answers_of, eagle_module, ready, small_lm
 
 CPU = torch.device("cpu")
 ALONE = {"stablelm", "falcon"}  # attention of their own that takes no function
@@ -217,13 +217,7 @@ def test_losses_and_gradients_of_a_head(
 def test_losses_and_gradients_of_a_small_lm(
     loss: str, lora: dict[str, Any] | None, toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = save_toy_target(tmp_path / "small", seed=1)
-    module = ready(LMModule(str(toys / "target"), str(drafter), loss=loss, lora=lora, unroll_steps=2))
-    if lora is not None:  # whose second matrix starts at 0
-        for name, value in module.head.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(value, std=0.1)
-    check_packed(module, toys, monkeypatch)
+    check_packed(small_lm(toys, tmp_path, loss=loss, lora=lora, unroll_steps=2), toys, monkeypatch)
 
 
 @pytest.mark.parametrize(("error", "alike"), [(0.0, True), (1e-3, True), (0.2, False)])

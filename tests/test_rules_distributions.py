@@ -15,8 +15,7 @@ import torch
 from scipy.special import rel_entr, softmax
 
 from fsd_infer import FsdError
-from fsd_infer.rules import Asd, Exact, Fly, RoundInput, RuleInputs, VocabRows, parse_rule
-from fsd_infer.trees.tree import DraftTree
+from fsd_infer.rules import Asd, Exact, Fly, RoundInput, RuleInputs, parse_rule
 from tests.covering import covering, fast_only
 from tests.rules_enumeration import RULES, check_distribution
 from tests.rules_toy import TOYS, Toy, V
@@ -287,67 +286,3 @@ def test_asd_passes_cheap_mismatches_within_three_bounds(gap: float, most: int, 
     assert passed > 5
     with pytest.raises(FsdError, match="rule 'asd'.*needs temperature 0"):
         Asd()(tree_round(0))
-
-
-# block verification -----------------------------------------------------------------------------------------------
-
-
-def every_draft(toy: Toy, length: int) -> tuple[RoundInput, np.ndarray, np.ndarray]:
-    """A round with a row per possible draft of ``length`` tokens; contexts [rows, length + 1]; each draft's chance."""
-    drafts = torch.tensor(list(itertools.product(range(V), repeat=length)))
-    where = [torch.zeros(len(drafts), dtype=torch.long)]
-    for i in range(length):
-        where.append(V * where[-1] + 1 + drafts[:, i])
-    contexts = torch.stack(where, 1)
-    q_scores = toy.scores(toy.full_q())[contexts[:, :-1]]
-    chance = q_scores.double().softmax(-1).gather(-1, drafts[..., None]).squeeze(-1).prod(-1)
-    contexts, q_scores, drafts = (values[chance > 0] for values in (contexts, q_scores, drafts))
-    tree = DraftTree.chain(torch.nn.functional.pad(drafts, (1, 0)), q_scores, q_scores=q_scores)
-    logits = toy.scores(toy.p)[contexts]
-    uniforms = torch.rand(len(drafts), length + 1, 3)
-    return RoundInput(tree, logits, logits, False, uniforms), contexts.numpy(), chance[chance > 0].numpy()
-
-
-@pytest.mark.parametrize("length", [1, 3])
-@pytest.mark.parametrize("toy", ["chain", "chain-processed", "chain-reduced"])
-def test_block_verification_has_the_targets_distribution_and_accepts_more(toy: str, length: int) -> None:
-    """Over all drafts: the distribution of length + 1 tokens is the target's to rounding, and more drafts are
-    accepted.
-    """
-    models = TOYS[toy]
-    round, contexts, weight = every_draft(models, length)
-    rows = len(weight)
-    inputs = RuleInputs(round)
-    test = Exact(block=True).output(inputs).test
-    assert test is not None and test.residual is not None
-    chance = test.accept_prob.double()[:, 1:].numpy()
-    rest = test.residual(VocabRows.every(inputs)).double().view(rows, length + 1, V).numpy()
-    rest[rest.sum(-1) == 0] = 1  # only where the draft is accepted
-    p = softmax(models.scores(models.p).double().numpy(), axis=-1)
-
-    def continued(context: int, steps: int) -> np.ndarray:
-        """[V**steps] the target's distribution from there on."""
-        if steps == 0:
-            return np.ones(1)
-        return np.concatenate([p[context, y] * continued(V * context + 1 + y, steps - 1) for y in range(V)])
-
-    distribution = np.zeros(V ** (length + 1))
-    for row in range(rows):
-        code, here = 0, weight[row]
-        for i in range(length + 1):
-            context = contexts[row, i]
-            left = p[context] if i == length else rest[row, i] / rest[row, i].sum()
-            stops = here * (1.0 if i == length else 1 - chance[row, i])
-            span = V ** (length - i)
-            for y in range(V):
-                start = (code * V + y) * span
-                distribution[start : start + span] += stops * left[y] * continued(V * context + 1 + y, length - i)
-            if i < length:
-                here *= chance[row, i]
-                code = code * V + int(round.tree.tokens[row, i + 1])
-    np.testing.assert_allclose(distribution, continued(0, length + 1), atol=1e-6)
-    q = softmax(models.scores(models.full_q()).double().numpy(), axis=-1)
-    places = contexts[:, :-1], round.tree.tokens[:, 1:].numpy()
-    one_by_one = np.minimum(p[places] / q[places], 1)  # each draft's chance, token by token
-    accepted, fewer = ((weight * each.cumprod(1).sum(1)).sum() for each in (chance, one_by_one))
-    assert accepted > fewer + 0.005 if length > 1 else accepted == pytest.approx(fewer, abs=1e-6)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,6 @@ LOSSES: list[tuple[Any, dict[str, Any]]] = [
     ("eagle", {"w_feature": 0.3}), ("kl_pq", {}), ("lk", {}), ("fsd", {"threshold": [0.2, 0.4], "w_feature": 0.1}),
     ([{"name": "js"}, {"name": "fsd", "weight": Schedule(0.1, 1.0)}], {}),
 ]  # fmt: skip
-
-
-@pytest.fixture
-def device() -> Iterator[SimulatedDevice]:
-    with SimulatedDevice() as opened:
-        yield opened
 
 
 def eagle(toys: Path, loss: Any = "eagle", args: dict[str, Any] | None = None, **options: Any) -> EagleModule:

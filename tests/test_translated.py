@@ -5,16 +5,13 @@ stays.
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fsd_core.errors import VocabularyMismatchError
 from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters import LMDrafter, TranslatedDrafter
-from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.drafters.translated import TranslatedSession
 from fsd_infer.drafters.translation import Translation
 from tests import families
@@ -158,26 +155,3 @@ def test_the_distribution_of_sequences(rule: str, parents: list[int]) -> None:
         Toy(p, q, sampled=parents is CHAIN, draft_ids=made.ids, parents=tuple(parents)),
         follows=parents is PARENTS,
     )
-
-
-def test_how_it_is_loaded_and_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target, small = model_of("bytes"), model_of("pieces")
-    small.model.save_pretrained(tmp_path)
-    small.tokenizer.save_pretrained(tmp_path)
-    drafter = load_drafter(str(tmp_path), target, TreeShape.chain(3))
-    assert isinstance(drafter, TranslatedDrafter)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "another vocabulary" in line]
-    assert f"drafts the {drafter.vocabulary:,} tokens" in line and str(tmp_path) in line
-    decoder = FuzzyDecoder(target, load_drafter(f"{tmp_path}+lookup", target))
-    prompts = prompts_of(target)
-    made = decoder.generate(prompts, max_new_tokens=12, do_sample=False).sequences
-    assert made == reference(target.model, prompts, max_new_tokens=12)
-    with pytest.warns(UserWarning, match="drafts below one text only"):
-        made = FuzzyDecoder(target, drafter).generate(prompts[:1], max_new_tokens=4, num_beams=2, do_sample=False)
-    assert made.sequences == reference(target.model, prompts[:1], max_new_tokens=4, num_beams=2)
-    for model, words in (
-        (Target(tiny_model("llama", vocab_size=4), small.tokenizer), "share only 2 of [0-9]+ tokens"),
-        (Target(small.model), "tokenizers of both"),
-    ):
-        with pytest.raises(VocabularyMismatchError, match=words):
-            TranslatedDrafter(model, target)

@@ -31,14 +31,9 @@ NEW = 10
 
 
 FEW = (
-    "exact",
-    "tilted:2",
-    "tilted:1:min_p=0",
-    "typical:exact_ngram_size=3",
-    "fuzzy:js:0.3:exact_ngram_size=3",
-    "fly:2:0.1",
-    "draft-only",
-)
+    "exact", "tilted:2", "tilted:1:min_p=0", "typical:exact_ngram_size=3", "fuzzy:js:0.3:exact_ngram_size=3",
+    "fly:2:0.1", "draft-only",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

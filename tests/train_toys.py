@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsd_infer import Target
 from fsd_train.data import AnswersDataModule, cache_features, collate
 from fsd_train.losses import LOSSES
-from fsd_train.models import EagleModule, HeadOptions, MuonAdamW, WarmupCosine
+from fsd_train.models import EagleModule, HeadOptions, LMModule, MuonAdamW, WarmupCosine
 from tests.families import reference
 from tests.loss_toys import build_loss
 from tests.text_toys import write_rows
@@ -143,6 +143,15 @@ def ready(module: Any) -> Any:
     """A module outside of a Trainer, its target whole and in fp32."""
     module._frozen.target = Target.from_pretrained(module.target_name, dtype=torch.float32)
     module.configure_model()
+    return module
+
+
+def small_lm(toys: Path, out: Path, **options: Any) -> LMModule:
+    """A small LM in training, outside of a Trainer; an adapter's second matrices, which start at 0, have values."""
+    module: LMModule = ready(LMModule(str(toys / "target"), str(save_toy_target(out / "small", seed=1)), **options))
+    for name, value in module.head.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(value, std=0.1)
     return module
 
 
