@@ -22,13 +22,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fsd_core.former import say
+
 if TYPE_CHECKING:
     from fsd_bench.base import MeasuredAnswer, Method, TimedRun
     from fsd_bench.methods import METHODS, make_methods, parse_methods
     from fsd_bench.record import build_record
     from fsd_bench.runner import run
     from fsd_bench.server import ServerError
-    from fsd_bench.settings import Settings
+    from fsd_bench.settings import RunOptions
 
 # The module of each public name, imported when the name is first used, so that `fsd-bench --help` answers at once.
 _MODULES = {
@@ -37,7 +39,7 @@ _MODULES = {
     "record": ("build_record",),
     "runner": ("run",),
     "server": ("ServerError",),
-    "settings": ("Settings",),
+    "settings": ("RunOptions",),
 }
 _HOME = {name: f"fsd_bench.{module}" for module, names in _MODULES.items() for name in names}
 
@@ -45,8 +47,8 @@ __all__ = [
     "METHODS",
     "MeasuredAnswer",
     "Method",
+    "RunOptions",
     "ServerError",
-    "Settings",
     "TimedRun",
     "build_record",
     "make_methods",
@@ -56,6 +58,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Settings":
+        say("fsd_bench.Settings", "it is now RunOptions", 3)
+        return __getattr__("RunOptions")
     if name not in _HOME:
         raise AttributeError(f"module 'fsd_bench' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)

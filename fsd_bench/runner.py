@@ -22,7 +22,7 @@ from fsd_bench.prompts import category_of, encode_rows, first_rows, group_prompt
 from fsd_bench.record import BenchPrompt, build_record, write_record
 from fsd_bench.runs import RunFile, Trial, read_lines
 from fsd_bench.score import Reference, measure, read_references
-from fsd_bench.settings import Settings, set_threads
+from fsd_bench.settings import RunOptions, set_threads
 from fsd_core.errors import FsdError
 from fsd_core.files import jsonable, writable
 from fsd_core.text.encoding import PromptRow
@@ -62,7 +62,7 @@ def run(
         FsdError: an unknown method, a malformed row, another run in the way, or whatever loading or decoding raises.
         ServerError: a server cannot be reached. Once decoding has begun, finished runs are kept.
     """
-    settings = Settings(prompts, methods, **options)
+    settings = RunOptions(prompts, methods, **options)
     settings.check()
     path = None if json_path is None else partial_path(json_path, resume, overwrite)
     set_threads(settings)
@@ -121,7 +121,7 @@ def _is_record(file: Path) -> bool:
 
 
 def _measure(
-    settings: Settings,
+    settings: RunOptions,
     models: Models,
     rows: Sequence[PromptRow],
     references: Sequence[Reference | None],
@@ -176,7 +176,7 @@ def _listed(
 
 
 def isolated(
-    settings: Settings, specs: Sequence[MethodSpec], jobs: Sequence[Trial], blocks: Mapping[int, int]
+    settings: RunOptions, specs: Sequence[MethodSpec], jobs: Sequence[Trial], blocks: Mapping[int, int]
 ) -> list[Session]:
     """Return a session per method and block of groups. The method that goes first rotates by block."""
     return [
@@ -190,7 +190,7 @@ def isolated(
     ]
 
 
-def _start(settings: Settings, spec: MethodSpec) -> list[Method]:
+def _start(settings: RunOptions, spec: MethodSpec) -> list[Method]:
     """Start a method in its own process."""
     if spec.kind in METHODS and METHODS.get(spec.kind).own_process:
         return [METHODS.get(spec.kind).make(spec, Models(settings))]

@@ -18,7 +18,7 @@ from fsd_core.errors import FsdError
 
 
 @dataclass
-class Settings(ModelOptions):
+class RunOptions(ModelOptions):
     """The options of a run, besides those of its models.
 
     Attributes:
@@ -93,7 +93,7 @@ class Settings(ModelOptions):
         return {**asdict(self), "prompts": Path(self.prompts).name, **lists}
 
 
-def set_threads(settings: Settings) -> None:
+def set_threads(settings: RunOptions) -> None:
     """Set torch's number of threads, unless it is None."""
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)

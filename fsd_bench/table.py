@@ -14,7 +14,7 @@ from typing import Any
 
 from fsd_bench.layouts import LAYOUTS
 from fsd_bench.runner import run
-from fsd_bench.settings import Settings
+from fsd_bench.settings import RunOptions
 from fsd_core.errors import FsdError
 from fsd_core.files import jsonable
 from fsd_core.tables import number, percent
@@ -76,11 +76,11 @@ def measure_sets(
             unfinished = path.with_name(path.name + ".partial.jsonl").exists()
             run(file, methods, json_path=path, resume=unfinished, progress=progress, baselines=baselines, **named)
         records[name] = json.loads(path.read_text(encoding="utf-8"))
-        _check(path, records[name], Settings(file, methods, baselines=baselines, **named))
+        _check(path, records[name], RunOptions(file, methods, baselines=baselines, **named))
     return records
 
 
-def _check(path: Path, record: Mapping[str, Any], asked: Settings) -> None:
+def _check(path: Path, record: Mapping[str, Any], asked: RunOptions) -> None:
     """Raise FsdError for a record of other settings."""
     stored = record.get("settings") or {}
     other = [key for key, value in jsonable(asked.to_dict()).items() if stored.get(key) != value]

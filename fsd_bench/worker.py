@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from fsd_bench.base import Method
 from fsd_bench.methods import make_methods
 from fsd_bench.models import Models
-from fsd_bench.settings import Settings, set_threads
+from fsd_bench.settings import RunOptions, set_threads
 from fsd_core.errors import FsdError
 
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings_text, text = sys.argv[1:] if argv is None else argv
     out = private_stdout()
     try:
-        settings = Settings.from_dict(json.loads(settings_text))
+        settings = RunOptions.from_dict(json.loads(settings_text))
         set_threads(settings)
         method = make_methods([text], Models(settings))[0]
     except FsdError as error:

@@ -248,6 +248,17 @@ def test_names_that_moved_are_found_with_a_warning() -> None:
         fsd_infer.Nothing  # noqa: B018
 
 
+def test_former_names_of_measuring(unsaid: None) -> None:
+    import fsd_bench
+    from fsd_bench import worth
+
+    with pytest.warns(FutureWarning) as said:
+        assert fsd_bench.Settings is fsd_bench.RunOptions and worth.Shaped is worth.RuleOnShape
+    assert ["it is now RunOptions" in str(said[0].message), len(said)] == [True, 2]
+    with pytest.raises(AttributeError):
+        worth.Nothing  # noqa: B018
+
+
 def test_former_options_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     import argparse
 

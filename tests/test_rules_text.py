@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from fsd_infer.rules import (
     Tilted,
     parse_rule,
 )
-from fsd_infer.rules.parameters import FORMER
+from fsd_infer.rules.parameters import FORMER, parameter
 from tests.tree_rounds import INF, tree_round
 
 BAD: dict[str, str] = {
@@ -104,6 +105,23 @@ def test_former_names_of_parameters(former: str, now: str, monkeypatch: pytest.M
         assert parse_rule(f"tilted:{former}=1") == parse_rule(f"tilted:{now}=1") == Tilted(**{former: 1})
         assert getattr(Tilted(**{now: 1}), former) == 1
     assert len(said) == 1
+
+
+def test_a_rule_may_have_a_parameter_of_any_name_but_the_shared_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter ``nats`` is no budget."""
+    monkeypatch.setattr("fsd_core.former._said", set())
+
+    @dataclass(frozen=True)
+    class Unsure(LossyRule):
+        nats: float = parameter(0.5, low=0)
+
+        def output(self, inputs: RuleInputs) -> OutputDistribution:
+            return OutputDistribution.passing(inputs, -INF).where(inputs.entropy >= self.nats)
+
+    assert Unsure().max_nats == INF and Unsure(budget=2.0).max_nats == 2.0
+    assert Unsure(nats=0.0)(tree_round(0, greedy=True)).spent.sum() > 0.5
+    with pytest.warns(FutureWarning, match="nats of a rule works until .*: it is now max_nats"):
+        assert Fuzzy(budget=2.0).nats == 2.0  # type: ignore[attr-defined]
 
 
 def test_former_names_of_distributions(monkeypatch: pytest.MonkeyPatch) -> None:

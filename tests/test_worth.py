@@ -17,7 +17,7 @@ from fsd_bench.sweep.settings import SweepOptions
 from fsd_bench.worth import Forecast, forecast
 from fsd_bench.worth.forecasts import fixed_coefs, learned
 from fsd_bench.worth.replay import RecordedRound, Replay, walk
-from fsd_bench.worth.result import Shaped
+from fsd_bench.worth.result import RuleOnShape
 from fsd_bench.worth.run import WorthOptions, brief_text, recommended, verdict, worth_text
 from fsd_bench.worth.watch import Watch
 from fsd_infer import Drafter, FsdError, FuzzyDecoder, Rule, Target, TreeShape
@@ -185,8 +185,8 @@ def test_a_calibration_that_names_no_rules_gets_the_forecasts(toy: Toy, monkeypa
 def test_a_learned_price_lies_between_fixed_ones() -> None:
     """It spends what is allowed, or what the smallest coefficient can; exact is where nothing is."""
 
-    def shaped(nats: float, tau: float) -> Shaped:
-        return Shaped(TreeShape.chain(4), tau, nats, nats, 4.0, 5.0, 1.0)
+    def shaped(nats: float, tau: float) -> RuleOnShape:
+        return RuleOnShape(TreeShape.chain(4), tau, nats, nats, 4.0, 5.0, 1.0)
 
     rule = parse_rule("tilted:match_temperature=0.5")
     assert isinstance(rule, Tilted)

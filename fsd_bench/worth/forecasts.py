@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from fsd_bench.jobs import decoding
 from fsd_bench.worth.replay import Replay, Tally
-from fsd_bench.worth.result import Forecast, ForecastRow, Shaped
+from fsd_bench.worth.result import Forecast, ForecastRow, RuleOnShape
 from fsd_bench.worth.watch import YARDSTICKS, Forwards, Watch
 from fsd_core.errors import FsdError
 from fsd_infer.decoder import FuzzyDecoder
@@ -229,17 +229,17 @@ def _matching(rules: Iterable[Rule]) -> dict[Tilted, float]:
     }
 
 
-def _by_rule(replays: Iterable[Replay], seconds: _RoundSeconds) -> dict[Rule, list[Shaped]]:
+def _by_rule(replays: Iterable[Replay], seconds: _RoundSeconds) -> dict[Rule, list[RuleOnShape]]:
     """Return what each rule does with each shape."""
-    found: dict[Rule, list[Shaped]] = {}
+    found: dict[Rule, list[RuleOnShape]] = {}
     for (rule, shape), tally in chain(*(replay.tallies.items() for replay in replays)):
         found.setdefault(rule, []).append(_shaped(shape, tally, seconds))
     return found
 
 
-def _shaped(shape: TreeShape, tally: Tally, seconds: _RoundSeconds) -> Shaped:
+def _shaped(shape: TreeShape, tally: Tally, seconds: _RoundSeconds) -> RuleOnShape:
     depth, nodes = tally.depths / tally.rounds, tally.nodes / tally.rounds
-    return Shaped(
+    return RuleOnShape(
         shape=shape,
         tau=tally.tokens / tally.rounds,
         nats=tally.nats / tally.tokens,
@@ -258,7 +258,7 @@ def fixed_coefs(rule: Tilted) -> list[Rule]:
     ]
 
 
-def learned(rule: Tilted, allowed: float, found: Mapping[Rule, Sequence[Shaped]]) -> list[Shaped]:
+def learned(rule: Tilted, allowed: float, found: Mapping[Rule, Sequence[RuleOnShape]]) -> list[RuleOnShape]:
     """Interpolate a rule with an adaptive KL coefficient between fixed ones that spend more and less.
 
     Args:
@@ -274,17 +274,17 @@ def learned(rule: Tilted, allowed: float, found: Mapping[Rule, Sequence[Shaped]]
     return made
 
 
-def _between(less: Shaped, more: Shaped, nats: float) -> Shaped:
+def _between(less: RuleOnShape, more: RuleOnShape, nats: float) -> RuleOnShape:
     share = (nats - less.nats) / (more.nats - less.nats)
     numbers = {
         each.name: (1 - share) * getattr(less, each.name) + share * getattr(more, each.name)
-        for each in fields(Shaped)
+        for each in fields(RuleOnShape)
         if each.name != "shape"
     }
     return replace(less, **numbers)
 
 
-def _rows(found: dict[str, list[Shaped]]) -> list[ForecastRow]:
+def _rows(found: dict[str, list[RuleOnShape]]) -> list[ForecastRow]:
     """``found``: a forecast for each shape, by the rule's name; exact first."""
     fastest = {name: max(cells, key=lambda cell: cell.tokens_per_second) for name, cells in found.items()}
     base = next(iter(fastest.values()))

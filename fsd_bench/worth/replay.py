@@ -66,8 +66,8 @@ class RecordedRound:
         if self.greedy:
             self.drawn = self.scores[0].argmax(-1).tolist()
         else:
-            chances = self.scores[0].float().softmax(-1).cpu()
-            self.drawn = torch.multinomial(chances, 1, generator=self.generator)[:, 0].tolist()
+            probs = self.scores[0].float().softmax(-1).cpu()
+            self.drawn = torch.multinomial(probs, 1, generator=self.generator)[:, 0].tolist()
 
     def cut(self, shape: TreeShape, draft_bonus: float) -> list[int]:
         """Return the nodes, ascending, that a tree of this shape would have."""

@@ -11,7 +11,7 @@ COSTS = (0.05, 0.1, 0.2, 0.4, 1.0)  # of a drafted token, in target forwards
 
 
 @dataclass(frozen=True)
-class Shaped:
+class RuleOnShape:
     """A rule with a shape.
 
     Attributes:
@@ -49,8 +49,8 @@ class ForecastRow:
     """
 
     rule: str
-    shapes: list[Shaped]
-    best: Shaped
+    shapes: list[RuleOnShape]
+    best: RuleOnShape
     tokens: float
     speed: float
 

@@ -123,18 +123,18 @@ class TextSession(OwnTokensSession):
         for tail, row in zip(self._own, own, strict=True):
             tail[:] = [*tail, *row][-WINDOW:]
 
-    def _read_more(self, number: int, tokens: Sequence[int]) -> list[int]:
+    def _read_more(self, row: int, tokens: Sequence[int]) -> list[int]:
         translation, new = self.drafter.translation, list[int]()
         for special, run in groupby(tokens, key=translation.special):
             if special is not None:
                 new += [special for _ in run]
                 continue
             raw = b"".join(translation.ours.bytes_of(translation.spell(token)) for token in run)
-            window = _window([*self._own[number], *new], translation.ours)
+            window = _window([*self._own[row], *new], translation.ours)
             kept, more = translation.ours.again(window, raw) if raw else (len(window), [])
             dropped = len(window) - kept
             in_text = max(0, dropped - len(new))
-            self._drop(number, in_text)
+            self._drop(row, in_text)
             new = [*new[: len(new) - dropped + in_text], *more]
         return new
 

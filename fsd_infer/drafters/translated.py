@@ -97,15 +97,14 @@ class OwnTokensSession(LMSession):
     def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
         translation = self.drafter.translation
         if self._firsts is None:
-            own = [self._read_more(number, row) for number, row in enumerate(rows)]
+            own = [self._read_more(row, tokens) for row, tokens in enumerate(rows)]
         else:
-            texts = [
-                [first, *row] for first, row in zip(self._firsts, rows, strict=True)
-            ]  # prompts and an answer's token
+            # prompts and an answer's token
+            texts = [[first, *row] for first, row in zip(self._firsts, rows, strict=True)]
             own, self._firsts = [translation.read(text[:-1]) + translation.spell(text[-1]) for text in texts], None
         self._take(own)
 
-    def _read_more(self, number: int, tokens: Sequence[int]) -> list[int]:
+    def _read_more(self, row: int, tokens: Sequence[int]) -> list[int]:
         """Return the small LM's tokens that tokens of the target's add to a row's text."""
         return [new for token in tokens for new in self.drafter.translation.spell(token)]
 

@@ -115,7 +115,7 @@ def no_looser(rule: Rule, most: Rule) -> bool:
             and rule.exact_sentence_tokens >= most.exact_sentence_tokens
             and rule.effective_min_p >= most.effective_min_p
             and (0 < rule.exact_ngram_size <= most.exact_ngram_size or not most.exact_ngram_size)
-            and rule.nats <= most.nats
+            and rule.max_nats <= most.max_nats
         )
     return isinstance(rule, Exact) or rule == most
 
@@ -184,7 +184,7 @@ class FuzzyRules(_Processor):
         number: dict[RuleRequest | None, int] = {asked: number for number, asked in enumerate(self.kinds)}
         self.kind_of = np.array([number.get(asked, -1) for asked in self.requests])
         self.kind = to_device(torch.from_numpy(self.kind_of), self.device)
-        budgets = [math.inf if (asked := self.requests[slot]) is None else asked.rule.nats for slot in self.fresh]
+        budgets = [math.inf if (asked := self.requests[slot]) is None else asked.rule.max_nats for slot in self.fresh]
         index, temperature, budget = (
             to_device(torch.tensor(values), self.device)
             for values in (list(self.fresh), list(self.fresh.values()), budgets)

@@ -74,7 +74,7 @@ class Rule(Renamed):
         return None
 
     @property
-    def nats(self) -> float:
+    def max_nats(self) -> float:
         """The budget; inf for no limit."""
         return math.inf if self.budget is None else self.budget
 
@@ -127,7 +127,8 @@ class Rule(Renamed):
         return {"rule": self.name, **values, **({"budget_unit": "nats"} if "budget" in values else {})}
 
 
-for _old, _new in FORMER.items():  # a rule may have a parameter of a former name: then that is what it reads
+# a rule may have a parameter of a former name: then that is what it reads
+for _old, _new in {**FORMER, "nats": "max_nats"}.items():
     setattr(Rule, _old, FormerName(Rule, _old, _new, f"{_old} of a rule"))
 
 MOST_TOKENS = 64  # of an n-gram
@@ -229,16 +230,16 @@ def device_verdict(rules: Sequence[Rule], round: RoundInput) -> Verdict:
 
 def budgets_of(rules: Sequence[Rule], device: torch.device) -> Tensor | None:
     """Return each row's budget [B] on a device; None if no rule has one."""
-    budgets = [rule.nats for rule in rules]
+    budgets = [rule.max_nats for rule in rules]
     return to_device(torch.tensor(budgets, dtype=wide(device)), device) if min(budgets) < math.inf else None
 
 
 def _allowed(rows: Mapping[Rule, Sequence[int]], inputs: RuleInputs, verdict: Verdict) -> Tensor | None:
-    """:attr:`Verdict.allowed`, without a sync."""
-    learned = [(rule, of_rule) for rule, of_rule in rows.items() if type(rule).kl_target is not Rule.kl_target]
+    """Return :attr:`Verdict.allowed`, without a sync. ``rows``: those of each rule."""
+    adaptive = [(rule, of_rule) for rule, of_rule in rows.items() if type(rule).kl_target is not Rule.kl_target]
     allowed: Tensor | None = None
     path, scores = verdict.path, inputs.round.scores
-    for rule, of_rule in learned:
+    for rule, of_rule in adaptive:
         mine = None if len(of_rule) == len(path) else row_index(tuple(of_rule), path.device)
         nodes, logits = (path, scores) if mine is None else (path[mine], scores[mine])
         nats = rule.kl_target(at_nodes(logits, nodes), inputs.greedy)

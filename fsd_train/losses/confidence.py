@@ -12,21 +12,21 @@ from fsd_train.losses.rows import RowFunction, chunked_rows, log_overlap
 
 
 def with_confidence(batch: DraftBatch, out: LossOutput) -> LossOutput:
-    """Add to a loss the cross-entropy of the confidences to the chances Σ min(p, q), over the draft vocabulary.
+    """Add to a loss the cross-entropy of the confidences to Σ min(p, q), over the draft vocabulary.
 
-    The chances have no gradient. A batch without a confidence head leaves the loss as it is.
+    That probability has no gradient. A batch without a confidence head leaves the loss as it is.
     """
     if batch.confidence is None:
         return out
     with torch.no_grad():
         overlap, _ = chunked_rows(RowFunction(lambda log_p, log_q: log_overlap(log_p, log_q)[None]), batch, None)
-        chances = overlap[0].exp()  # [R]
-    each = binary_cross_entropy_with_logits(batch.confidence.float(), chances.clamp_max(1.0), reduction="none")
-    parts = {"confidence_loss": batch_mean(each, batch.rows), "confidence_gap": _gap(batch, chances)}
+        accept_probs = overlap[0].exp()  # [R]
+    each = binary_cross_entropy_with_logits(batch.confidence.float(), accept_probs.clamp_max(1.0), reduction="none")
+    parts = {"confidence_loss": batch_mean(each, batch.rows), "confidence_gap": _gap(batch, accept_probs)}
     return replace(out, loss=out.loss + weighted_mean(each, batch.rows), parts={**out.parts, **parts})
 
 
-def _gap(batch: DraftBatch, chances: torch.Tensor) -> torch.Tensor:
-    """Return the mean distance between confidence and chance, for logs."""
+def _gap(batch: DraftBatch, accept_probs: torch.Tensor) -> torch.Tensor:
+    """Return the mean distance between confidence and probability of acceptance, for logs."""
     assert batch.confidence is not None
-    return batch_mean((batch.confidence.float().sigmoid() - chances).abs(), batch.rows)
+    return batch_mean((batch.confidence.float().sigmoid() - accept_probs).abs(), batch.rows)

@@ -327,7 +327,7 @@ class _Beams:
         """Return the dynamic width of a step, see :mod:`fsd_infer.engine.beams.sampling`."""
         assert self.options.confidence is not None
         target = [search.likely(beam.node) for beam in search.live]
-        chances = width_probabilities(
+        probs = width_probabilities(
             [beam.score for beam in search.live],
             target,
             [search.successors[beam.node].proposed or likely for beam, likely in zip(search.live, target)],
@@ -336,7 +336,7 @@ class _Beams:
             self.parameters.candidates,
             self.parameters.eos_token_ids,
         )
-        return dynamic_width(chances, self.options.confidence, self.options.min_width or 1)
+        return dynamic_width(probs, self.options.confidence, self.options.min_width or 1)
 
     def _record_finished(self) -> None:
         """Record the answers of finished searches, and drop their rows."""

@@ -149,16 +149,16 @@ def width_probabilities(
     arrived = (log_e - of_target).topk(drawn, largest=False).indices
     ranked = of_target[arrived].masked_fill(~going[arrived], -math.inf)
     ready = drafted.gather(1, arrived) | (ranked == -math.inf)
-    chances = []
+    probs = []
     for n in range(1, width + 1):
         kept = ranked[:, : per_beam * n].topk(min(n, drawn)).indices
-        chances.append(float(ready.gather(1, kept).all(1).double().mean()))
-    return chances
+        probs.append(float(ready.gather(1, kept).all(1).double().mean()))
+    return probs
 
 
-def dynamic_width(chances: Sequence[float], confidence: float, fewest: int) -> int:
+def dynamic_width(probs: Sequence[float], confidence: float, fewest: int) -> int:
     """Return max(fewest, largest n whose probability is at least ``confidence``)."""
-    return max([fewest, *(n for n, chance in enumerate(chances, 1) if chance >= confidence)])
+    return max([fewest, *(n for n, prob in enumerate(probs, 1) if prob >= confidence)])
 
 
 def _aligned(
