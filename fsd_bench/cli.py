@@ -158,7 +158,7 @@ def _sweep_options(parser: argparse.ArgumentParser) -> None:
         "--output", required=True, metavar="FILE", help="append each answer to FILE as JSON; rerun to resume"
     )
     parser.add_argument("--html", metavar="FILE", help="write the report to FILE (default: --output with .html)")
-    add(parser, "--overwrite", help="replace an existing report; answers are never made twice")
+    add(parser, "--overwrite", help="replace a report of other answers")
     parser.add_argument(
         "--examples", type=whole_number(0, 1000), default=4, metavar="N", help="prompts whose answers the report shows"
     )

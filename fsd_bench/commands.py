@@ -49,6 +49,14 @@ def _named_fields(texts: Sequence[str] | None) -> dict[str, str] | None:
     return fields or None
 
 
+def _check_apart(files: Sequence[Path]) -> None:
+    """Raise FsdError if two of the files that a command writes are one, so that the later would replace the earlier."""
+    places = [file.resolve() for file in files]
+    for file, place in zip(files, places, strict=True):
+        if places.count(place) > 1:
+            raise FsdError(f"two results would go to {file}: give each a name of its own.")
+
+
 def table(args: argparse.Namespace) -> int:
     """Run `fsd-bench table`."""
     from fsd_bench.table import field_table, markdown, measure_sets, parse_sets, specbundle
@@ -56,10 +64,12 @@ def table(args: argparse.Namespace) -> int:
 
     named = picked(args, "json markdown specbundle")
     files = {name: path and writable(path, "the table", args.overwrite) for name, path in named.items()}
+    sets = parse_sets(words(args.sets))
+    _check_apart([*(path for path in files.values() if path), *(Path(args.work, f"{name}.json") for name in sets)])
     set_threads(args.threads)
     names = "limit max_new_tokens temperature seed score raw strict every repeat batch_size layout run_code turns"
     records = measure_sets(
-        parse_sets(words(args.sets)), words(args.methods), args.work, progress=True, fields=_named_fields(args.field),
+        sets, words(args.methods), args.work, progress=True, fields=_named_fields(args.field),
         **picked(args, names), **model_options(args),
     )  # fmt: skip
     found = field_table(records)
@@ -84,8 +94,9 @@ def sweep(args: argparse.Namespace) -> int:
     options = SweepOptions(
         temperatures=_temperatures(args.temperatures), **picked(args, "repeats examples"), **_sweep_options(args)
     )
-    named = args.html or Path(usable_name(args.output, "the sweep's file")).with_suffix(".html")
-    page = writable(named, "the report", args.overwrite)
+    answers = Path(usable_name(args.output, "the sweep's file"))
+    page = writable(args.html or answers.with_suffix(".html"), "the report", args.overwrite or answers.is_file())
+    _check_apart([page, answers])
     file = run_sweep(options, args.output, progress=True)
     write_page(file, page)
     print(f"answers: {file}\nreport: {page}", file=sys.stderr)

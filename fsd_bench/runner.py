@@ -20,7 +20,7 @@ from fsd_bench.models import Models
 from fsd_bench.process import ProcessMethod
 from fsd_bench.prompts import category_of, encode_rows, first_rows, group_prompts, rows_digest
 from fsd_bench.record import BenchPrompt, build_record, write_record
-from fsd_bench.runs import RunFile, Trial, read_lines
+from fsd_bench.runs import RunFile, Trial, alone, read_lines
 from fsd_bench.score import Reference, measure, read_references
 from fsd_bench.settings import RunOptions, set_threads
 from fsd_core.errors import FsdError
@@ -85,11 +85,11 @@ def run(
     )  # fmt: skip
     with file.kept():
         record = _measure(settings, models, rows, references, before, groups, jobs, file, progress)
-    record["environment"] |= environment(command)
-    record = jsonable(record)
-    if path is not None:
-        write_record(writable(json_path, "the record"), record)  # type: ignore[arg-type]
-        path.unlink()
+        record["environment"] |= environment(command)
+        record = jsonable(record)
+        if path is not None:
+            write_record(writable(json_path, "the record"), record)  # type: ignore[arg-type]
+            path.unlink()
     return record
 
 
@@ -108,7 +108,8 @@ def partial_path(json_path: str | Path, resume: bool, overwrite: bool) -> Path:
     if not resume:
         if len(read_lines(path, "bench") or []) > 1:
             raise FsdError(f"{path} holds an unfinished run: add --resume to continue it, or delete it.")
-        path.unlink(missing_ok=True)  # it ended before its first run
+        with alone(path):
+            path.unlink(missing_ok=True)  # it ended before its first run
     return path
 
 

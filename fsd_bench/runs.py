@@ -13,7 +13,7 @@ from typing import Any
 
 from fsd_bench.base import TimedRun, typed
 from fsd_core.errors import FsdError
-from fsd_core.files import append_json, jsonable, write_text
+from fsd_core.files import append_json, jsonable, lock_for_run, write_text
 
 VERSION = 3  # of the format
 _DIGESTS, _DIGEST = "digests", "sha256"  # of the settings: that lines have one; of a line
@@ -48,7 +48,7 @@ class RunFile:
         described: descriptions of the methods by name.
 
     Raises:
-        FsdError: a file of another kind or with other settings is in the way.
+        FsdError: a file of another kind or with other settings is in the way, or another process measures into it.
     """
 
     def __init__(
@@ -66,13 +66,19 @@ class RunFile:
         if path is None:
             return
         head = {kind: VERSION, "settings": settings, _DIGESTS: True, **(facts or {})}
+        with alone(path):
+            self._open(path, kind, head, jobs, advice[1])
+
+    def _open(self, path: Path, kind: str, head: dict[str, Any], jobs: Mapping[Trial, int], otherwise: str) -> None:
+        """Read a file that can be continued, and write it with the head and what was read."""
+        settings = head["settings"]
         before = path.read_bytes().count(b"\n") if path.is_file() else 0
         stored, *lines = read_lines(path, kind) or [head]
         other = sorted(
             key for key in {*stored["settings"], *settings} if stored["settings"].get(key) != settings.get(key)
         )
         if other:
-            raise FsdError(f"{path} was made with other settings ({', '.join(other)}): use the same, or {advice[1]}.")
+            raise FsdError(f"{path} was made with other settings ({', '.join(other)}): use the same, or {otherwise}.")
         environment = stored.get("environment")
         if isinstance(environment, dict) and environment.keys() == head.get("environment", {}).keys():
             head["environment"] = environment  # of the first process
@@ -116,10 +122,16 @@ class RunFile:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Say what is kept and how to continue if the block ends by an FsdError or Ctrl-C.
+        """Keep other processes out, and say what is kept and how to continue if an FsdError or Ctrl-C ends the block.
 
-        A file without a run is removed.
+        A file without a run is removed. Raises FsdError if another process measures into the file.
         """
+        with alone(self.path):
+            with self._told():
+                yield
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
         try:
             yield
         except (FsdError, KeyboardInterrupt) as error:
@@ -134,6 +146,17 @@ class RunFile:
             else:
                 error.args = (f"{error} {kept}",)
             raise
+
+
+@contextmanager
+def alone(path: Path | None) -> Iterator[None]:
+    """Hold a file, if it exists. Raises FsdError if another process does."""
+    if path is None or not path.is_file():
+        yield
+        return
+    with path.open("rb") as file:
+        lock_for_run(file.fileno(), path, "Wait for it, or give another name.", FsdError)
+        yield
 
 
 def _signed(line: dict[str, Any]) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     if path.exists() and not path.is_file():
         raise FsdError(f"{path} is no file and is not replaced: give another name.")
-    draft = path.with_name(f".{path.name}.{_MACHINE}-{os.getpid()}-{threading.get_ident()}.partial")
+    draft = path.with_name(f"{_drafts_of(path)}{os.getpid()}-{threading.get_ident()}.partial")
     try:
         with disk_errors(path):
             _remove_left(path)
@@ -121,9 +121,15 @@ def replacing(path: Path) -> Iterator[Path]:
             draft.unlink()
 
 
+def _drafts_of(path: Path) -> str:
+    """Return the start of the names of this machine's drafts of ``path``, which have room for a longer name."""
+    raw = os.fsencode(path.name)
+    return f".{path.name if len(raw) <= 200 else zlib.crc32(raw)}.{_MACHINE}-"
+
+
 def _remove_left(path: Path) -> None:
     """Remove drafts of ``path`` whose processes are gone."""
-    for draft in path.parent.glob(f".{glob.escape(path.name)}.{_MACHINE}-*-*.partial"):
+    for draft in path.parent.glob(f"{glob.escape(_drafts_of(path))}*-*.partial"):
         process = draft.name.split("-")[-2]
         try:
             os.kill(int(process), 0)

@@ -18,6 +18,7 @@ from fsd_bench.cli import main
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.record import BenchPrompt
 from fsd_bench.report import bench_table, brief_table
+from fsd_bench.runner import partial_path
 from fsd_bench.runs import RunFile, Trial
 from fsd_bench.server import Server
 from fsd_infer import FsdError, Target, TreeShape
@@ -143,6 +144,21 @@ def test_damaged_lines_of_an_unfinished_run_are_measured_again(
         made.path.write_bytes(header)
         with pytest.raises(FsdError, match="r.jsonl is no file of a bench, or of another version"):
             RunFile(made.path, "bench", {"seed": 1}, jobs)
+
+
+def test_a_file_takes_the_runs_of_one_process_at_a_time(tmp_path: Path) -> None:
+    """Another would take the file away before its first run, or lose lines that come while it writes what it read."""
+    job, path = Trial("plain", 0), tmp_path / "r.json.partial.jsonl"
+    first = RunFile(path, "bench", {}, {job: 1})
+    with first.kept():
+        for begin in (
+            lambda: partial_path(tmp_path / "r.json", resume=False, overwrite=False),
+            lambda: RunFile(path, "bench", {}, {job: 1}),
+        ):
+            with pytest.raises(FsdError, match="another run is writing .*r.json.partial.jsonl. Wait"):
+                begin()
+        first.add(job, TimedRun(1.0, 0.1, [MeasuredAnswer([1], 1, 1)], {}))
+    assert RunFile(path, "bench", {}, {job: 1}).runs == first.runs
 
 
 def test_ctrl_c_says_what_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -361,6 +361,22 @@ def test_an_existing_file_is_replaced_only_if_the_command_says_so(
     assert "mine" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "sweep --rules tilted --prompts p.txt --output sweep.html",  # the report's name too
+        "table --sets p.txt --work w --json w/p.json",  # a set's record
+        "table --sets p.txt --work w --json x --markdown ./x",
+    ],
+)
+def test_no_result_replaces_another_of_the_same_command(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert bench([*words.split(), "--target", "no"]) == BAD_INPUT
+    assert "two results would go to" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["pipe", "directory", "", "file/x", "a\0b", "x" * 300])
 def test_what_cannot_be_written_is_found_before_the_work(name: str, tmp_path: Path) -> None:
     """And nothing but a file is ever replaced, which a rename onto a device would do."""
@@ -376,3 +392,6 @@ def test_what_cannot_be_written_is_found_before_the_work(name: str, tmp_path: Pa
     with pytest.raises(OSError) as caught:  # it names the file, and not the draft beside it
         write_text(tmp_path / "none" / "record.json", "")
     assert caught.value.filename == str(tmp_path / "none" / "record.json")
+    longest = writable(tmp_path / ("x" * 255), "the record")  # the draft beside it has room, too
+    write_text(longest, "held")
+    assert longest.read_text() == "held"

@@ -167,7 +167,11 @@ def test_inputs_beside_ids_are_refused(model: Any, decoder: FuzzyDecoder) -> Non
         (dict(no_repeat_ngram_size=-1), "no_repeat_ngram_size must be 0 or above"),
         (dict(num_beams=0), "num_beams must be at least 1, got 0"),
         (dict(sequence_bias={(10**9,): 1.0}), "SequenceBiasLogitsProcessor fails"),
-        (dict(do_sample=True, top_k=1.5), "transformers refuses these options"),
+        (dict(do_sample=True, top_k=1.5), "top_k must be a whole number, got 1.5"),
+        (dict(do_sample=True, top_k=True), "top_k must be a whole number, got True"),
+        (dict(do_sample=True, top_k=-1), "transformers refuses these options"),
+        (dict(do_sample=True, typical_p=math.nan), "typical_p must be a number, got nan"),
+        (dict(max_time=math.nan), "max_time must be a number, got nan"),
         (dict(stop_strings=[""]), "stop_strings"),
         (dict(token_healing=True), "token_healing|token healing"),
         (dict(generation_config={"max_new_tokens": 3}), "is a GenerationConfig, got dict"),
@@ -225,6 +229,23 @@ class _Fails(LogitsProcessor):
         if input_ids.shape[1] > len(PROMPT) + 3:
             raise RuntimeError("a processor of the user's fails")
         return scores
+
+
+def _one_row(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores[0].flip(-1)
+
+
+@pytest.mark.parametrize("made", [_one_row, lambda ids, scores: scores[:1].flip(-1), lambda ids, scores: scores[:, :1]])
+def test_a_processor_of_one_text_is_refused_at_several(made: Any, decoder: FuzzyDecoder) -> None:
+    """Its scores would be taken for those of every text, where ``generate`` has one."""
+    with pytest.raises(FsdError, match=r"made \[.*\] of scores \[\d, \d+\]: it returns scores of the shape"):
+        decoder.generate(PROMPT, max_new_tokens=LENGTH, logits_processor=[made])
+
+
+def test_a_processor_may_compute_in_double_precision(model: Any, ask: Ask) -> None:
+    double = LogitsProcessorList([lambda ids, scores: scores.double().flip(-1)])
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": LENGTH, "logits_processor": double}
+    assert ask(**options) == theirs(model, **options)
 
 
 @pytest.mark.parametrize("door", ["decoder", "stream_to"])

@@ -83,6 +83,8 @@ def test_a_request_has_one_prompt_and_may_offer_no_tools(client: TestClient) -> 
         found = client.post(COMPLETIONS, json={"prompt": prompt}).json()["error"]
         assert "a request has one prompt" in found["message"] and found["param"] == "prompt"
         assert found["type"] == "invalid_request_error" and found["code"] == 400
+    found = client.post(COMPLETIONS, json={"prompt": {"a": 1}}).json()["error"]
+    assert found["param"] == "prompt" and "expected a string, but got an object" in found["message"]
     plain, empty = (client.post(CHAT, json=asked(**more)).json()["choices"] for more in ({}, {"tools": []}))
     assert plain == empty
 

@@ -68,6 +68,7 @@ _INSTEAD = {
 _WHOLE: dict[str, float] = {
     **dict.fromkeys("max_length max_new_tokens min_length min_new_tokens num_beams".split(), math.inf),
     **dict.fromkeys("no_repeat_ngram_size encoder_no_repeat_ngram_size".split(), 2**16),
+    "top_k": math.inf,
     "num_return_sequences": 2**12,
 }
 _NUMBERS = frozenset(
@@ -257,8 +258,8 @@ def check_numbers(values: Mapping[str, Any]) -> None:
             raise FsdError(f"{name} must be a {expected}, got {value!r:.60}.")
         if name in _WHOLE and value > _WHOLE[name]:  # type: ignore[operator]
             raise FsdError(f"{name} must be at most {_WHOLE[name]}, got {value!r:.60}.")
-        low, high, bounds = _RANGES.get(name, (-math.inf, math.inf, ""))
-        if bounds and not low <= value <= high:  # type: ignore[operator]
+        low, high, bounds = _RANGES.get(name, (-math.inf, math.inf, "a number"))
+        if not low <= value <= high:  # type: ignore[operator]
             raise FsdError(f"{name} must be {bounds}, got {value!r:.60}.")
 
 

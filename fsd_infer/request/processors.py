@@ -194,18 +194,38 @@ def _theirs(processor: Any) -> bool:
 
 
 def _processed(processors: Sequence[Any], texts: Tensor, scores: Tensor) -> Tensor:
-    """scores [M, V] of texts [M, T] through all processors. Raises FsdError if one of transformers' own fails."""
+    """scores [M, V] of texts [M, T] through all processors.
+
+    Raises FsdError if one of transformers' own fails, or another returns no scores of each text.
+    """
     for processor in processors:
         try:
             if type(processor) is TopKLogitsWarper:  # transformers' default, and slow on a CPU
                 scores = functional.keep_top_k(scores, min(processor.top_k, scores.shape[-1]), processor.filter_value)
-            else:
+            elif _theirs(processor):
                 scores = processor(texts, scores)
+            else:
+                scores = _checked(processor, processor(texts, scores), scores)
         except Exception as error:
             if not _theirs(processor) or isinstance(error, FsdError):
                 raise
             raise FsdError(f"{type(processor).__name__} fails, so its option has an invalid value: {error}") from error
     return scores
+
+
+def _checked(processor: Any, made: Any, scores: Tensor) -> Tensor:
+    """Return the scores that a processor made of ``scores`` [M, V]. Raises FsdError for another shape.
+
+    A text alone, as a processor may know from ``generate``, is one of several here: the nodes of a depth.
+    """
+    if isinstance(made, Tensor) and made.shape == scores.shape:
+        return made.to(scores)
+    found = f"{list(made.shape)}" if isinstance(made, Tensor) else f"{made!r:.40}"
+    name = getattr(processor, "__name__", type(processor).__name__)
+    raise FsdError(
+        f"the logits processor {name} made {found} of scores {list(scores.shape)}: it returns scores of the shape that "
+        "it gets, a row per text."
+    )
 
 
 def _context_free(processors: Sequence[Any], scores: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ def explain(error: RequestValidationError) -> tuple[str, str | None]:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return f"the body is no JSON: {first['ctx']['error']} (at character {first['loc'][-1]}).", None
-    where = _path(error.body, first["loc"][1:])
+    where = _path(error.body, first["loc"][1:], first["type"] == "missing")
     if first["type"] == "value_error":
         return str(first["ctx"]["error"]), where or None
     if not where:
@@ -36,12 +36,16 @@ def explain(error: RequestValidationError) -> tuple[str, str | None]:
     return f"Invalid value for '{where}': {said}, but got {first['input']!r:.80}.", where
 
 
-def _path(body: Any, places: tuple[int | str, ...]) -> str:
-    """Write a place in the body. What is neither a name nor an index there is pydantic's, such as a union's member."""
+def _path(body: Any, places: tuple[int | str, ...], is_missing: bool) -> str:
+    """Write a place in the body, which may be that of a missing field.
+
+    What is neither a name nor an index there is pydantic's, such as a union's member.
+    """
     path, value = "", body
-    for count, place in enumerate(places):
+    for place in places[: len(places) - is_missing]:
         if isinstance(value, list) and isinstance(place, int) and place < len(value):
             path, value = f"{path}[{place}]", value[place]
-        elif isinstance(value, dict) and (place in value or count == len(places) - 1) and place != "[key]":
-            path, value = f"{path}.{place}", value.get(place)
+        elif isinstance(value, dict) and place in value and place != "[key]":
+            path, value = f"{path}.{place}", value[place]
+    path += f".{places[-1]}" if is_missing and places else ""
     return path.removeprefix(".")
