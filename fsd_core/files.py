@@ -263,7 +263,21 @@ def open_safetensors(path: Path, advice: str, error: type[FsdError] = Checkpoint
     except FsdError:
         raise
     except (SafetensorError, OSError, ValueError) as problem:
-        raise error(f"{path} is truncated or damaged ({problem}). {advice}") from problem
+        raise error(f"{path} is truncated or damaged ({problem}{_cut_off(path)}). {advice}") from problem
+
+
+def _cut_off(path: Path) -> str:
+    """Say which tensors lie beyond the end of a safetensors file whose header is whole; "" if none do."""
+    with suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size)) if size < 1 << 27 else {}
+        held = path.stat().st_size - 8 - size
+        ends = {name: part["data_offsets"][1] for name, part in header.items() if name != "__metadata__"}
+        lost = sorted(name for name, end in ends.items() if end > held)
+        if lost:
+            return f"; cut off: {', '.join(lost[:4])}" + (f" and {len(lost) - 4} more tensors" if lost[4:] else "")
+    return ""
 
 
 def lock_for_run(descriptor: int, path: Path, advice: str, error: type[FsdError] = DataError) -> bool:

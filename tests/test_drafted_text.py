@@ -90,6 +90,30 @@ def test_answers_are_those_of_generate(ours: str, theirs: str, depth: int, monke
     assert checked > 4
 
 
+@pytest.mark.parametrize(("ours", "theirs"), [("letters", "bytes"), ("bytes", "pieces")])
+def test_paths_of_a_tree_are_split_and_joined_again(ours: str, theirs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In ragged batches: no token twice below a node, paths that part, and no fewer accepted than by a chain."""
+    target, small, shape = model_of(theirs), model_of(ours), TreeShape(4, 3, 12)
+    prompts, accepted = prompts_of(target), []
+    seen = families.recorded_drafts(TextSession, lambda at: None, monkeypatch)
+    for given in (TreeShape.chain(4), shape):
+        out = FuzzyDecoder(target, TextDrafter(small, target, given)).generate(
+            prompts, max_new_tokens=24, do_sample=False
+        )
+        assert out.sequences == reference(target.model, prompts)
+        accepted.append(out.stats.acceptance_length)
+    wide = 0
+    for _, tree in seen:
+        for row in range(len(tree.tokens)):
+            drafts = tree.is_draft[row].nonzero()[:, 0].tolist()
+            edges = [(int(tree.parents[row, node]), int(tree.tokens[row, node])) for node in drafts]
+            assert len(set(edges)) == len(edges) < shape.max_nodes and all(
+                above < x for x, (above, _) in zip(drafts, edges)
+            )
+            wide += len({above for above, _ in edges}) < len(edges)
+    assert wide > 4 and accepted[1] >= accepted[0]
+
+
 def test_what_the_small_lm_reads_is_split_as_its_tokenizer_would() -> None:
     """Also when the target emits letter by letter, so that its last tokens change again and again."""
     target, small = model_of("letters"), model_of("pieces")

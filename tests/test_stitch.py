@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fsd_core.errors import FsdError
-from fsd_infer import Target
+from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.heads.weights import Weights
 from fsd_train.cli import main as cli
 from fsd_train.models import MtpModule
-from tests.published_mtp import change_config, checkpoint
+from fsd_train.models.mtp import IN_TARGET
+from tests.families import reference
+from tests.published_mtp import MOE, change_config, checkpoint
+from tests.seeing_toys import SEEING, save_seeing
+from tests.test_seeing import PROMPTS as TEXTS
 from tests.train_toys import VOCAB, ready
 from tests.train_toys import options as module_options
 
@@ -75,6 +80,34 @@ def test_a_layer_goes_into_its_target(tmp_path: Path, family: str, shards: int) 
     made, beside = load_drafter(None, target), load_drafter(str(tmp_path / "layer"), target)
     assert made.name == "mtp"
     same(made, beside)
+
+
+SEEN = {"glm_ocr": "model.language_model.layers.2.", "glm4v_moe": "model.language_model.layers.2.", "qwen3_5": "mtp."}
+
+
+@pytest.mark.parametrize("family", SEEN)
+def test_a_layer_goes_into_a_target_that_sees(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose layers' names begin with model.language_model., and whose vision tower may have more layers."""
+    for name, sparse in (("glm_ocr", {}), ("glm4v_moe", MOE)):
+        toy = copy.deepcopy(SEEING["glm4v"])
+        toy["text_config"] |= sparse
+        toy["vision_config"] |= {"depth": 4}
+        monkeypatch.setitem(SEEING, name, toy)
+    save_seeing(tmp_path / "target", family)
+    layer_of(family, tmp_path / "layer", tmp_path / "target")
+    assert cli(["export", str(tmp_path / "layer"), str(tmp_path / "made"), "--to", "target"]) == 0
+    old, new = values(tmp_path / "target"), values(tmp_path / "made")
+    assert all(torch.equal(new[name], value) for name, value in old.items())
+    assert len(new) > len(old) and all(name.startswith(SEEN[family]) for name in new.keys() - old.keys())
+    assert load_file(tmp_path / "layer" / IN_TARGET).keys() == new.keys() - old.keys()
+    config = json.loads((tmp_path / "made" / "config.json").read_text())["text_config"]
+    assert config["mtp_num_hidden_layers" if family == "qwen3_5" else "num_nextn_predict_layers"] == 1
+    target = Target.from_pretrained(str(tmp_path / "made"), dtype=torch.float32)
+    made = load_drafter(None, target)
+    assert made.name == "mtp"
+    same(made, load_drafter(str(tmp_path / "layer"), target))
+    answers = FuzzyDecoder(target, made).generate(TEXTS, max_new_tokens=8, do_sample=False)
+    assert answers.sequences == reference(target.model, TEXTS, max_new_tokens=8)
 
 
 def test_the_new_layer_keeps_its_precision_in_a_quantised_target(tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ class EagleDrafter(TreeDrafter):
 
     Attributes:
         trained_for: precision of the target's weights in training, if this target has another; else None.
+        turns_as_target: whether tokens after images have the target's rotary positions (M-RoPE), not their indices.
         public: whether the head is stored in the layout of EAGLE's authors. Then only its sizes show that it fits the
             target, so records note it.
     """
@@ -82,7 +83,7 @@ class EagleDrafter(TreeDrafter):
     name = "eagle"
     model: HeadModel
     drafts_beams = reads_features = True
-    public = False
+    public = turns_as_target = False
     trained_for: str | None = None
 
     def __init__(
@@ -239,6 +240,13 @@ class EagleSession(CachedSession):
             request.batch, 0, width
         )  # [B, N, H] at nodes of beams, in this round
         self._features: Tensor  # [B, E, H] the head's outputs at the nodes that were expanded last
+        if target.places_images and drafter.turns_as_target:
+            self.cache.offsets = torch.zeros_like(self.lengths)
+
+    def set_rotary(self, prompts: Tensor, offsets: Tensor) -> None:
+        if self.cache.offsets is not None:
+            self.cache.shown = prompts
+            self.cache.offsets.copy_(offsets)
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         self.unread.append((tokens, features, counts))
@@ -266,7 +274,7 @@ class EagleSession(CachedSession):
         root_output = at_nodes(outputs, last_new)[:, 0]
         self.root_output.copy_(torch.where(has_new[:, None], root_output, self.root_output))  # else it stays
         self.lengths += counts
-        self._has_read_prompt = True
+        self._has_read_prompt, self.cache.shown = True, None
         return None if logits is None else at_nodes(logits, last_new)
 
     def _read(self, first: int, tokens: Tensor, features: Tensor) -> Tensor:
@@ -297,7 +305,7 @@ class EagleSession(CachedSession):
             self.vocabulary.set_host_inputs(None if inputs is None else next(inputs))
 
     def tensors(self) -> list[Tensor]:
-        return [self.lengths, self.root_output]
+        return [self.lengths, self.root_output, *([] if self.cache.offsets is None else [self.cache.offsets])]
 
     def restart(self, fresh: EagleSession) -> None:
         self._has_read_prompt, self.vocabulary = fresh._has_read_prompt, fresh.vocabulary

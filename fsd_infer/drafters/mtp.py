@@ -53,6 +53,7 @@ class MtpHead(nn.Module):
         count: K, number of layers.
 
     Attributes:
+        layout: of the family.
         tables: embeddings [V, H] and LM heads [V, H] of layers that have other ones than the target, by our names.
     """
 
@@ -67,7 +68,7 @@ class MtpHead(nn.Module):
                 setattr(config, name, said or (value * count if isinstance(value, list) else value))
         last: Any = target.decoder.layers[-1]  # type: ignore[index]
         self.layers = nn.ModuleList(MtpLayer(last, layout, config, index) for index in range(count))
-        self.width, self.tables = target.hidden_size, [dict[str, Tensor]() for _ in range(count)]
+        self.layout, self.width, self.tables = layout, target.hidden_size, [dict[str, Tensor]() for _ in range(count)]
         wide = count * self.width  # of what a node's children read
         self.config = SimpleNamespace(hidden_size=wide, num_layers=count, fused_layers=(), draft_vocab_size=None)
         types = [*(getattr(config, "layer_types", None) or [])[:count], *["full_attention"] * count]
@@ -90,7 +91,8 @@ class MtpHead(nn.Module):
             [B, M, K · H] each layer's g.
         """
         width, made = self.width, list[Tensor]()
-        angles = {kind: self._angles(kind, embeds.to(states.dtype), positions) for kind in set(self._kinds)}
+        rotary = positions if cache is None else cache.rotary(positions)
+        angles = {kind: self._angles(kind, embeds.to(states.dtype), rotary) for kind in set(self._kinds)}
         is_text = states.shape[-1] > len(self.layers) * width
         for index, layer in enumerate(self.layers):
             # of a text: layer k reads layer k - 1 at the token before; of nodes: their parents' outputs
@@ -232,6 +234,7 @@ class MtpDrafter(EagleDrafter):
 
     name = "mtp"
     head: Any
+    turns_as_target = True
 
     @classmethod
     def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:

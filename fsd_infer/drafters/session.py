@@ -138,6 +138,16 @@ class DraftSession(Renamed, ABC):
         for part, new in zip(self.parts, fresh.parts, strict=True):
             part.restart(new)
 
+    def set_rotary(self, prompts: Tensor, offsets: Tensor) -> None:
+        """Take where tokens stand for a target with M-RoPE, before :meth:`extend` is given prompts with images.
+
+        Args:
+            prompts: [3, B, P] by what the rotary positions of the prompts' tokens exceed their indices.
+            offsets: [B] the same of all later tokens.
+        """
+        for part in self.parts:
+            part.set_rotary(prompts, offsets)
+
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         """Append new tokens to the texts, at the end of a round.
 

@@ -1,8 +1,9 @@
 """Draft text with a small LM whose vocabulary has hardly a token of the target's (SLEM, arXiv 2502.05202).
 
-The small LM writes a few of its own tokens. The target's tokenizer splits their text after the target's last tokens,
-and the result is offered as a chain. It is a function of the context and has no q, as what a table drafts. So every
-rule keeps its distribution at every temperature, whatever the tokenizers make of the text.
+The small LM writes a chain or a tree of its own tokens. The target's tokenizer splits the text of each path after the
+target's last tokens, and what they begin with in common is one path of the tree that is offered. It is a function of
+the context and has no q, as what a table drafts. So every rule keeps its distribution at every temperature, whatever
+the tokenizers make of the text.
 
 What the small LM reads is split anew by its own tokenizer where new text changes the last tokens, as "He" and "llo".
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import groupby
 from math import inf
@@ -21,12 +23,12 @@ from typing import Any
 from torch import Tensor
 
 from fsd_core.errors import VocabularyMismatchError
-from fsd_infer.drafters.base import DRAFTERS, DraftRequest
+from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
 from fsd_infer.drafters.lm import LMDrafter, check_same_vocabulary, load_lm
 from fsd_infer.drafters.translated import OwnTokensSession, TranslatedDrafter
 from fsd_infer.drafters.translation import Translation, Vocabulary
 from fsd_infer.targets.target import Target
-from fsd_infer.trees.shape import TreeShape
+from fsd_infer.trees.shape import TreeShape, default_shape
 from fsd_infer.trees.tree import DraftTree, Draws, Nodes
 
 PREFIX = "text:"
@@ -56,12 +58,12 @@ def lm_drafter(model: Target, target: Target, shape: TreeShape | None = None) ->
 
 @DRAFTERS.register("text")
 class TextDrafter(TranslatedDrafter):
-    """A small LM whose text the target's tokenizer splits. Its chains have a fixed length and no q.
+    """A small LM whose text the target's tokenizer splits. Its trees have a fixed shape and no q.
 
     Args:
         model: as of :class:`TranslatedDrafter`.
         target: as of :class:`TranslatedDrafter`.
-        shape: its depth is the length of a chain, at most, in tokens of either model.
+        shape: its depth and nodes are at most those of a tree, in tokens of either model (default: a chain).
 
     Raises:
         VocabularyMismatchError: a model without a tokenizer.
@@ -85,7 +87,19 @@ class TextDrafter(TranslatedDrafter):
         return model.vocab_size
 
     def _within(self, shape: TreeShape) -> TreeShape:
-        return TreeShape.chain(min(shape.depth, shape.max_nodes - 1), shape.stop_below)
+        if self.has_default_shape:
+            return TreeShape.chain(min(shape.depth, shape.max_nodes - 1), shape.stop_below)
+        return super()._within(shape)
+
+    def for_bonus(self, draft_bonus: float) -> Drafter:
+        if not (self.has_default_shape and draft_bonus):
+            return self
+        return self.with_shape(self._within(default_shape(self.target.device, draft_bonus)))
+
+    def with_shape(self, shape: TreeShape) -> TextDrafter:
+        made = copy(self)
+        made.has_default_shape = False
+        return super(TextDrafter, made).with_shape(shape)
 
     @property
     def overlap(self) -> str:
@@ -149,19 +163,41 @@ class TextSession(OwnTokensSession):
 
     def draft(self, roots: Tensor) -> DraftTree:
         tree = super().draft(roots)
-        chains = zip(tree.tokens.tolist(), tree.scores.tolist(), self._tails, roots.tolist(), strict=True)
-        rows = [self._chain(root, tail, tokens[1:], scores[1:]) for tokens, scores, tail, root in chains]
+        own = zip(tree.tokens.tolist(), tree.parents.tolist(), tree.scores.tolist(), strict=True)
+        rows = [
+            self._tree(root, tail, *nodes) for nodes, tail, root in zip(own, self._tails, roots.tolist(), strict=True)
+        ]
         depth = self.drafter.max_depth
         return DraftTree.of_lists(rows, self.drafter.target.vocab_size, self.request.device, depth)
 
-    def _chain(self, root: int, tail: list[int], drafted: list[int], scores: list[float]) -> Nodes:
-        """Return the chain of the target's tokens for the text of the small LM's, each with its last byte's score."""
+    def _tree(self, root: int, tail: list[int], tokens: list[int], parents: list[int], scores: list[float]) -> Nodes:
+        """Return the tree of the target's tokens for the paths of the small LM's nodes, the likeliest path first."""
+        drafted = [node for node, score in enumerate(scores) if node and score > -inf]
+        above = {parents[node] for node in drafted}
+        made, made_parents, made_scores = [root], [0], [0.0]
+        known = dict[tuple[int, int], int]()  # node by its parent and its token
+        for leaf in sorted(set(drafted) - above, key=lambda node: -scores[node]):
+            path = [leaf]
+            while path[0] and parents[path[0]]:
+                path.insert(0, parents[path[0]])
+            at = 0
+            for token, score in self._chain(tail, [tokens[x] for x in path], [scores[x] for x in path]):
+                if (at, token) not in known:
+                    if len(made) == self.drafter.max_nodes:
+                        break
+                    known[at, token] = len(made)
+                    made.append(token)
+                    made_parents.append(at)
+                    made_scores.append(score)
+                at = known[at, token]
+        return made, made_parents, made_scores
+
+    def _chain(self, tail: list[int], drafted: list[int], scores: list[float]) -> list[tuple[int, float]]:
+        """Return the target's tokens for the text of a path of the small LM's, each with its last byte's score."""
         translation, found, raw = self.drafter.translation, list[tuple[int, float]](), b""
         ends = list[tuple[int, float]]()  # of the bytes of each drafted token, with its score
         final: int | None = None
         for token, score in zip(drafted, scores, strict=True):
-            if score == -inf:
-                break
             if token not in translation.ours.raw:
                 final = translation.special_of(token)
                 break
@@ -173,8 +209,7 @@ class TextSession(OwnTokensSession):
             found.append((token, next(score for end, score in ends if end >= at)))
         if final is not None:
             found.append((final, scores[len(ends)]))
-        found = found[: self.drafter.max_depth]
-        return [root, *(token for token, _ in found)], [0, *range(len(found))], [0.0, *(score for _, score in found)]
+        return found[: self.drafter.max_depth]
 
     def keep_rows(self, rows: Tensor) -> None:
         super().keep_rows(rows)

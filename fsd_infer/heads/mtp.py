@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from fsd_infer.targets.target import Target
 
 logger = logging.getLogger(__name__)
 EMBEDDINGS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"  # copies of the target's, or the layer's own
+MTP_ADVICE = '. Fetch the checkpoint again, or name another drafter than "mtp".'
 
 
 _QUANTISED = re.compile(
@@ -33,6 +34,7 @@ _QUANTISED = re.compile(
 _SCALES = ("_scale_inv", "_scale")
 # buffers of old attention modules, and scales of fp8 activations, keys and values: what is computed here is wider
 _UNUSED = re.compile(r".*(\.rotary_emb\.inv_freq|\.(input|output|activation|[qkv])_scale)")
+_FIRST_LAYER = re.compile(r"((?:(?:model|language_model)\.)+)layers\.0\.")
 _EXPERT = re.compile(r"(.*(?:mlp|mixer)\.experts)\.(gate_up|up|down)_proj$")
 
 
@@ -79,7 +81,7 @@ class MtpFiles:
     def _error(self, name: str, fault: str) -> ModelLoadError:
         files = self.weights.files
         place = files.get(name) or files[next(iter(self._stored.values()), name)]
-        return ModelLoadError(f'{place}: {fault}. Fetch the checkpoint again, or name another drafter than "mtp".')
+        return ModelLoadError(f"{place}: {fault}{MTP_ADVICE}")
 
     def find(self, ours: str, layer: int) -> str | None:
         """Return the stored name of our ``ours`` of a layer, counted from 0; None if there is none."""
@@ -95,18 +97,33 @@ class MtpFiles:
         Raises:
             ModelLoadError: tensors are missing, unknown, quantised in a way that is not read, or of another shape.
         """
-        made, used = {}, set()
+        for fault in self.faults(layer, wanted):
+            raise fault
+        return {
+            ours: [str(self.find(part, layer)) for part, _ in self._parts(ours, value, layer)]
+            for ours, value in wanted.items()
+        }
+
+    def faults(self, layer: int, wanted: Mapping[str, Tensor]) -> Iterator[ModelLoadError]:
+        """Yield what :meth:`plan` raises, of every tensor; arguments as there."""
+        used = set()
         for ours, value in wanted.items():
-            parts = [(ours, tuple(value.shape))] if self.find(ours, layer) else _experts(ours, value)
-            made[ours] = [self._checked(part, layer, shape) for part, shape in parts]
-            used |= {part for part, _ in parts}
+            for part, shape in self._parts(ours, value, layer):
+                used.add(part)
+                try:
+                    self._check(part, layer, shape)
+                except ModelLoadError as fault:
+                    yield fault
         known = used | {part + scale for part in used for scale in _SCALES} | {EMBEDDINGS, LM_HEAD}
         for (number, ours), name in self._stored.items():
             if number in (None, self._first + layer) and ours not in known and not _UNUSED.fullmatch(ours):
-                raise self._error(name, f"{name} has no place in an MTP layer of {self.target.config.model_type}")
-        return made
+                yield self._error(name, f"{name} has no place in an MTP layer of {self.target.config.model_type}")
 
-    def _checked(self, ours: str, layer: int, shape: tuple[int, ...]) -> str:
+    def _parts(self, ours: str, value: Tensor, layer: int) -> list[tuple[str, tuple[int, ...]]]:
+        """Return names and shapes of the tensors that hold a parameter: itself, or one of each expert."""
+        return [(ours, tuple(value.shape))] if self.find(ours, layer) else _experts(ours, value)
+
+    def _check(self, ours: str, layer: int, shape: tuple[int, ...]) -> None:
         name = self.find(ours, layer)
         if name is None:
             self._refuse_quantised(ours, layer)
@@ -119,7 +136,6 @@ class MtpFiles:
             raise self._error(name, f"{name} has the shape {list(found)}, but this target needs {list(shape)}")
         if kind in KINDS[FP8]:
             self._scale(ours, layer, name)
-        return name
 
     def _refuse_quantised(self, ours: str, layer: int) -> None:
         beside = ours.rpartition(".")[0]
@@ -222,6 +238,8 @@ def find_mtp(target: Target, directory: Path | None = None) -> MtpFiles | None:
 def in_own_layout(target: Target, state: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
     """Return a layer's tensors, by our names, as the first MTP layer of the target's family, with single experts.
 
+    Names begin as those of the model's own layers in its files do, as in checkpoints of models that see.
+
     Args:
         target: None is returned for one of a family without a layout.
         state: the projection reads [embedding ; state].
@@ -229,14 +247,22 @@ def in_own_layout(target: Target, state: Mapping[str, Tensor]) -> dict[str, Tens
     layout = next((one for one in LAYOUTS.values() if target.config.model_type in one.families), None)
     if layout is None:
         return None
-    number, made = _own_layers(target) if layout.follows else 0, dict[str, Tensor]()
+    number, made, beginning = _own_layers(target) if layout.follows else 0, dict[str, Tensor](), _beginning(target)
     for ours, value in state.items():
         if ours == "eh_proj.weight" and layout.state_first:
             value = torch.cat(value.chunk(2, 1)[::-1], 1)
         names = [layout.stored(part, number) for part, _ in _experts(ours, value)]
+        names = [beginning + name.removeprefix("model.") if name.startswith("model.") else name for name in names]
         parts = value.flatten(0, -2).chunk(len(names)) if len(names) > 1 else [value]
         made |= dict(zip(names, parts, strict=True))
     return made
+
+
+def _beginning(target: Target) -> str:
+    """Return what stands before the model's own layers in the names of its files, "model." if there are none."""
+    directory = files_of(target)
+    names = [] if directory is None else list(Weights(directory).shapes)
+    return next((found[1] for name in names if (found := _FIRST_LAYER.match(name))), "model.")
 
 
 def said_layers(target: Target) -> int | None:

@@ -121,6 +121,23 @@ def read_prompts(
     return features, logits
 
 
+def prompt_shifts(
+    target: Target, tokens: Tensor, lengths: Tensor, image_inputs: Sequence[ImageInput | None] | None
+) -> Tensor:
+    """Return by what the rotary positions of prompts' tokens exceed their indices (M-RoPE), [3, B, M] on the device.
+
+    Arguments are those of :func:`read_prompts`.
+    """
+    made = torch.zeros(3, *tokens.shape, dtype=torch.long, device=target.device)
+    for row, image_input in enumerate(_per_row(image_inputs, len(tokens))):
+        if image_input is not None:
+            count = int(lengths[row])
+            prompt = to_device(tokens[row : row + 1, :count], target.device)
+            made[:, row, :count] = positions_of(target.model, prompt, image_input).view(-1, count)
+            made[:, row, :count] -= torch.arange(count, device=target.device)
+    return made
+
+
 def _per_row(given: Sequence[Any] | None, rows: int) -> list[Any]:
     """Return the values of the prompts, and None for the rows of a bucket beyond them."""
     return [*(given or []), *[None] * (rows - len(given or []))]

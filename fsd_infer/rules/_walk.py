@@ -274,8 +274,8 @@ class _Walk:
         """
         tests = [(output.test, of_rule) for output, of_rule in self.outputs if output.test is not None]
         if self.cost is None and len(tests) == len(self.outputs) == 1:
-            residual = tests[0][0].residual
-            return r if residual is None else residual(at)
+            residual_of = tests[0][0].residual
+            return r if residual_of is None else residual_of(at)
         has_drawn_child = at.of(self.inputs.has_drawn_child)[:, None]
         weights = torch.where(has_drawn_child, (r - at.proposal).clamp_min(0.0), r)
         for test, of_rule in tests:

@@ -164,7 +164,10 @@ _PUBLISH: Options = {
 _DOCTOR: Options = {
     "--target": {**_TARGET, "required": True},
     "--target-kwargs": TARGET_KWARGS,
-    "--head": {"metavar": "DIR", "help": "directory of the head, of any format"},
+    "--head": {
+        "metavar": "DIR",
+        "help": 'directory of the head, of any format, or of MTP layers; "mtp": those of the target',
+    },
     "--overfit": {
         "type": positive,
         "nargs": "?",

@@ -26,6 +26,7 @@ from fsd_infer.targets.target import Target
 from fsd_train.commands.comparisons import check_engine, compare_targets
 from fsd_train.commands.feeding import Finding
 from fsd_train.commands.head_checks import Doctor
+from fsd_train.commands.mtp_checks import MtpDoctor, check_files, mtp_place, refuse_other_options
 from fsd_train.data.answers import check_id, conclude, encode_row
 
 
@@ -41,10 +42,9 @@ def main(args: argparse.Namespace) -> int:
         from fsd_train.commands.overfit import overfit
 
         return _conclude(overfit(args, target), record)
-    head = EagleHead.from_pretrained(args.head, target, dtype=torch.float32)
-    rows = some_rows(args, target)
-    doctor = Doctor(target, head, rows, args.max_length)
-    findings = [*doctor.check_rows(), *compare_targets(args, doctor, rows)]
+    findings, doctor = _begun(args, target)
+    if doctor is None:
+        return _conclude(findings, record)
     if args.features:
         findings.append(doctor.check_cache(args.features))
     findings += [*doctor.check_feeding(), doctor.check_dtype(dtype or torch.bfloat16), doctor.check_positions()]
@@ -54,6 +54,22 @@ def main(args: argparse.Namespace) -> int:
         prompts = [row.prompt() for row in doctor.rows[: args.rows]]
         findings += check_engine(server, prompts, answers, accepted)
     return _conclude(findings, record)
+
+
+def _begun(args: argparse.Namespace, target: Target) -> tuple[list[Finding], Doctor | None]:
+    """Load the head. Return the first findings, and what makes the others; None: the head cannot run."""
+    of_mtp, directory = mtp_place(args.head)
+    if not of_mtp:
+        head = EagleHead.from_pretrained(args.head, target, dtype=torch.float32)
+        rows = some_rows(args, target)
+        doctor = Doctor(target, head, rows, args.max_length)
+        return [*doctor.check_rows(), *compare_targets(args, doctor, rows)], doctor
+    refuse_other_options(args)
+    findings, layers = check_files(target, directory)
+    if layers is None:
+        return findings, None
+    doctor = MtpDoctor(target, layers, some_rows(args, target), args.max_length)
+    return [*findings, *doctor.check_rows()], doctor
 
 
 def _conclude(findings: Sequence[Finding], record: Path | None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,11 @@ def _same(values: Tensor) -> Tensor:
     return values
 
 
+def _readout(head: Any, outputs: Tensor) -> Tensor:
+    read: Tensor = head.readout(outputs)
+    return read
+
+
 @dataclass(frozen=True)
 class Variant:
     """Another way to feed or read a head, in case the head was trained like that.
@@ -67,7 +72,7 @@ class Variant:
         features, tokens: changes of the features [1, M, F] and token ids [1, M] before pairing.
         readout: function from head and outputs to the LM head's input.
         final: layer whose outputs replace the final features.
-        feedback: swap between feeding back normalised and raw outputs.
+        change: context in which the head computes otherwise.
         step: chain step to compare.
         below: the head's own agreement must be below this share of the variant's. Above 0.7 the difference may be
             chance, and some variants see the token to predict.
@@ -79,9 +84,9 @@ class Variant:
     layers: list[int] | None = None
     features: Shift = _same
     tokens: Shift = _same
-    readout: Callable[[EagleHead, Tensor], Tensor] = EagleHead.readout
+    readout: Callable[[Any, Tensor], Tensor] = _readout
     final: int | None = None
-    feedback: bool = False
+    change: Callable[[Any], AbstractContextManager[Any]] = nullcontext
     step: int = 0
     below: float = 0.7
 
@@ -92,6 +97,27 @@ def at_step(step: int) -> Variant:
 
 
 AS_IT_IS = at_step(0)
+
+
+def other_positions() -> list[Variant]:
+    """Return the variants that pair other tokens and features than decoding does."""
+    return [
+        Variant(
+            "positions", "the feature of the token before",
+            "pair token i+1 with the feature of token i in training",
+            features=lambda x: torch.cat([x[:, :1], x[:, :-1]], 1),
+        ),
+        Variant(
+            "positions", "the feature of the token after, which decoding does not have",
+            "pair token i+1 with the feature of token i in training, or train longer: a new head copies its input",
+            features=lambda x: torch.cat([x[:, 1:], x[:, -1:]], 1), below=0.2,
+        ),
+        Variant(
+            "positions", "the token that the feature belongs to, not the one after it",
+            "shift the tokens by one against the features in training",
+            tokens=lambda x: torch.cat([x[:, :1], x[:, :-1]], 1),
+        ),
+    ]  # fmt: skip
 
 
 class Feeding:
@@ -150,7 +176,7 @@ class Feeding:
 
     def agreement(self, variant: Variant) -> float:
         """Return the share of supervised positions at which head and target have the same most likely token."""
-        with self._feedback(variant.feedback):
+        with variant.change(self.head):
             found, wanted = self.drafted(variant)
         return float((self.ids(found) == wanted).float().mean())
 
@@ -160,23 +186,7 @@ class Feeding:
     def variants(self) -> list[Variant]:
         """Return the variants that some heads were trained with."""
         config, own = self.head.config, self.head.config.fused_layers
-        found = [
-            Variant(
-                "positions", "the feature of the token before",
-                "pair token i+1 with the feature of token i in training",
-                features=lambda x: torch.cat([x[:, :1], x[:, :-1]], 1),
-            ),
-            Variant(
-                "positions", "the feature of the token after, which decoding does not have",
-                "pair token i+1 with the feature of token i in training, or train longer: a new head copies its input",
-                features=lambda x: torch.cat([x[:, 1:], x[:, -1:]], 1), below=0.2,
-            ),
-            Variant(
-                "positions", "the token that the feature belongs to, not the one after it",
-                "shift the tokens by one against the features in training",
-                tokens=lambda x: torch.cat([x[:, :1], x[:, :-1]], 1),
-            ),
-        ]  # fmt: skip
+        found = other_positions()
         for move in (-1, 1):
             moved = [number + move for number in own]
             if own and moved[0] >= 0 and moved[-1] < self.layers:
@@ -193,7 +203,7 @@ class Feeding:
         if self.head.eagle3:
             found.append(
                 Variant("norms", f"norm_output {str(not config.norm_output).lower()}",
-                        "change norm_output in config.json", feedback=True, step=1)
+                        "change norm_output in config.json", change=_other_feedback, step=1)
             )  # fmt: skip
         else:
             found.append(
@@ -202,12 +212,13 @@ class Feeding:
             )  # fmt: skip
         return found
 
-    @contextmanager
-    def _feedback(self, flipped: bool) -> Iterator[None]:
-        """With ``flipped``, swap between feeding back normalised and raw outputs of layout eagle3."""
-        config = self.head.config
-        self.head.config = dataclasses.replace(config, norm_output=config.norm_output != flipped)
-        try:
-            yield
-        finally:
-            self.head.config = config
+
+@contextmanager
+def _other_feedback(head: EagleHead) -> Iterator[None]:
+    """Swap between feeding back normalised and raw outputs of layout eagle3."""
+    config = head.config
+    head.config = dataclasses.replace(config, norm_output=not config.norm_output)
+    try:
+        yield
+    finally:
+        head.config = config

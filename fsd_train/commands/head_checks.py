@@ -14,7 +14,6 @@ from fsd_core.errors import DataError
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.engine.drafts import drafts_text
-from fsd_infer.heads.head import EagleHead
 from fsd_infer.rules.verification import TokenOrigin
 from fsd_infer.targets.target import Target
 from fsd_train import MAX_LENGTH
@@ -22,7 +21,8 @@ from fsd_train.commands.feeding import CheckedRow, Feeding, Finding, at_step
 from fsd_train.data.answers import check_id, encode_row
 from fsd_train.data.features import FeatureStore, sequence_key
 from fsd_train.data.serving import differences, prompt_pair
-from fsd_train.models.unroll import supervised
+from fsd_train.models.unroll import supervised, unroll
+from fsd_train.packed import TextMask
 
 STEPS = 4  # of chains
 _CLEAR = 0.05  # smallest difference of agreement that counts
@@ -39,16 +39,17 @@ class Doctor:
         max_length: tokens of the longest row to check; rows beyond the target's context are left out in any case.
     """
 
-    def __init__(
-        self, target: Target, head: EagleHead, rows: Sequence[dict[str, Any]], max_length: int = MAX_LENGTH
-    ) -> None:
+    checks: tuple[str, ...] = ("positions", "feature layers", "norms", "vocabulary map")  # of how the head is fed
+    feeding_kind: type[Feeding] = Feeding
+
+    def __init__(self, target: Target, head: Any, rows: Sequence[dict[str, Any]], max_length: int = MAX_LENGTH) -> None:
         self.target, self.head = target, head.to(target.device)
         self.max_length = min(max_length, target.fixed_positions or max_length)
         count = int(target.config.num_hidden_layers)
         near = {n + d for n in head.config.fused_layers for d in (-1, 0, 1)} | {count - 1}
         target.capture_layers([number for number in sorted(near) if 0 <= number < count])
         self.rows: list[CheckedRow] = []
-        self.feeding = Feeding(target, self.head, self.rows)
+        self.feeding = self.feeding_kind(target, self.head, self.rows)
         for place, values in enumerate(rows, start=1):
             for ids, mask in encode_row(values, target.tokenizer, f"row {place}"):
                 wanted = torch.tensor([mask])
@@ -109,7 +110,7 @@ class Doctor:
             worst["vocabulary map"] = remap
         best = max(worst.values(), key=lambda pair: pair[0], default=None)  # one fault explains the others
         findings = []
-        for check in ("positions", "feature layers", "norms", "vocabulary map"):
+        for check in self.checks:
             if best is not None and best[1].check == check:
                 findings.append(best[1])
             else:
@@ -151,11 +152,12 @@ class Doctor:
         """Check that the head stays finite and keeps its drafts in the data type of decoding."""
         name = str(dtype).removeprefix("torch.")
         head = copy.deepcopy(self.head).cast(dtype)
-        feeding, row = Feeding(self.target, head, self.rows), self.rows[0]
+        feeding, row = self.feeding_kind(self.target, head, self.rows), self.rows[0]
         inputs = feeding.inputs(row.features)[:, :-1].to(dtype)
         embeds = head.embed(row.ids[:, 1:], self.target).to(dtype)
         with torch.no_grad():
-            outputs = head(embeds, inputs, torch.arange(embeds.shape[1], device=embeds.device)[None])
+            text = TextMask((embeds.shape[1],), embeds.device)
+            (outputs,) = unroll(head, embeds, inputs, text, 1, torch.arange(0))
             if not all(bool(each.isfinite().all()) for each in (inputs, outputs, head.readout(outputs))):
                 return Finding("dtype", False, f"overflows in {name}", "run it in bfloat16 (or float32)")
         same = float((self.feeding.drafted()[0] == feeding.drafted(dtype=dtype)[0]).float().mean())
@@ -188,6 +190,10 @@ class Doctor:
         fix = "cache them again with this target, in its precision"
         return Finding("cached features", gap < 0.05, says, "" if gap < 0.05 else fix)
 
+    def drafter(self, shape: TreeShape) -> EagleDrafter:
+        """Return a drafter of the head's chains."""
+        return EagleDrafter(self.head, self.target, shape, context_ids=False)
+
     def decoded(self, prompts: int, tokens: int) -> tuple[list[Finding], list[float], list[list[int]]]:
         """Decode prompts greedily with a chain of drafts.
 
@@ -195,7 +201,7 @@ class Doctor:
             (findings, acceptance by position, answers)
         """
         asked = [row.prompt() for row in self.rows[:prompts]]
-        drafter = EagleDrafter(self.head, self.target, TreeShape(STEPS, 1, STEPS + 1), context_ids=False)
+        drafter = self.drafter(TreeShape(STEPS, 1, STEPS + 1))
         made = FuzzyDecoder(self.target, drafter).generate(asked, max_new_tokens=tokens, temperature=0)
         accepted = accepted_shares([run for record in made.records for run in runs_of(record.sources)], STEPS)
         says = "accepted by position: " + " ".join(f"{share:.0%}" for share in accepted)
