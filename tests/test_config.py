@@ -25,7 +25,7 @@ from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.callbacks import Streaming
 from fsd_infer.request.options import GenerateOptions
-from fsd_infer.rules import RULES, Fuzzy, Tilted
+from fsd_infer.rules import RULES, Fuzzy, Tilted, parse_rule, rule_text
 from tests.families import tiny_head, tiny_model
 
 PROMPT = list(range(3, 20))
@@ -64,6 +64,12 @@ def test_every_field_is_documented() -> None:
     for kind, names in ((FuzzyConfig, OWN), (RuntimeConfig, RuntimeConfig().to_dict())):
         text = inspect.getdoc(kind) or ""
         assert all(f"\n    {name}: " in text for name in names), kind
+
+
+def test_rules_as_text() -> None:
+    rules = ["exact", "fuzzy:js:0.3", "fuzzy:top_k_js:20:0.3", "tilted", "tilted:1:budget=2", "exact:draw=false"]
+    assert [parse_rule(rule_text(parse_rule(rule))) for rule in rules] == [parse_rule(rule) for rule in rules]
+    assert rule_text(parse_rule("exact")) == "exact"
 
 
 def test_a_request_is_saved_and_loaded(tmp_path: Path) -> None:
