@@ -48,7 +48,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def examine(world: Path, head: Path, out: Path, **options: str) -> dict[str, dict[str, Any]]:
     files = {"target": str(world / "target"), "head": str(head), "data": str(world / "answers.jsonl")}
     arguments = {**files, "rows": "20", "max-new-tokens": "12", "json": str(out / "found.json"), **options}
-    status = cli(["doctor", *(part for name, value in arguments.items() for part in (f"--{name}", value))])
+    status = cli(["doctor", "--overwrite", *(part for item in arguments.items() for part in (f"--{item[0]}", item[1]))])
     found = {line["check"]: line for line in json.loads((out / "found.json").read_text())}
     assert status == int(any(line["ok"] is False for line in found.values()))
     return found
@@ -245,7 +245,7 @@ def learnt(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def overfit(world: Path, record: Path, *words: str) -> dict[str, dict[str, Any]]:
     files = ["--target", str(world / "target"), "--data", str(world / "answers.jsonl"), "--json", str(record)]
-    status = cli(["doctor", *files, "--max-new-tokens", "32", "--overfit", *words])
+    status = cli(["doctor", "--overwrite", *files, "--max-new-tokens", "32", "--overfit", *words])
     found = {line["check"]: line for line in json.loads(record.read_text())}
     assert status == int(any(line["ok"] is False for line in found.values()))
     return found

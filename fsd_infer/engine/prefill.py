@@ -280,7 +280,7 @@ def prefill(state: DecodeState, tracker: RequestTracker) -> RoundTensors:
     tokens, lengths = padded(tracker.prompts), torch.tensor([len(prompt) for prompt in tracker.prompts])  # [B, M], [B]
     prefixes, image_inputs = tracker.prefixes.find(tracker.prefix_keys), tracker.request.image_inputs
     features, logits = read_prompts(state.target, state.cache, tokens, lengths, prefixes, image_inputs)
-    if state.cache.offsets is not None and any(image_inputs or ()):
+    if state.cache.offsets is not None and state.session.takes_rotary and any(image_inputs or ()):
         state.session.set_rotary(prompt_shifts(state.target, tokens, lengths, image_inputs), state.cache.offsets)
     root = DraftTree.root_only(state.roots, logits.shape[-1])
     result = accept(state, VerifiedTree(state, root, logits, features[:, :1]))
