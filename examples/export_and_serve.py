@@ -15,7 +15,7 @@ TARGET, PORT = "smollm2-135m", "8765"
 target, out = Target.from_pretrained(TARGET), tempfile.mkdtemp()
 head = EagleHead(EagleConfig.for_target(target, layout="eagle3", draft_vocab_size=4096))  # untrained; use your own
 head.save_pretrained(f"{out}/head")
-if fsd_train(["export", f"{out}/head", f"{out}/vllm", "--target", TARGET, "--to", "vllm", "--overwrite"]) == 0:
+if fsd_train(["export", f"{out}/head", f"{out}/vllm", "--target", TARGET, "--to", "vllm"]) == 0:
     print(f'vllm serve MODEL --speculative-config \'{{"method": "eagle3", "model": "{out}/vllm"}}\'')
 server = subprocess.Popen([sys.executable, "-m", "fsd_infer.cli.main", "serve", "--target", TARGET, "--port", PORT])
 try:
