@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import sys
 import threading
 import zlib
@@ -119,6 +120,52 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             draft.unlink()
+
+
+@contextmanager
+def replacing_directory(directory: Path) -> Iterator[Path]:
+    """Yield a new directory beside ``directory``, which gets its name and stands in its place if the block succeeds.
+
+    So readers see the old files or the new ones, and an error leaves the old ones. One process at a time may do so;
+    what a killed one left is put right first, see :func:`recover_directory`. Raises OSError, which names ``directory``.
+    """
+    directory = directory.resolve()  # what a link points to, and not the link
+    draft, old = _beside(directory)
+    try:
+        with disk_errors(directory):
+            recover_directory(directory)
+            draft.mkdir(parents=True)
+            yield draft
+            if directory.exists():
+                os.replace(directory, old)
+            os.replace(draft, directory)
+    except OSError as error:
+        if str(draft) in str(error.filename):  # a name that nobody gave
+            error.filename = str(error.filename).replace(str(draft), str(directory))
+        raise
+    finally:
+        if directory.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        elif old.exists():
+            os.replace(old, directory)
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def recover_directory(directory: Path) -> None:
+    """Put right what a kill left as ``directory`` was replaced, and say so."""
+    draft, old = _beside(directory)
+    if old.is_dir() and not directory.exists():
+        os.replace(old, directory)
+        log.info("%s is there again: a kill came as an export replaced it", directory)
+    for left in (draft, old):
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+            log.info("%s is removed: a kill came as an export wrote", left)
+
+
+def _beside(directory: Path) -> tuple[Path, Path]:
+    """Return where a new directory is written, and where the one that it replaces is until it has that name."""
+    return directory.with_name(f".{directory.name}.partial"), directory.with_name(f".{directory.name}.old")
 
 
 def _drafts_of(path: Path) -> str:

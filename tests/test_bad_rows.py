@@ -262,6 +262,6 @@ def test_what_a_recipe_says_of_control_tokens_holds_for_all_of_its_commands(chat
     command = ["export", str(tmp_path / "head"), str(tmp_path / "out"), "--draft-vocab-size", "4", "--data", str(rows)]
     for allowed in (False, True):
         given = ["--target-kwargs", json.dumps({"allow_control_tokens": allowed})]
-        assert fsd_train([*command, *given]) == 0
+        assert fsd_train([*command, *given, "--overwrite"]) == 0
         ids = EagleHead.from_pretrained(tmp_path / "out").draft_ids
         assert ids is not None and (target.tokenizer.convert_tokens_to_ids("<|start|>") in ids.tolist()) is allowed

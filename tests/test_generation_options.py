@@ -158,6 +158,7 @@ def test_inputs_beside_ids_are_refused(model: Any, decoder: FuzzyDecoder) -> Non
         (dict(eos_token_id=[3, -1]), "eos_token_id: there is no token -1"),
         (dict(begin_suppress_tokens=[10**6]), "begin_suppress_tokens: there is no token"),
         (dict(do_sample="false"), "do_sample must be true or false, got 'false'"),
+        (dict(callbacks=5), "callbacks is a list of fsd_infer.Callback objects, got 5"),
         (dict(callbacks=[print]), "callbacks lists objects of subclasses of fsd_infer.Callback, got <built-in"),
         (dict(negative_prompt_ids=torch.ones(1, 1)), "unknown option 'negative_prompt_ids'"),
         (dict(temperature=-1.0), "temperature must be 0 or above, and finite, got -1.0"),

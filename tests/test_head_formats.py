@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -224,6 +226,50 @@ def test_command_converts_there_and_back(layout: str, target: Target, tmp_path: 
     assert all(
         torch.equal(load_head(tmp_path / "head").state_dict()[name], value) for name, value in head.state_dict().items()
     )
+
+
+def _disk_full(*args: Any, **kwargs: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("to", ["speculators", None])
+def test_an_export_replaces_a_head_whole_or_not_at_all(
+    to: str | None, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a full disk between weights and config, on a kill as directories change places, and when not asked to."""
+    target.model.save_pretrained(tmp_path / "target")
+    record = {"hyperparameters": {"target": str(tmp_path / "target")}}
+    for name, ids in (("old", None), ("new", REDUCED)):
+        save_head(tmp_path / name, make_head(target, ids, **EAGLE3), target.fingerprint(), record)
+    out, command = tmp_path / "out", [] if to is None else ["--to", to]
+    assert cli(["export", str(tmp_path / "old"), str(out), *command]) == 0
+
+    def files() -> dict[str, bytes]:
+        return {file.name: file.read_bytes() for file in out.iterdir()}
+
+    before, again = files(), ["export", str(tmp_path / "new"), str(out), *command]
+    assert cli(again) == 2 and "out is there already: add --overwrite to replace it" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        if to is None:
+            patch.setattr(EagleConfig, "save_pretrained", _disk_full)
+        else:
+            patch.setattr("fsd_infer.heads.export.write_json", _disk_full)
+        assert cli([*again, "--overwrite"]) == 2
+        said = capsys.readouterr().err
+        assert "No space left on device" in said and str(out) in said and ".partial" not in said
+    assert files() == before and {path.name for path in tmp_path.iterdir()} == {"target", "old", "new", "out"}
+    out.rename(tmp_path / ".out.old")  # as a kill leaves it between the two renames
+    (tmp_path / ".out.partial").mkdir()
+    assert cli([*again, "--overwrite"]) == 0
+    assert files().keys() == before.keys() and files() != before
+    assert {path.name for path in tmp_path.iterdir()} == {"target", "old", "new", "out"}
+    assert torch.equal(load_head(out, target).draft_ids, REDUCED)  # type: ignore[arg-type]
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("kept")
+    for place in ("notes", "target", "."):
+        monkeypatch.chdir(tmp_path)
+        assert cli(["export", "new", place, *command, "--overwrite"]) == 2
+    assert (tmp_path / "notes" / "mine.txt").read_text() == "kept"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -314,7 +314,7 @@ def test_an_export_replaces_no_model_and_no_checkpoints(
         status, err = run.call(["export", source, str(copy), *more])
         assert status == 2 and said in err and (copy / "model.safetensors").read_bytes() == before
         for _ in range(2):  # a head may be written again
-            assert run.call(["export", source, str(tmp_path / "written"), *more])[0] == 0
+            assert run.call(["export", source, str(tmp_path / "written"), *more, "--overwrite"])[0] == 0
 
 
 def test_quickstart_compares_the_methods(

@@ -127,7 +127,7 @@ def test_what_has_no_place_is_refused_by_name(tmp_path: Path, toys: Path, capsys
     for given, words in (
         ([str(tmp_path / "layer"), str(tmp_path / "made"), "--to", "target"], "checkpoints of llama have no layout"),
         ([str(tmp_path / "layer"), str(tmp_path / "made"), "--to", "vllm"], "--to target puts it into its target"),
-        ([str(tmp_path / "layer"), str(toys / "target"), "--to", "target"], "is a source of the export"),
+        ([str(tmp_path / "layer"), str(toys / "target"), "--to", "target", "--overwrite"], "is a source of the export"),
     ):
         try:
             assert cli(["export", *given]) != 0

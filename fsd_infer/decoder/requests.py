@@ -242,6 +242,8 @@ def _check_watchers(config: FuzzyConfig, request: Request, beams: int, streamer:
         raise FsdError("beams are options of beam search: set num_beams to more than 1, or leave them out.")
     if streamer is not None and len(request.prompts) > 1:
         raise FsdError("a streamer shows one answer: pass one prompt.")
+    if not isinstance(request.callbacks, Sequence):
+        raise FsdError(f"callbacks is a list of fsd_infer.Callback objects, got {request.callbacks!r:.60}.")
     for watcher in request.callbacks:
         if not isinstance(watcher, Callback):
             raise FsdError(f"callbacks lists objects of subclasses of fsd_infer.Callback, got {watcher!r:.60}.")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,15 +12,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
 from fsd_core.errors import DataError, FsdError
-from fsd_core.files import read_json
+from fsd_core.files import read_json, replacing_directory
 from fsd_infer.heads.formats import read_config
 from fsd_infer.heads.hub import find_head
 from fsd_infer.heads.stored_parts import CONFIG
 from fsd_train.callbacks.safety import check_finite
 from fsd_train.checkpoints import RECORD, callbacks_of, differing
 from fsd_train.strategies import whole_head
-
-log = logging.getLogger(__name__)
 
 _TRAINING = "training"  # the record of the training, in configs of exported heads
 _OF_DRAFTS = {_TRAINING, "speculators_model_type"}  # in configs of exported drafters, and of no model
@@ -66,33 +62,10 @@ class ExportHead(Callback):
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, more: dict[str, Any]) -> None:
         directory = Path(self.directory or Path(log_dir(trainer)) / "head")
-        draft, old = _beside(directory)
-        shutil.rmtree(draft, ignore_errors=True)
         metrics = {k: round(float(v), 4) for k, v in trainer.callback_metrics.items() if k.startswith("val_")}
         data = [Path(file).name for file in getattr(getattr(trainer, "datamodule", None), "train_files", [])]
-        pl_module.export(draft, {"metrics": metrics, "data": data, **more})  # type: ignore[operator]
-        shutil.rmtree(old, ignore_errors=True)
-        if directory.exists():
-            os.replace(directory, old)
-        os.replace(draft, directory)
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _beside(directory: Path) -> tuple[Path, Path]:
-    """Return where an export writes, and where it puts what it replaces, until the new one has its name."""
-    return directory.with_name(f".{directory.name}.partial"), directory.with_name(f".{directory.name}.old")
-
-
-def recover(directory: Path) -> None:
-    """Put right what a kill left of an export to ``directory``, and say so."""
-    draft, old = _beside(directory)
-    if old.is_dir() and not directory.exists():
-        os.replace(old, directory)
-        log.info("%s is there again: a kill came as an export replaced it", directory)
-    for left in (draft, old):
-        if left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)
-            log.info("%s is removed: a kill came as an export wrote", left)
+        with replacing_directory(directory) as draft:
+            pl_module.export(draft, {"metrics": metrics, "data": data, **more})  # type: ignore[operator]
 
 
 def trains_again(directory: Path, settings: Mapping[str, Any]) -> bool:
@@ -111,12 +84,23 @@ def trains_again(directory: Path, settings: Mapping[str, Any]) -> bool:
     return isinstance(theirs, dict) and not differing(settings, theirs)
 
 
-def check_output(directory: Path) -> None:
-    """Raise DataError for a directory with a model that no export wrote, since an export replaces its files.
+def check_output(directory: Path, or_model: bool = False) -> None:
+    """Raise DataError for a directory that an export may not replace: one whose files no export wrote, or one in use.
 
-    Raises CheckpointError for a directory whose config is malformed.
+    ``or_model``: it may hold a model. Raises CheckpointError for a directory whose config is malformed.
     """
-    if not (directory / CONFIG).is_file() or (directory / RECORD).is_file():
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise DataError(f"{directory} is a file. Give a directory.")
+    place, here = directory.resolve(), Path.cwd()
+    if place in (here, *here.parents) or os.path.ismount(place):
+        raise DataError(f"{directory} is in use, and cannot be replaced. Give the name of a new directory in it.")
+    if (directory / RECORD).is_file() or not any(directory.iterdir()):
+        return
+    if not (directory / CONFIG).is_file():
+        raise DataError(f"{directory} holds files, but no head. The export would remove them. Give another directory.")
+    if or_model:
         return
     if not read_config(directory).keys() & _OF_DRAFTS and find_head(directory.absolute()) is None:
         raise DataError(f"{directory} holds a model, which the export would replace. Give another directory.")

@@ -16,9 +16,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fsd_core.errors import CheckpointError, DataError
-from fsd_core.files import lock_for_run
+from fsd_core.files import lock_for_run, recover_directory
 from fsd_train.callbacks.decoded import DecodedTau
-from fsd_train.callbacks.export import ExportHead, check_output, recover, trains_again
+from fsd_train.callbacks.export import ExportHead, check_output, trains_again
 from fsd_train.checkpoints import callbacks_of, check_checkpoint, differing, read_checkpoint
 
 log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class RunDirectory(Callback):
             for directory in self.directories:
                 self._hold(directory)
             for head in self.heads:
-                recover(head)
+                recover_directory(head)
 
     def _hold(self, directory: Path) -> None:
         """Lock a directory until the run ends, and remove what killed runs left of checkpoints that they were writing.
@@ -167,11 +167,11 @@ class RunDirectory(Callback):
     def _check_heads(self, others: Sequence[Path]) -> None:
         """Raise DataError for a head's directory that holds a model, or another of the run's directories."""
         for head in self.heads:
-            check_output(head)
             within = [path for path in [*others, *self.heads] if head.resolve() in path.resolve().parents]
             within += [path for path in others if head.resolve() == path.resolve()]
             if within:
                 raise DataError(f"{head} is replaced by each export, and {within[0]} with it: give the head another.")
+            check_output(head)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:

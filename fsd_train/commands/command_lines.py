@@ -137,6 +137,7 @@ _EXPORT: Options = {
         "help": "further keywords to load the target with; a recipe's data.allow_control_tokens goes here, for --data",
     },
     "--strict": _STRICT,
+    "--overwrite": {**SHARED["--overwrite"], "help": "replace an existing directory of that name, once all is written"},
 }
 
 _PUBLISH: Options = {

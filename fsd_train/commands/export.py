@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +16,7 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 
 from fsd_core.errors import DataError
+from fsd_core.files import replacing_directory
 from fsd_core.hub import is_hub_id, load_whole
 from fsd_core.text.row_check import RowCheck
 from fsd_infer.heads.export import ExportFacts, export_head
@@ -89,11 +91,11 @@ def _lm_head_rows(name: str, ids: Tensor | None) -> Tensor:
 def main(args: argparse.Namespace) -> int:
     """Run `fsd-train export`."""
     if Path(args.source).is_dir() and kind_of_head(read_config(Path(args.source))) == MTP:
+        _check_output(args)
         return _export_mtp(Path(args.source), args)
     if (args.draft_vocab_size is None) != (args.data is None):
         raise DataError("--draft-vocab-size and --data go together.")
-    if args.to != "target":
-        check_output(Path(args.output))
+    _check_output(args)
     found = None if args.source.endswith(".ckpt") else find_head(args.source)
     if found is not None or Path(args.source).is_dir():
         if found is None:
@@ -112,13 +114,32 @@ def main(args: argparse.Namespace) -> int:
             made = module.export(place)
             return _into_target(made, args.target or module.target_name, args)
     if args.to is None or args.to == "speculators" and isinstance(module, (MtpModule, BlockModule)):
-        print(module.export(args.output, {"checkpoint": Path(args.source).name}), file=sys.stderr)
+        with _written(args) as place:
+            module.export(place, {"checkpoint": Path(args.source).name})
         return 0
     if isinstance(module, (MtpModule, BlockModule)):
         raise DataError(f"{args.source} holds no EAGLE head. Omit --to, or give --to speculators.")
     if not isinstance(module, EagleModule):
         raise DataError("a small LM is exported in Hugging Face's format, which every engine reads. Omit --to.")
     return _export_to(module.head, args.target or module.target_name, args)
+
+
+def _check_output(args: argparse.Namespace) -> None:
+    """Raise DataError for an output that the export would remove, and was not told to."""
+    output = Path(args.output)
+    check_output(output, or_model=args.to == "target")
+    if Path(args.source).exists() and output.resolve() in Path(args.source).resolve().parents:
+        raise DataError(f"{output} holds the source of the export. Give another directory.")
+    if output.is_dir() and any(output.iterdir()) and not args.overwrite:
+        raise DataError(f"{output} is there already: add --overwrite to replace it, or give another directory.")
+
+
+@contextmanager
+def _written(args: argparse.Namespace) -> Iterator[Path]:
+    """Yield where to write the export, which then replaces the output, and print the output's name."""
+    with replacing_directory(Path(args.output)) as place:
+        yield place
+    print(args.output, file=sys.stderr)
 
 
 def record_of(training: Any) -> dict[str, Any]:
@@ -151,8 +172,8 @@ def _export_head(source: Path, args: argparse.Namespace) -> int:
     if args.to is not None:
         return _export_to(head, name, args)
     head.config.target = target.fingerprint()
-    head.save_pretrained(args.output, torch.bfloat16)
-    print(args.output, file=sys.stderr)
+    with _written(args) as place:
+        head.save_pretrained(place, torch.bfloat16)
     return 0
 
 
@@ -171,8 +192,10 @@ def _into_target(layer: Path, name: str, args: argparse.Namespace) -> int:
     directory, output = load_whole(name, lambda: _directory_of(name)), Path(args.output)
     if output.resolve() in (directory.resolve(), Path(args.source).resolve()):
         raise DataError(f"{output} is a source of the export. Give another directory.")
-    stitch_mtp(layer, directory, output)
-    print(output, file=sys.stderr)
+    if directory.resolve().is_relative_to(output.resolve()):
+        raise DataError(f"{output} holds the target, which the export would remove. Give another directory.")
+    with _written(args) as place:
+        stitch_mtp(layer, directory, place)
     return 0
 
 
@@ -189,9 +212,11 @@ def _directory_of(name: str) -> Path:
 def _export_to(head: EagleHead, name: str, args: argparse.Namespace) -> int:
     if args.to == "target":
         raise DataError("an EAGLE head has no place in its target's checkpoint. Give another --to.")
-    for remark in export_head(head, args.output, args.to, target_facts(name)):
-        print(f"{args.to}: {remark}", file=sys.stderr)
-    print(args.output, file=sys.stderr)
+    with _written(args) as place:
+        remarks = export_head(head, place, args.to, target_facts(name))
+        remarks = [remark.replace(str(place), str(args.output)) for remark in remarks]
+        for remark in remarks:
+            print(f"{args.to}: {remark}", file=sys.stderr)
     return 0
 
 
