@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
@@ -76,6 +77,23 @@ def former_keywords(of: str = "", /, **names: str) -> Callable[[F], F]:
         return cast(F, renamed)
 
     return decorate
+
+
+def former_names(module: str, **names: str) -> Callable[[str], Any]:
+    """Return a module's ``__getattr__`` that reads its members by their former names.
+
+    Args:
+        module: its name.
+        names: present names by former ones.
+    """
+
+    def read(name: str) -> Any:  # only called for names that the module does not have
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        say(f"{module}.{name}", f"it is now {names[name]}", 3)
+        return getattr(sys.modules[module], names[name])
+
+    return read
 
 
 def say(old: str, new: str, stacklevel: int = 4) -> None:

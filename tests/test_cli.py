@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import socket
@@ -18,15 +17,12 @@ from pathlib import Path
 import pytest
 
 from fsd_bench.cli import build_parser as build_bench_parser
-from fsd_bench.cli import main as bench
 from fsd_core.console import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, UNEXPECTED, run
-from fsd_core.files import writable, write_text
 from fsd_core.options import gibibytes, positive, real_number, thread_count, whole_number
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.cli.main import COMMANDS, build_parser, main
 from fsd_infer.rules import TokenOrigin
 from fsd_infer.serving.listen import check_free
-from fsd_train.cli import main as train
 from fsd_train.commands.command_lines import PARSERS
 from tests.bench_toys import Toy
 from tests.fuzzing import called
@@ -332,66 +328,3 @@ def test_help_imports_nothing_heavy(module: str, tmp_path: Path, monkeypatch: py
     script = HEAVY.replace("MODULE", module).replace("CASES", repr(HELP[module]))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-WRITING = {
-    "generate": (main, "--target no --prompt x --html"),
-    "worth": (bench, "--target no --prompts p.txt --json"),
-    "table": (bench, "--target no --sets p.txt --work w --markdown"),
-    "run": (bench, "--target no --prompts p.txt --json"),
-    "sweep": (bench, "--target no --prompts p.txt --rules tilted --output s.jsonl --html"),
-    "board": (bench, "r.json --output"),
-    "doctor": (train, "--target no --head h --data d --json"),
-    "new-recipe": (train, "--target no --output"),
-}
-
-
-@pytest.mark.parametrize("command", WRITING)
-def test_an_existing_file_is_replaced_only_if_the_command_says_so(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    called, words = WRITING[command]
-    kept = '{"methods": {}}'  # of an earlier run
-    Path("mine").write_text(kept)
-    assert called([command, *words.split(), "mine"]) == BAD_INPUT
-    assert "mine is there already: add --overwrite to replace it, or give another name" in capsys.readouterr().err
-    assert Path("mine").read_text() == kept
-    assert called([command, *words.split(), "mine", "--overwrite"]) == BAD_INPUT, "other files are missing"
-    assert "mine" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "sweep --rules tilted --prompts p.txt --output sweep.html",  # the report's name too
-        "table --sets p.txt --work w --json w/p.json",  # a set's record
-        "table --sets p.txt --work w --json x --markdown ./x",
-    ],
-)
-def test_no_result_replaces_another_of_the_same_command(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert bench([*words.split(), "--target", "no"]) == BAD_INPUT
-    assert "two results would go to" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["pipe", "directory", "", "file/x", "a\0b", "x" * 300])
-def test_what_cannot_be_written_is_found_before_the_work(name: str, tmp_path: Path) -> None:
-    """And nothing but a file is ever replaced, which a rename onto a device would do."""
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "directory").mkdir()
-    (tmp_path / "file").touch()
-    with pytest.raises(FsdError, match="cannot be written|no name"):
-        writable(f"{tmp_path}/{name}", "the record")
-    if name in ("pipe", "directory"):
-        with pytest.raises(FsdError, match="is no file and is not replaced"):
-            write_text(tmp_path / name, "")
-    assert writable(tmp_path / "new" / "record.json", "the record").parent.is_dir()
-    with pytest.raises(OSError) as caught:  # it names the file, and not the draft beside it
-        write_text(tmp_path / "none" / "record.json", "")
-    assert caught.value.filename == str(tmp_path / "none" / "record.json")
-    longest = writable(tmp_path / ("x" * 255), "the record")  # the draft beside it has room, too
-    write_text(longest, "held")
-    assert longest.read_text() == "held"

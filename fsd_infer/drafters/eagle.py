@@ -236,9 +236,8 @@ class EagleSession(CachedSession):
         target, width = drafter.target, drafter.head.config.hidden_size
         self.root_output = torch.zeros(request.batch, width, dtype=target.dtype, device=self.device)
         self._has_read_prompt = False  # whether the prompt is read
-        self._outputs = self.root_output.new_zeros(
-            request.batch, 0, width
-        )  # [B, N, H] at nodes of beams, in this round
+        # [B, N, H] at nodes of beams, in this round
+        self._outputs = self.root_output.new_zeros(request.batch, 0, width)
         self._features: Tensor  # [B, E, H] the head's outputs at the nodes that were expanded last
         if target.places_images and drafter.turns_as_target:
             self.cache.offsets = torch.zeros_like(self.lengths)

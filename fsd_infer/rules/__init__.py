@@ -12,9 +12,7 @@ To write a rule, subclass :class:`LossyRule` and return a :class:`OutputDistribu
 see docs/internals.md.
 """
 
-from typing import Any
-
-from fsd_core.former import say
+from fsd_core.former import former_names
 from fsd_infer.rules.base import RULES, LossyRule, Rule, RuleLike, apply_rules, parse_rule, parse_rules, rule_text
 from fsd_infer.rules.distributions import AcceptanceTest, OutputDistribution
 from fsd_infer.rules.exact import Exact
@@ -75,14 +73,7 @@ __all__ = [
     "rule_text",
 ]
 
-_FORMER = {
-    "Law": "OutputDistribution", "Evidence": "RuleInputs", "Contexts": "VocabRows", "Texts": "TokenHistory",
-    "Verification": "RoundInput",
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FORMER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    say(f"fsd_infer.rules.{name}", f"it is now {_FORMER[name]}")
-    return globals()[_FORMER[name]]
+__getattr__ = former_names(
+    __name__, Law="OutputDistribution", Evidence="RuleInputs", Contexts="VocabRows", Texts="TokenHistory",
+    Verification="RoundInput",
+)  # fmt: skip

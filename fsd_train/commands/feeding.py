@@ -213,12 +213,19 @@ class Feeding:
         return found
 
 
-@contextmanager
-def _other_feedback(head: EagleHead) -> Iterator[None]:
+def _other_feedback(head: EagleHead) -> AbstractContextManager[None]:
     """Swap between feeding back normalised and raw outputs of layout eagle3."""
-    config = head.config
-    head.config = dataclasses.replace(config, norm_output=not config.norm_output)
+    return with_values(head, config=dataclasses.replace(head.config, norm_output=not head.config.norm_output))
+
+
+@contextmanager
+def with_values(of: Any, **values: Any) -> Iterator[None]:
+    """Give attributes of an object other values in the block."""
+    before = {name: getattr(of, name) for name in values}
     try:
+        for name, value in values.items():
+            setattr(of, name, value)
         yield
     finally:
-        head.config = config
+        for name, value in before.items():
+            setattr(of, name, value)

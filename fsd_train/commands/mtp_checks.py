@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from fsd_infer.heads.mtp import LM_HEAD, MTP_ADVICE, MtpFiles, find_mtp, said_la
 from fsd_infer.heads.mtp_layouts import LAYOUTS
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
-from fsd_train.commands.feeding import Feeding, Finding, Variant, other_positions
+from fsd_train.commands.feeding import Feeding, Finding, Variant, other_positions, with_values
 from fsd_train.commands.head_checks import Doctor
 
 _SHOWN = 8  # most faulty tensors that a line names
@@ -158,33 +158,18 @@ class MtpFeeding(Feeding):
         return [*found, read, recycled]
 
 
-@contextmanager
-def _exchanged_halves(head: Any) -> Iterator[None]:
-    head.layers[0].state_first ^= True
-    try:
-        yield
-    finally:
-        head.layers[0].state_first ^= True
-
-
-@contextmanager
-def _exchanged_norms(head: Any) -> Iterator[None]:
+def _exchanged_halves(head: Any) -> AbstractContextManager[None]:
     layer = head.layers[0]
-    layer.enorm, layer.hnorm = layer.hnorm, layer.enorm
-    try:
-        yield
-    finally:
-        layer.enorm, layer.hnorm = layer.hnorm, layer.enorm
+    return with_values(layer, state_first=not layer.state_first)
 
 
-@contextmanager
-def _without_norm(head: Any) -> Iterator[None]:
+def _exchanged_norms(head: Any) -> AbstractContextManager[None]:
     layer = head.layers[0]
-    norm, layer.norm = layer.norm, nn.Identity()
-    try:
-        yield
-    finally:
-        layer.norm = norm
+    return with_values(layer, enorm=layer.hnorm, hnorm=layer.enorm)
+
+
+def _without_norm(head: Any) -> AbstractContextManager[None]:
+    return with_values(head.layers[0], norm=nn.Identity())
 
 
 def _shifted_norms(by: float) -> Any:
