@@ -189,7 +189,7 @@ def test_a_spoilt_file_ends_in_one_line_and_nothing_is_lost(
 
 
 LIMITS = [
-    ("export head.ckpt head", "head/model.safetensors", 5_000),
+    ("export head.ckpt head --overwrite", "head/model.safetensors", 5_000),
     ("cache-features --config recipe.yaml --dtype float32", "features/shard-00000.safetensors", 800),
     ("fit --config recipe.yaml --ckpt_path auto --trainer.max_steps 2", ".ckpt", 20_000),
     (REGENERATE, "made.jsonl", 50),
