@@ -23,16 +23,15 @@ from fsd_train.commands import quickstart
 from fsd_train.models import EagleModule
 from tests.bench_toys import Toy
 from tests.families import load_head
+from tests.fuzzing import called
 from tests.train_toys import fit_command, in_recipe
 
 
 class Run:
     """`fsd-train fit` in one directory, with a checkpoint and a few decoded answers every few steps."""
 
-    def __init__(
-        self, toys: Path, root: Path, capsys: pytest.CaptureFixture[str], every: int = 2, **elsewhere: Path
-    ) -> None:
-        self.root, self.capsys = root, capsys
+    def __init__(self, toys: Path, root: Path, every: int = 2, **elsewhere: Path) -> None:
+        self.root = root
         places = {name: root / name for name in ("checkpoints", "head", "best")} | elsewhere
         self.checkpoints, self.head, self.best = places["checkpoints"], places["head"], places["best"]
         callbacks = [
@@ -55,9 +54,8 @@ class Run:
         return self.call([*self.argv, "--trainer.max_steps", str(steps), *more])
 
     def call(self, argv: list[str]) -> tuple[int, str]:
-        self.capsys.readouterr()
-        status = main(argv)
-        return status, self.capsys.readouterr().err
+        status, _, err = called(main, argv)
+        return status, err
 
     def files(self) -> dict[str, bytes]:
         return {str(path): path.read_bytes() for path in sorted(self.root.rglob("*")) if path.is_file()}
@@ -69,8 +67,8 @@ class Run:
         return int(torch.load(self.checkpoints / name, weights_only=True)["global_step"])
 
 
-def test_a_run_is_not_overwritten(toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = Run(toys, tmp_path / "run", capsys)
+def test_a_run_is_not_overwritten(toys: Path, tmp_path: Path) -> None:
+    run = Run(toys, tmp_path / "run")
     assert run.fit(4)[0] == 0
     assert run.names() == ["last.ckpt", "step-2.ckpt", "step-4.ckpt"] and run.step() == 4
 
@@ -100,7 +98,7 @@ def test_a_run_is_not_overwritten(toys: Path, tmp_path: Path, capsys: pytest.Cap
     # an older one is refused while newer ones are there, and so is another run's
     status, err = run.fit(10, "--ckpt_path", str(run.checkpoints / "step-4.ckpt"))
     assert status == 2 and "is newer than" in err
-    other = Run(toys, tmp_path / "other", capsys)
+    other = Run(toys, tmp_path / "other")
     assert other.fit(2)[0] == 0
     status, err = run.fit(10, "--ckpt_path", str(other.checkpoints / "last.ckpt"))
     assert status == 2 and "another run's" in err
@@ -117,17 +115,20 @@ def test_a_run_is_not_overwritten(toys: Path, tmp_path: Path, capsys: pytest.Cap
     assert (run.head / "model.safetensors").read_bytes() != head
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(toys: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The head of a run of four steps."""
+    run = Run(toys, tmp_path_factory.mktemp("whole"))
+    assert run.fit(4)[0] == 0
+    return run.head
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_saves_and_the_same_command_goes_on(
-    number: signal.Signals,
-    toys: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals, toys: Path, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights at the end are those of a run that nobody interrupted, also after a scheduler's SIGTERM."""
-    whole, run = Run(toys, tmp_path / "whole", capsys), Run(toys, tmp_path / "run", capsys)
-    assert whole.fit(4)[0] == 0
+    run = Run(toys, tmp_path / "run")
     step = EagleModule.training_step
 
     def interrupted(self: Any, *args: Any) -> Any:
@@ -145,14 +146,14 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
     monkeypatch.setattr(EagleModule, "training_step", step)
     status, err = run.fit(4)
     assert status == 0 and f"resuming {saved}" in err and run.step() == 4
-    assert torch.equal(load_head(run.head).fc.weight, load_head(whole.head).fc.weight)
+    assert torch.equal(load_head(run.head).fc.weight, load_head(uninterrupted).fc.weight)
 
 
 def test_ctrl_c_before_the_first_checkpoint_says_how_to_start_again(
-    toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A head that was exported before is protected, so the same command alone would not start again."""
-    run = Run(toys, tmp_path / "run", capsys)
+    run = Run(toys, tmp_path / "run")
 
     def at_once(self: Any, *args: Any) -> Any:
         run.head.mkdir()
@@ -165,11 +166,9 @@ def test_ctrl_c_before_the_first_checkpoint_says_how_to_start_again(
     assert run.fit(2)[0] == 2 and run.fit(2, "--overwrite", "true")[0] == 0
 
 
-def test_a_kill_amid_exports_costs_nothing(
-    toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_amid_exports_costs_nothing(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first checkpoint the same command starts again; a head that was being replaced is put back."""
-    run, replace, kept = Run(toys, tmp_path / "run", capsys, every=3), os.replace, tmp_path / "run" / "head.old"
+    run, replace, kept = Run(toys, tmp_path / "run", every=3), os.replace, tmp_path / "run" / "head.old"
     recipe = json.loads((run.root / "recipe.json").read_text())
     recipe["trainer"]["callbacks"][1]["init_args"]["every_n_train_steps"] = 1
     (run.root / "recipe.json").write_text(json.dumps(recipe))
@@ -196,11 +195,11 @@ def test_a_kill_amid_exports_costs_nothing(
 
 
 def test_checkpoints_are_written_beside_their_place(
-    toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They need no room elsewhere, and a full disk leaves the earlier ones, whole."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
-    run = Run(toys, tmp_path / "run", capsys)
+    run = Run(toys, tmp_path / "run")
     assert run.fit(2)[0] == 0
     save, before = torch.save, (run.checkpoints / "last.ckpt").read_bytes()
 
@@ -217,11 +216,9 @@ def test_checkpoints_are_written_beside_their_place(
     assert [path.name for path in run.root.rglob("*.partial")] == []
 
 
-def test_two_runs_do_not_write_one_directory(
-    toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_runs_do_not_write_one_directory(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is refused while the first trains, and what a killed run left of a checkpoint is removed."""
-    first, second = (Run(toys, tmp_path / "run", capsys) for _ in range(2))
+    first, second = (Run(toys, tmp_path / "run") for _ in range(2))
     first.checkpoints.mkdir()
     torn = first.checkpoints / ".step-2.ckpt.1-1.partial"
     torn.write_bytes(b"torn")
@@ -239,8 +236,8 @@ def test_two_runs_do_not_write_one_directory(
     assert first.fit(4)[0] == 0  # the lock ends with the run
 
 
-def test_auto_takes_the_newest_that_is_whole(toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = Run(toys, tmp_path / "run", capsys)
+def test_auto_takes_the_newest_that_is_whole(toys: Path, tmp_path: Path) -> None:
+    run = Run(toys, tmp_path / "run")
     validate = ["validate", *run.argv[1:], "--trainer.limit_val_batches", "1", "--ckpt_path", "auto"]
     status, err = run.call(validate)
     assert status == 2 and f"no checkpoint in {run.checkpoints}" in err
@@ -264,8 +261,8 @@ def test_auto_takes_the_newest_that_is_whole(toys: Path, tmp_path: Path, capsys:
     assert status == 2 and "truncated or no Lightning checkpoint" in err
 
 
-def test_the_head_that_decodes_best_is_kept(toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = Run(toys, tmp_path / "run", capsys, every=5)
+def test_the_head_that_decodes_best_is_kept(toys: Path, tmp_path: Path) -> None:
+    run = Run(toys, tmp_path / "run", every=5)
     before = os.umask(0o022)
     try:
         assert run.fit(15)[0] == 0
@@ -286,28 +283,26 @@ def test_the_head_that_decodes_best_is_kept(toys: Path, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("place", ["checkpoints", "head", "best"])
-def test_unwritable_directories(place: str, toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_directories(place: str, toys: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     elsewhere: dict[str, Any] = {place: tmp_path / "file" / "x"}
-    run = Run(toys, tmp_path / "run", capsys, **elsewhere)
+    run = Run(toys, tmp_path / "run", **elsewhere)
     status, err = run.fit(5)
     assert status == 2 and err.count("\n") == 1 and f"{tmp_path / 'file'} is a file" in err
 
 
-def test_an_export_replaces_no_model_and_no_checkpoints(
-    toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_replaces_no_model_and_no_checkpoints(toys: Path, tmp_path: Path) -> None:
     """A head's directory is replaced as a whole, and so are the files that `export` writes."""
     for head in (tmp_path / "run", tmp_path / "run" / "checkpoints", tmp_path / "run" / "best"):
-        run = Run(toys, tmp_path / "run", capsys, head=head, best=tmp_path / "run" / "best" / "best")
+        run = Run(toys, tmp_path / "run", head=head, best=tmp_path / "run" / "best" / "best")
         status, err = run.fit(2)
         assert status == 2 and f"{head} is replaced by each export, and " in err
     copy = Path(shutil.copytree(toys / "target", tmp_path / "copy"))
     before = (copy / "model.safetensors").read_bytes()
     said = f"{copy} holds a model, which the export would replace"
-    status, err = Run(toys, tmp_path / "other", capsys, head=copy).fit(2, "--overwrite", "true")
+    status, err = Run(toys, tmp_path / "other", head=copy).fit(2, "--overwrite", "true")
     assert status == 2 and said in err
-    run = Run(toys, tmp_path / "third", capsys)
+    run = Run(toys, tmp_path / "third")
     assert run.fit(2)[0] == 0
     for more in ([], ["--to", "eagle"]):
         source = str(run.checkpoints / "last.ckpt")

@@ -13,8 +13,6 @@ from typing import Any, get_type_hints
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from openai.types import completion_create_params as completion_params
-from openai.types.chat import completion_create_params as chat_params
 from pydantic import ValidationError
 
 from fsd_infer import FuzzyDecoder
@@ -134,6 +132,9 @@ NEUTRAL = {  # accepted where it changes nothing, and another value
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_every_field_of_the_api_is_honoured_or_refused(client: TestClient, path: str, repo_root: Path) -> None:
     """Of the fields that the openai client knows none is ignored, and the page on serving names each."""
+    from openai.types import completion_create_params as completion_params  # takes seconds to import
+    from openai.types.chat import completion_create_params as chat_params
+
     kind = chat_params if path == CHAT else completion_params
     base = asked() if path == CHAT else {"prompt": "the cat", "max_tokens": 4, "temperature": 0}
     page = (repo_root / "docs" / "serving.md").read_text(encoding="utf-8")

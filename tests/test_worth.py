@@ -50,8 +50,8 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer rules and shapes, for speed."""
     monkeypatch.setattr("fsd_bench.worth.forecasts.RULES", FEW[1:-1])
     monkeypatch.setattr("fsd_bench.worth.forecasts.MATCHING", ("tilted:match_temperature=0.5",))
-    monkeypatch.setattr("fsd_bench.worth.forecasts.LENGTHS", (1, 4, 12))
-    monkeypatch.setattr("fsd_bench.worth.forecasts.TREES", ((2, 6), (8, 24)))
+    monkeypatch.setattr("fsd_bench.worth.forecasts.LENGTHS", (1, 4))
+    monkeypatch.setattr("fsd_bench.worth.forecasts.TREES", ((8, 24),))
 
 
 def decoded(decoder: FuzzyDecoder, drafter: Drafter, rule: str | Rule, temperature: float = 0.0) -> tuple[float, int]:
