@@ -2,7 +2,7 @@
 
 Within ``with SimulatedDevice() as device`` torch knows a device ``SIM``. Operations on it compute on the CPU under
 CUDA's conditions. Tensors of two devices do not mix. Reading a number on the host is a sync, which is counted with the
-line of ours that caused it, and refused while a graph is captured (tests/test_capture.py).
+line of ours that caused it, and refused while a graph is captured (tests/test_recorded_rounds.py).
 
 The first device of a process registers a backend with torch, after which CUDA's pinned memory and its autograd fail in
 that process. Importing this module does not. So `make test-gpu`, which opens none, runs in a process of its own.

@@ -45,7 +45,7 @@ RULES = [
     *("typical", "fly", "asd", "mars"),
 ]
 DRAFTERS = ["eagle", "lm", "lookup", "none", "reduced", "recycle", "lm+lookup", "reduced+lookup+recycle"]
-# tests/test_capture.py has the other drafters and rules, whose every read on the host would be an error
+# tests/test_recorded_rounds.py has the other drafters and rules, whose every read on the host would be an error
 CASES = [(kind, "exact") for kind in DRAFTERS] + [("eagle", rule) for rule in RULES[3::4]] + [("lm", "tilted:1")]
 
 
@@ -64,7 +64,7 @@ class OwnDrafter(LookupDrafter):
 
 
 class OwnSession(MemorySession):
-    is_capturable = False  # type: ignore[assignment]
+    is_recordable = False  # type: ignore[assignment]
 
 
 def forced(row: int, answer: list[int]) -> list[int]:

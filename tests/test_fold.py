@@ -10,8 +10,8 @@ from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.rules import parse_rule
 from tests.simulated_device import SIM, SimulatedDevice, on
-from tests.test_capture import READS, recording
 from tests.test_device_waits import CPU, drafter, target
+from tests.test_recorded_rounds import READS, recording
 
 TEXTS = [[7, 8], [1, 2, 3, 1, 2, 3, 4], [9, 9, 2], [4, 5, 6], [5], [6, 1, 6, 1]]
 LENGTHS = [2, 24, 5, 14, 2, 3]  # of the answers

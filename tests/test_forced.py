@@ -9,9 +9,9 @@ from fsd_infer.drafters.forced import ForcedDrafter
 from fsd_infer.engine import Request, decode
 from fsd_infer.rules import parse_rule
 from tests.simulated_device import SIM, SimulatedDevice
-from tests.test_capture import recording
 from tests.test_device_waits import CPU, VOCAB, drafter, target
 from tests.test_device_waits import device as device  # a fixture
+from tests.test_recorded_rounds import recording
 
 TEXTS = [[7, 8], [1, 2, 3, 1, 2, 3, 4], [9, 9, 2]]
 NEW = 24

@@ -1,4 +1,4 @@
-"""CUDA graphs as a caller meets them; tests/test_capture.py checks on the simulated device what they hold."""
+"""CUDA graphs as a caller meets them; tests/test_recorded_rounds.py checks on the simulated device what they hold."""
 
 from __future__ import annotations
 

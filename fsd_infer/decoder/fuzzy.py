@@ -150,7 +150,7 @@ class FuzzyDecoder:
         return decoder
 
     def use_graphs(self, recorder: GraphRecorder | None = None) -> None:
-        """Record whole rounds as CUDA graphs and replay them, see :mod:`fsd_infer.engine.capture`.
+        """Record whole rounds as CUDA graphs and replay them, see :mod:`fsd_infer.engine.recording`.
 
         Launching the operations of a round takes the host longer than the GPU computes; a replay is one launch.
         Recording slows the first round of a plan down, and KV memory is kept between requests. A model that cannot be

@@ -44,7 +44,7 @@ def record_rounds(decoder: CanGenerate, sizes: Sequence[Size], **options: Any) -
     """Record the rounds of requests of these sizes, and of all that share their recordings.
 
     Args:
-        decoder: that captures.
+        decoder: that records rounds.
         sizes: of the requests.
         options: of the requests, as :meth:`.FuzzyDecoder.generate` takes them (default: `exact` at temperature 0).
 
@@ -52,7 +52,7 @@ def record_rounds(decoder: CanGenerate, sizes: Sequence[Size], **options: Any) -
         one line that says what was recorded and how long it took.
 
     Raises:
-        FsdError: the decoder does not capture, or a size is too long for the target.
+        FsdError: the decoder does not record rounds, or a size is too long for the target.
     """
     target, start, told = decoder.target, time.perf_counter(), {**_OPTIONS, **options}
     if target.recorder is None:

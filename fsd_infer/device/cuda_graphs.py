@@ -1,7 +1,7 @@
 """CUDA graphs: what a function launches is recorded once and replayed, one launch instead of a thousand.
 
 A recording fixes shapes and addresses. So whatever it reads and changes lies in tensors that stay, and the keys and
-values of models in memory that successive requests share. :mod:`fsd_infer.engine.capture` records whole rounds.
+values of models in memory that successive requests share. :mod:`fsd_infer.engine.recording` records whole rounds.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CachedModel(Renamed, ABC):
 
     Attributes:
         recorder: records rounds with this model; None: they run eagerly.
-        recorded: the recordings, see :mod:`fsd_infer.engine.capture`.
+        recorded: the recordings, see :mod:`fsd_infer.engine.recording`.
         cache_config: a config that says how many layers have keys and values.
         device: of the model.
     """

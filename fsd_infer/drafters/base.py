@@ -39,7 +39,7 @@ class Drafter(Renamed, ABC):
         relative_cost: of its model's forward, in the target's; None: that of a head, 0: it has no model.
     """
 
-    former_members = {"held_bytes": "shared_cache_bytes"}
+    former_members = {"held_bytes": "shared_cache_bytes", "capture_key": "recording_key"}
     name: str = ""
     target: Target | None = None
     directory: Path | None = None
@@ -77,7 +77,7 @@ class Drafter(Renamed, ABC):
         return self
 
     @property
-    def capture_key(self) -> Hashable:
+    def recording_key(self) -> Hashable:
         """What fixes the shapes and the weights of its rounds; drafters of equal keys share recordings."""
         return self
 
@@ -189,7 +189,7 @@ class NoDrafter(Drafter):
 
 
 class _NoSession(DraftSession):
-    is_capturable = True
+    is_recordable = True
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

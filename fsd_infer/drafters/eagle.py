@@ -292,13 +292,13 @@ class EagleSession(CachedSession):
         return super().needs_report or self.vocabulary is not None
 
     @property
-    def is_capturable(self) -> bool:
-        return self.prices is None and (self.vocabulary is None or self.vocabulary.is_capturable)
+    def is_recordable(self) -> bool:
+        return self.prices is None and (self.vocabulary is None or self.vocabulary.is_recordable)
 
     @property
     def _reads_at_once(self) -> bool:
         """Whether accepted tokens are read at the end of their round, which may be recorded, and do not wait."""
-        return self.is_capturable and (self.vocabulary is None or not is_host(self.device))
+        return self.is_recordable and (self.vocabulary is None or not is_host(self.device))
 
     def host_inputs(self) -> list[Tensor]:
         return [] if self.vocabulary is None else [self.vocabulary.host_inputs()]

@@ -45,8 +45,8 @@ class ForcedDrafter(Drafter):
         return (self.main,)
 
     @property
-    def capture_key(self) -> Hashable:
-        return type(self), self.main.capture_key
+    def recording_key(self) -> Hashable:
+        return type(self), self.main.recording_key
 
     @property
     def proposers(self) -> tuple[str, ...]:
@@ -113,8 +113,8 @@ class ForcedSession(DraftSession):
         self.ends = [self.ends[row] for row in kept]
 
     @property
-    def is_capturable(self) -> bool:
-        return (self.shape is None or self.shape.prices is None) and self.main.is_capturable
+    def is_recordable(self) -> bool:
+        return (self.shape is None or self.shape.prices is None) and self.main.is_recordable
 
     @property
     def shape_key(self) -> Hashable:

@@ -188,7 +188,7 @@ class FreeSession(DraftSession):
         self.tails = [self.tails[row] for row in rows.tolist()]
 
     @property
-    def is_capturable(self) -> bool:
+    def is_recordable(self) -> bool:
         return self.shape is None
 
     def host_inputs(self) -> list[Tensor]:

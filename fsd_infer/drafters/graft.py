@@ -82,8 +82,8 @@ class GraftedDrafter(Drafter):
         return self.main.relative_cost
 
     @property
-    def capture_key(self) -> Hashable:
-        return type(self), self.main.capture_key, self.grafted.capture_key, self.nodes, self.menu
+    def recording_key(self) -> Hashable:
+        return type(self), self.main.recording_key, self.grafted.recording_key, self.nodes, self.menu
 
     @property
     def proposers(self) -> tuple[str, ...]:
@@ -131,9 +131,9 @@ class GraftedSession(DraftSession):
         return self.parts[1]
 
     @property
-    def is_capturable(self) -> bool:
+    def is_recordable(self) -> bool:
         has_prices = self.shape is not None and self.shape.prices is not None
-        return not has_prices and self.main.is_capturable and self.grafted.is_capturable
+        return not has_prices and self.main.is_recordable and self.grafted.is_recordable
 
     @property
     def shape_key(self) -> Hashable:

@@ -152,7 +152,7 @@ class LMSession(CachedSession):
         return self.prices is not None and self.prices.was_plain and not (self.growth and self.growth.drafted)
 
     @property
-    def is_capturable(self) -> bool:
+    def is_recordable(self) -> bool:
         return self.prices is None
 
     def tensors(self) -> list[Tensor]:

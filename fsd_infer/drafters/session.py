@@ -73,7 +73,7 @@ class DraftSession(Renamed, ABC):
     :meth:`feedback` reads them on the host, unless :attr:`needs_report`. What a drafter keeps on the host it learns
     after the round, from :meth:`extend_on_host` and :meth:`learn`.
 
-    A round of a session that :attr:`is_capturable` may be recorded as a CUDA graph. :meth:`host_inputs` returns what
+    A round of a session that :attr:`is_recordable` may be recorded as a CUDA graph. :meth:`host_inputs` returns what
     its draft needs of the host before the round, and :meth:`set_host_inputs` hands over the same on the device.
 
     Attributes:
@@ -83,10 +83,10 @@ class DraftSession(Renamed, ABC):
     """
 
     former_members = {
-        "facts": "feedback", "fact_count": "feedback_count", "is_fixed": "is_capturable", "on_host": "needs_report",
-        "form": "shape_key", "prepared": "host_inputs", "give": "set_host_inputs", "append": "extend_on_host",
-        "keep": "follow_beams", "select": "keep_rows", "finish": "on_end", "copies": "seen_ngrams",
-        "remembers": "reads_other_texts",
+        "facts": "feedback", "fact_count": "feedback_count", "is_fixed": "is_recordable",
+        "is_capturable": "is_recordable", "on_host": "needs_report", "form": "shape_key", "prepared": "host_inputs",
+        "give": "set_host_inputs", "append": "extend_on_host", "keep": "follow_beams", "select": "keep_rows",
+        "finish": "on_end", "copies": "seen_ngrams", "remembers": "reads_other_texts",
     }  # fmt: skip
 
     parts: Sequence[DraftSession] = ()
@@ -104,17 +104,17 @@ class DraftSession(Renamed, ABC):
         return any(part.needs_report for part in self.parts)
 
     @property
-    def is_capturable(self) -> bool:
+    def is_recordable(self) -> bool:
         """Whether a round may be recorded with the session: it changes nothing but :meth:`tensors`, in place."""
         return False
 
     @property
     def shape_key(self) -> Hashable:
-        """What fixes the shapes of a capturable session's next round, besides those of :meth:`host_inputs`."""
+        """What fixes the shapes of a recordable session's next round, besides those of :meth:`host_inputs`."""
         return tuple(part.shape_key for part in self.parts)
 
     def host_inputs(self) -> list[Tensor]:
-        """Do the host's part of a capturable session's next draft; return what :meth:`draft` takes of it.
+        """Do the host's part of a recordable session's next draft; return what :meth:`draft` takes of it.
 
         The tensors are on the CPU or on the device, always as many, and of few shapes. What is the same object as
         before has the same values.
@@ -130,11 +130,11 @@ class DraftSession(Renamed, ABC):
             part.set_host_inputs(inputs)
 
     def tensors(self) -> list[Tensor]:
-        """Return what a round of a capturable session changes in place, but for keys and values beyond the texts."""
+        """Return what a round of a recordable session changes in place, but for keys and values beyond the texts."""
         return [values for part in self.parts for values in part.tensors()]
 
     def restart(self, fresh: Any) -> None:
-        """Take over the texts of a capturable session of an equal drafter. The caller resets :meth:`tensors`."""
+        """Take over the texts of a recordable session of an equal drafter. The caller resets :meth:`tensors`."""
         for part, new in zip(self.parts, fresh.parts, strict=True):
             part.restart(new)
 

@@ -172,7 +172,7 @@ class StepSession(TreeSession):
         self.lengths += counts
 
     @property
-    def is_capturable(self) -> bool:
+    def is_recordable(self) -> bool:
         return self.prices is None
 
     def tensors(self) -> list[Tensor]:

@@ -80,7 +80,7 @@ class OwnTokensSession(LMSession):
     """
 
     drafter: TranslatedDrafter
-    is_capturable = False
+    is_recordable = False
     needs_report = True
 
     def __init__(self, drafter: TranslatedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:

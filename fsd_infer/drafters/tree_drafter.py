@@ -73,7 +73,7 @@ class TreeDrafter(Drafter):
         return min(self.shape.depth, self.max_nodes - 1)
 
     @property
-    def capture_key(self) -> Hashable:
+    def recording_key(self) -> Hashable:
         return type(self), self.model, self.shape, self.menu
 
     def slots(self, max_length: int) -> int:

@@ -104,7 +104,7 @@ class ContextVocabulary:
         self._further = None if self._further is None else self._further._replace(foreign=self._foreign())
 
     @property
-    def is_capturable(self) -> bool:
+    def is_recordable(self) -> bool:
         """Whether a recorded round can take rows of the LM head; of others they would be computed every time."""
         return isinstance(self._target.model.get_output_embeddings(), nn.Linear)
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from fsd_infer.device.cores import Team
 from fsd_infer.drafters.base import Drafter
-from fsd_infer.engine.capture import RoundCapture
 from fsd_infer.engine.prefill import prefill, recompute_cache, start
+from fsd_infer.engine.recording import RoundRecorder
 from fsd_infer.engine.report import PendingReport
 from fsd_infer.engine.request import Request
 from fsd_infer.engine.round import decode_round
@@ -35,8 +35,8 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
     """
     with target.lock, target.without_gradients(), Team(target.device, request.generator is not None) as team:
         tracker = start(target, drafter, rule, request)
-        state, capture = tracker.state, RoundCapture.of(target)
-        run = decode_round if capture is None else capture.run
+        state, recorder = tracker.state, RoundRecorder.of(target)
+        run = decode_round if recorder is None else recorder.run
         try:
             handle_report(tracker, PendingReport("prefill", state.prompt_indices, prefill(state, tracker)))
             previous: PendingReport | None = None  # which the host reads while the device runs the next round
@@ -49,12 +49,12 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
                     pending, previous = previous, pending
                 if pending is not None:
                     handle_report(tracker, pending)
-                if capture is not None and capture.can_fold(state, len(tracker.unfinished())):
+                if recorder is not None and recorder.can_fold(state, len(tracker.unfinished())):
                     if previous is not None:
                         handle_report(tracker, previous)
                     previous = None
                     if live := tracker.unfinished():
-                        capture.fold(state, live)
+                        recorder.fold(state, live)
             return tracker.outcome()
         finally:
             state.release_request()  # recordings keep the state, but need not keep the request

@@ -17,7 +17,7 @@ from fsd_infer.trees.tree import DraftTree
 
 
 @dataclass
-class CapturedGraph:
+class RecordedGraph:
     """One graph of a recorded round.
 
     Attributes:
@@ -48,7 +48,7 @@ class CapturedGraph:
 class Recording:
     """The graphs of a round, one, or two with what the host computes for the rules between them."""
 
-    graphs: list[CapturedGraph] = field(default_factory=list)
+    graphs: list[RecordedGraph] = field(default_factory=list)
     computed_on_host: tuple[Hashable, ...] = ()
 
 
@@ -72,7 +72,7 @@ def draft_and_verify(state: DecodeState, tree: DraftTree | None, inputs: Sequenc
 def finish_round(
     state: DecodeState, verified: VerifiedTree, advances: bool, computed: Mapping[Hashable, Tensor] | None = None
 ) -> RoundTensors:
-    """Accept and commit a path of a verified tree, with what the host computed of it; advance a captured session."""
+    """Accept and commit a path of a verified tree, with what the host computed of it; advance a recorded session."""
     state.cache.recurrent.kept.update(verified.recurrent)
     result = accept_and_commit(state, verified.with_computed(state, computed))
     if advances:

@@ -13,7 +13,7 @@ from fsd_core.tensors import padded, to_device
 from fsd_infer.device.memory import check_caches, free_bytes
 from fsd_infer.drafters.base import Drafter
 from fsd_infer.drafters.session import DraftRequest
-from fsd_infer.engine.capture import CaptureKey, RoundCapture, bucket
+from fsd_infer.engine.recording import RecordingKey, RoundRecorder, bucket
 from fsd_infer.engine.request import Request
 from fsd_infer.engine.round import RoundTensors, accept, advance
 from fsd_infer.engine.state import DecodeState
@@ -66,7 +66,7 @@ class RequestPlan:
         processors: the request's logits processors.
         draft_bonus: nats that the rules' distributions give for an accepted draft, on average.
         draws: which drafts are drawn from q.
-        capture: what records the rounds; None: they run eagerly.
+        recorder: what records the rounds; None: they run eagerly.
     """
 
     request: Request
@@ -78,13 +78,15 @@ class RequestPlan:
     processors: TreeProcessors
     draft_bonus: float
     draws: Draws
-    capture: RoundCapture | None
+    recorder: RoundRecorder | None
 
     @property
-    def capture_key(self) -> CaptureKey:
+    def recording_key(self) -> RecordingKey:
         """What fixes its rounds, besides their shapes."""
         signature = self.processors.signature
-        return CaptureKey(self.drafter.capture_key, tuple(self.rules), self.sizes.capacity, signature, self.draft_bonus)
+        return RecordingKey(
+            self.drafter.recording_key, tuple(self.rules), self.sizes.capacity, signature, self.draft_bonus
+        )
 
 
 def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> RequestTracker:
@@ -97,8 +99,8 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
     cache_bytes = _check_memory(target, plan)
     tracker.prompts = plan.prompts
     state = _new_state(target, plan, tracker)
-    if plan.capture is not None:
-        state = plan.capture.state_for(state, len(request.prompts), plan.capture_key)
+    if plan.recorder is not None:
+        state = plan.recorder.state_for(state, len(request.prompts), plan.recording_key)
     tracker.begin(state, plan.drafter, cache_bytes)
     return tracker
 
@@ -107,9 +109,9 @@ def _plan(target: Target, drafter: Drafter, rules: list[Rule], limits: Sequence[
     """Plan a request. ``limits``: most tokens of each answer."""
     draft_bonus = sum(rule.draft_bonus(request.greedy) for rule in rules) / len(rules)
     drafter = drafter.for_bonus(draft_bonus)
-    capture = _capture(target, drafter)
+    recorder = _recorder(target, drafter)
     ends = [len(prompt) + limit for prompt, limit in zip(request.prompts, limits)]
-    sizes = _sizes(target, drafter, ends, capture is not None)
+    sizes = _sizes(target, drafter, ends, recorder is not None)
     fillers = sizes.rows - len(rules)
     return RequestPlan(
         request=request,
@@ -121,7 +123,7 @@ def _plan(target: Target, drafter: Drafter, rules: list[Rule], limits: Sequence[
         processors=TreeProcessors(request.processors, len(rules)),
         draft_bonus=draft_bonus,
         draws=_draws(drafter, rules, _temperature(request)),
-        capture=capture,
+        recorder=recorder,
     )
 
 
@@ -130,7 +132,7 @@ def _new_state(target: Target, plan: RequestPlan, tracker: RequestTracker) -> De
     request, rules, prompts, device = plan.request, plan.rules, plan.prompts, target.device
     rows, capacity = plan.sizes.rows, plan.sizes.capacity
     markers, sentence_ends = markers_of(rules, target.tokenizer), ends_of(rules, target.tokenizer, device)
-    generator = request.generator if plan.capture is None else plan.capture.generator_like(request.generator)
+    generator = request.generator if plan.recorder is None else plan.recorder.generator_like(request.generator)
     policy = _policy(target, plan)
     draft_request = _draft_request(plan, device, generator, policy)
     slots = capacity + plan.drafter.max_nodes + 1
@@ -176,11 +178,11 @@ def _sizes(target: Target, drafter: Drafter, ends: Sequence[int], is_recorded: b
 
 def _check_memory(target: Target, plan: RequestPlan) -> int:
     """Return the bytes of the caches. Raises CacheMemoryError if they do not fit; recordings make room."""
-    drafter, sizes, capture = plan.drafter, plan.sizes, plan.capture
+    drafter, sizes, recorder = plan.drafter, plan.sizes, plan.recorder
     cache_bytes = target.cache_bytes(sizes.rows, sizes.capacity) + drafter.cache_bytes(sizes.rows, sizes.drafter_slots)
     free = free_bytes(target.device)
-    if capture is not None and free is not None and cache_bytes > free:  # recordings hold memory of other sizes
-        capture.forget()
+    if recorder is not None and free is not None and cache_bytes > free:  # recordings hold memory of other sizes
+        recorder.forget()
     shared = target.shared_cache_bytes + drafter.shared_cache_bytes
     check_caches(cache_bytes, sizes.rows, sizes.capacity, target.device, plan.request.max_cache_bytes, shared)
     return cache_bytes
@@ -218,11 +220,11 @@ def _temperature(request: Request) -> float:
     return 0.0 if request.greedy else temperature_of(request.processors)
 
 
-def _capture(target: Target, drafter: Drafter) -> RoundCapture | None:
+def _recorder(target: Target, drafter: Drafter) -> RoundRecorder | None:
     """Return what records the request's rounds; None if they run eagerly."""
     if drafter.bounds is not None and not drafter.menu:
         return None
-    return None if _has_dynamic_rope(drafter) else RoundCapture.of(target)
+    return None if _has_dynamic_rope(drafter) else RoundRecorder.of(target)
 
 
 def _has_dynamic_rope(drafter: Drafter) -> bool:

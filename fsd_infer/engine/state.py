@@ -112,7 +112,7 @@ class DecodeState:
         assert self.live is not None and fresh.live is not None
         self.live.copy_(fresh.live)
         old, new = self.tensors(), fresh.tensors()
-        if self.session.is_capturable:
+        if self.session.is_recordable:
             self.session.restart(fresh.session)
             old, new = old + self.session.tensors(), new + fresh.session.tensors()
         else:

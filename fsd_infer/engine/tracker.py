@@ -61,7 +61,7 @@ class RequestTracker:
         state.on_phase = self.on_phase
         somebody_waits = any(callback.reads_tensors or callback.waits for callback in self.callbacks)
         somebody_waits = somebody_waits or state.asks_host or state.session.needs_report
-        self.overlaps = state.live is not None and state.session.is_capturable and not somebody_waits
+        self.overlaps = state.live is not None and state.session.is_recordable and not somebody_waits
         self._phase_listeners = [
             one.on_phase for one in self.callbacks if getattr(one.on_phase, "__func__", None) is not Callback.on_phase
         ]

@@ -25,7 +25,7 @@ from torch import Tensor
 from fsd_core.tensors import to_device
 from fsd_infer.device.cuda_graphs import GraphRecorder
 from fsd_infer.engine.parts import (
-    CapturedGraph,
+    RecordedGraph,
     Recording,
     advance_session,
     draft_and_verify,
@@ -52,7 +52,7 @@ def bucket(count: int) -> int:
     return next((rows for rows in BUCKETS if rows >= count), count)
 
 
-class CaptureKey(NamedTuple):
+class RecordingKey(NamedTuple):
     """What fixes the rounds of a request, besides their shapes: requests of equal keys share recordings."""
 
     drafter: Hashable
@@ -61,13 +61,13 @@ class CaptureKey(NamedTuple):
     processors: Hashable
     draft_bonus: float
 
-    def for_rows(self, count: int) -> CaptureKey:
+    def for_rows(self, count: int) -> RecordingKey:
         """Return the key of a batch of ``count`` rows."""
         return self._replace(rules=self.rules[:count])
 
 
 @dataclass
-class CapturedState:
+class RecordedState:
     """The state that all requests of one key use, one after the other, and its recordings by what fixes their shapes.
 
     Attributes:
@@ -75,12 +75,12 @@ class CapturedState:
     """
 
     state: DecodeState
-    key: CaptureKey
+    key: RecordingKey
     recordings: dict[Hashable, Recording] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
 
 
-class RoundCapture:
+class RoundRecorder:
     """Records rounds of a target and replays them.
 
     Attributes:
@@ -92,16 +92,16 @@ class RoundCapture:
         self.recorder, self.device = recorder, device
         self.generator = torch.Generator(device=device)
         self.refused: str | None = None
-        self.states: dict[Hashable, CapturedState] = {}
-        self.current: CapturedState | None = None  # of the last request
+        self.states: dict[Hashable, RecordedState] = {}
+        self.current: RecordedState | None = None  # of the last request
 
     @property
     def graphs(self) -> int:
         """Number of recorded graphs."""
-        return sum(len(one.graphs) for captured in self.states.values() for one in captured.recordings.values())
+        return sum(len(one.graphs) for recorded in self.states.values() for one in recorded.recordings.values())
 
     @classmethod
-    def of(cls, target: Target) -> RoundCapture | None:
+    def of(cls, target: Target) -> RoundRecorder | None:
         """Return the recordings of a target; None if it does not record."""
         if target.recorder is None or target.dynamic_rope.fixed_length is not None:  # angles that the host chooses
             return None
@@ -122,7 +122,7 @@ class RoundCapture:
             self.generator.set_state(generator.get_state())
         return self.generator
 
-    def state_for(self, state: DecodeState, count: int, key: CaptureKey) -> DecodeState:
+    def state_for(self, state: DecodeState, count: int, key: RecordingKey) -> DecodeState:
         """Return the state for a new request: that of an earlier request of the same key, if any, with the new texts.
 
         Args:
@@ -133,7 +133,7 @@ class RoundCapture:
         rows = len(state.rules)
         state.live = to_device(torch.arange(rows) < count, self.device)
         full_key = _full_key(state, key)
-        self.current = self.states.pop(full_key, None) or CapturedState(state, key)
+        self.current = self.states.pop(full_key, None) or RecordedState(state, key)
         self.states[full_key] = self.current  # the last one used
         while len(self.states) > MAX_KEPT:
             del self.states[next(iter(self.states))]
@@ -141,12 +141,12 @@ class RoundCapture:
 
     def can_fold(self, state: DecodeState, live: int) -> bool:
         """Whether the rest of a batch, ``live`` rows, fits a smaller bucket whose rounds are recorded."""
-        captured, rows = self.current, bucket(live)
-        if captured is None or captured.state is not state or not state.session.is_capturable:
+        recorded, rows = self.current, bucket(live)
+        if recorded is None or recorded.state is not state or not state.session.is_recordable:
             return False
         if not live or rows >= len(state.rules):
             return False
-        return len(set(state.rules)) == 1 and _full_key(state, captured.key.for_rows(rows)) in self.states
+        return len(set(state.rules)) == 1 and _full_key(state, recorded.key.for_rows(rows)) in self.states
 
     def fold(self, state: DecodeState, live: Sequence[int]) -> None:
         """Move the rows that go on to the smaller bucket, in place. Nothing may be on its way to the host."""
@@ -166,17 +166,17 @@ class RoundCapture:
 
     def run(self, state: DecodeState) -> RoundTensors:
         """Run a round: replay its recording, or record it first."""
-        captured = self.current
-        if isinstance(state.policy, MenuPolicy) and captured is not None and captured.state is state:
-            self._time(state, state.policy, captured)
-        if captured is None or captured.state is not state or self.refused:
+        recorded = self.current
+        if isinstance(state.policy, MenuPolicy) and recorded is not None and recorded.state is state:
+            self._time(state, state.policy, recorded)
+        if recorded is None or recorded.state is not state or self.refused:
             return decode_round(state)
-        return self._run(state, captured)
+        return self._run(state, recorded)
 
-    def _run(self, state: DecodeState, captured: CapturedState) -> RoundTensors:
+    def _run(self, state: DecodeState, recorded: RecordedState) -> RoundTensors:
         session, tree = state.session, None
         inputs: Sequence[Tensor]
-        if session.is_capturable:
+        if session.is_recordable:
             inputs = session.host_inputs()
             shape_key = session.shape_key
         else:
@@ -185,11 +185,11 @@ class RoundCapture:
             shape_key = tree.depth_bound, names
             state.on_phase("draft")
         key = shape_key, state.asks_host, *((x.shape, x.dtype) for x in inputs)
-        recording, is_new = captured.recordings.get(key), key not in captured.recordings
+        recording, is_new = recorded.recordings.get(key), key not in recorded.recordings
         if recording is None:
-            recording = captured.recordings[key] = Recording()
-            while len(captured.recordings) > MAX_KEPT:
-                del captured.recordings[next(iter(captured.recordings))]
+            recording = recorded.recordings[key] = Recording()
+            while len(recorded.recordings) > MAX_KEPT:
+                del recorded.recordings[next(iter(recorded.recordings))]
         if is_new and (tree is not None or state.asks_host):  # shapes may not recur; and nobody knows what rules ask
             result = self._eagerly(state, tree, inputs, recording)
         else:
@@ -241,7 +241,7 @@ class RoundCapture:
         return result if tree is not None else advance_session(state, result)
 
     def _record(
-        self, state: DecodeState, run: Callable[..., Any], inputs: Sequence[Tensor], graphs: list[CapturedGraph]
+        self, state: DecodeState, run: Callable[..., Any], inputs: Sequence[Tensor], graphs: list[RecordedGraph]
     ) -> bool:
         """Record the next part of a round; return False if that is not possible. The state stays as it is."""
         inputs, outputs = [to_device(x, self.device).clone() for x in inputs], []
@@ -254,7 +254,7 @@ class RoundCapture:
         with self._unchanged(state, phases.append):
             try:
                 _, replay = self.recorder(noted, self.generator)
-                graphs.append(CapturedGraph(inputs, outputs[-1], replay, phases[len(phases) // 2 :]))
+                graphs.append(RecordedGraph(inputs, outputs[-1], replay, phases[len(phases) // 2 :]))
                 return True
             except Exception as error:  # torch raises many types for operations that cannot be recorded
                 self.refused = str(error).strip().partition("\n")[0]
@@ -276,24 +276,24 @@ class RoundCapture:
                 x.copy_(value)
             self.generator.set_state(random_state)
 
-    def _time(self, state: DecodeState, policy: MenuPolicy, captured: CapturedState) -> None:
+    def _time(self, state: DecodeState, policy: MenuPolicy, recorded: RecordedState) -> None:
         """Record and time a round of every shape of a menu, at the first round of its state."""
         if policy.timed:
             return
-        for shape in policy.menu[len(captured.seconds) :]:
+        for shape in policy.menu[len(recorded.seconds) :]:
             state.session.shape = shape
             with self._unchanged(state, lambda phase: None):
                 for _ in range(2):  # what the host looks at is recorded at the second round
-                    self._run(state, captured)
+                    self._run(state, recorded)
                     if self.refused:
                         return
                 state.roots.tolist()  # waits
                 began = policy.clock()
                 for _ in range(TIMED_ROUNDS):
-                    self._run(state, captured)
+                    self._run(state, recorded)
                 state.roots.tolist()
-                captured.seconds.append((policy.clock() - began) / TIMED_ROUNDS)
-        policy.time(captured.seconds)
+                recorded.seconds.append((policy.clock() - began) / TIMED_ROUNDS)
+        policy.time(recorded.seconds)
         state.session.shape = policy.choose(len(state.prompt_indices))
 
 
@@ -305,6 +305,6 @@ def _compute_on_host(state: DecodeState, verified: VerifiedTree, names: Iterable
     return verified.computed()
 
 
-def _full_key(state: DecodeState, key: CaptureKey) -> Hashable:
+def _full_key(state: DecodeState, key: RecordingKey) -> Hashable:
     """Return a key with the request's options that its state holds."""
     return key, state.greedy, state.measure_log_likelihood, state.budget is None

@@ -22,8 +22,8 @@ from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.engine import Outcome, Request, decode, loop
 from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.callbacks import Streaming
-from fsd_infer.engine.capture import RoundCapture
 from fsd_infer.engine.parts import outputs_of
+from fsd_infer.engine.recording import RoundRecorder
 from fsd_infer.engine.verified import VerifiedTree
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.target import Target
@@ -94,7 +94,7 @@ def stands_on_memory_that_stays(kind: str, parts: list[list[str]], recorder: Sim
     """The recordings hold these parts, and read what neither they nor the next request allocate."""
     whole, small = target(SIM), drafter(kind.partition(", ")[0], SIM)
     recorded = whole.recorded
-    assert isinstance(recorded, RoundCapture) and recorded.refused is None and recorded.current is not None
+    assert isinstance(recorded, RoundRecorder) and recorded.refused is None and recorded.current is not None
     state, made = recorded.current.state, [x.graphs for x in recorded.current.recordings.values() if x.graphs]
     assert made and all([part.phases for part in one] == parts for one in made)
     stays: list[Tensor] = [*state.tensors(), *state.session.tensors(), state.live]  # type: ignore[list-item]
