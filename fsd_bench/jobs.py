@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from fsd_bench.base import Comparison, Method, TimedRun
 from fsd_bench.runs import RunFile, Trial
+from fsd_infer.request.temperature import at_temperature
 
 WARMUP_TOKENS = 16
 _T = TypeVar("_T")
@@ -52,8 +53,8 @@ def decoding(temperature: float, max_new_tokens: int) -> dict[str, Any]:
 
     Nothing but temperature and rule shapes the distribution, whatever the model's generation config says.
     """
-    drawn = dict(do_sample=True, temperature=temperature) if temperature else dict(do_sample=False, temperature=None)
-    return dict(max_new_tokens=max_new_tokens, **drawn, top_p=None, top_k=None, min_p=None, repetition_penalty=1.0)
+    neutral = dict(top_p=None, top_k=None, min_p=None, repetition_penalty=1.0)
+    return {"max_new_tokens": max_new_tokens, **at_temperature(temperature), **neutral}
 
 
 def in_turns(names: Sequence[str], groups: int, repeats: Mapping[float, int]) -> list[Trial]:

@@ -22,6 +22,7 @@ from fsd_core.text.conversations import check_messages
 from fsd_core.text.templates import turns_for
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.engine.stats import RowStats
+from fsd_infer.request.temperature import at_temperature
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.placing import parse_device, parse_dtype
 
@@ -273,12 +274,9 @@ def generate_options(asked: Mapping[str, Any]) -> tuple[list[str], dict[str, Any
     if not options.pop("do_sample", temperature > 0):
         temperature = 0.0
     options["max_new_tokens"] = next((_count("max_gen_toks", n) for n in limits if n is not None), NEW_TOKENS)
-    if temperature:
-        options.update(do_sample=True, temperature=temperature)
-    else:
-        for name in ("top_p", "top_k"):
-            options.pop(name, None)
-        options.update(do_sample=False, temperature=None, top_p=None, top_k=None)
+    options |= at_temperature(temperature)
+    if not temperature:
+        options.update(top_p=None, top_k=None)
     return list(until), options
 
 

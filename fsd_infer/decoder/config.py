@@ -22,6 +22,7 @@ from fsd_infer.decoder.calibrated import CALIBRATED, QUALITY, with_quality
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.request.guide import Guide
 from fsd_infer.request.options import GenerateOptions
+from fsd_infer.request.temperature import at_temperature
 from fsd_infer.rules import Rule, RuleLike, parse_rule, rule_text
 from fsd_infer.trees.shape import TreeShape, parse_tree
 
@@ -116,8 +117,8 @@ class FuzzyConfig(GenerationConfig):
         _refuse_unknown(given.keys(), OWN.keys() | vars(GenerationConfig()).keys() | _UNSEEN, "option of FuzzyConfig")
         for name, default in OWN.items():  # before the others, which are validated at once
             setattr(self, name, given.pop(name, default))
-        if given.get("temperature") == 0:  # transformers refuses 0, which means greedy
-            given.update(temperature=None, do_sample=False)
+        if given.get("temperature") == 0:
+            given.update(at_temperature(0))
         elif given.get("temperature") is not None and given.get("do_sample") is None:
             given["do_sample"] = True
         super().__init__(**given)

@@ -19,6 +19,7 @@ from typing_extensions import TypedDict
 
 from fsd_core.errors import FsdError
 from fsd_core.registry import did_you_mean
+from fsd_infer.request.temperature import at_temperature
 from fsd_infer.targets.token_ids import eos_ids, id_list
 
 # honoured, most of them through the logits processors and stopping criteria that ``generate`` makes
@@ -223,8 +224,8 @@ def split_options(
             raise FsdError(f"{name} must be a list of callables, got {found!r:.60}.")
     # fields may hold ids as tensors
     fields = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in overrides.items() if k not in ARGUMENTS}
-    if fields.get("temperature") == 0:  # transformers refuses 0, which means greedy
-        fields.update(do_sample=False, temperature=None)
+    if fields.get("temperature") == 0:
+        fields.update(at_temperature(0))
     return fields, further, further.pop("stopping_criteria") or []
 
 

@@ -19,6 +19,7 @@ from pydantic import (
 
 from fsd_core.text.conversations import check_text
 from fsd_infer.request.guide import Guide
+from fsd_infer.request.temperature import at_temperature
 from fsd_infer.serving.messages import ChatMessage, Many, NamedTool, RequestedTool, RequestFields
 from fsd_infer.serving.tools import Tool
 
@@ -168,9 +169,7 @@ class CompletionRequest(RequestFields):
         asked = self.model_dump(include={*always, *drawn}, exclude_defaults=True)
         if asked.get("top_k") == -1:  # vLLM's value for none
             del asked["top_k"]
-        if self.temperature:
-            return {"do_sample": True, "temperature": self.temperature, **asked}
-        return {"do_sample": False, "temperature": None, **asked}
+        return {**at_temperature(self.temperature), **asked}
 
     @property
     def guides(self) -> list[Guide]:
