@@ -52,7 +52,7 @@ def run(
         overwrite: replace the record of a finished measurement.
         progress: show a progress bar.
         command: command line in the record; default: this process's.
-        options: other fields of :class:`Settings`.
+        options: other fields of :class:`.RunOptions`.
 
     Returns:
         The record: ``methods``, ``baseline``, ``ratios``, ``differences``, ``agreement``, ``prompts`` (see
@@ -73,13 +73,11 @@ def run(
     references = read_references(rows, settings.score, settings.run_code)
     rows, before = with_later_turns(rows, settings.most_turns)
     references += [None] * len(before)
-    unmeasured = ("baselines", "score", "strict", "run_code")
-    measured = {key: value for key, value in settings.to_dict().items() if key not in unmeasured}
     groups = group_prompts(_categories(rows, before), settings.batch_size)
     names = [spec.name for spec in parse_methods(methods)]
     jobs = in_turns(names, len(groups), {settings.temperature: settings.repeat})
     file = RunFile(
-        path, "bench", jsonable({**measured, "rows_sha256": rows_digest(rows)}),
+        path, "bench", jsonable({**_measured(settings), "rows_sha256": rows_digest(rows)}),
         {job: len(groups[job.group]) for job in jobs},
         advice=("the same command with --resume continues it", "delete the file"),
     )  # fmt: skip
@@ -91,6 +89,12 @@ def run(
             write_record(writable(json_path, "the record"), record)  # type: ignore[arg-type]
             path.unlink()
     return record
+
+
+def _measured(settings: RunOptions) -> dict[str, Any]:
+    """Return the settings on which finished runs depend."""
+    unmeasured = ("baselines", "score", "strict", "run_code")
+    return {key: value for key, value in settings.to_dict().items() if key not in unmeasured}
 
 
 def partial_path(json_path: str | Path, resume: bool, overwrite: bool) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 
 from fsd_core.tensors import at_nodes, is_host, to_device
 from fsd_infer.device.cache import SlotCache
-from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.drafters.base import DRAFTERS, Drafter
 from fsd_infer.drafters.cached import CachedSession
 from fsd_infer.drafters.frontier import Frontier
+from fsd_infer.drafters.head_model import HeadModel
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.drafters.vocabulary import ContextVocabulary
@@ -31,35 +30,6 @@ from fsd_infer.trees.shape import TreeShape
 PREFILL_CHUNK = 256  # tokens of all rows per forward over prompts; more are not faster and take memory
 MAX_STEP_UNREAD = 16  # tokens of a text that are read as one step, with logits
 MAX_UNREAD = 1024  # tokens of a text that may wait while drafting is paused
-
-
-class HeadModel(CachedModel):
-    """A draft head on its target's embeddings and features."""
-
-    def __init__(self, head: EagleHead, target: Target) -> None:
-        self.head, self.target, self.device = head, target, target.device
-        self.cache_config = SimpleNamespace(num_hidden_layers=head.config.num_layers)
-
-    def forward(self, cache: SlotCache, visible: Tensor, tokens: Tensor, features: Tensor, positions: Tensor) -> Tensor:
-        """Run the head.
-
-        Args:
-            cache: KV cache of the session, after :meth:`SlotCache.set_write_slots`.
-            visible: [B, M, S] bool; whether input m attends to slot s.
-            tokens: [B, M] for position i, token i+1 of the text.
-            features: [B, M, F] for position i, the target's features of token i, or the head's own estimate [B, M, H].
-            positions: [B, M].
-
-        Returns:
-            [B, M, H] outputs of the head.
-        """
-        made: Tensor = self.head(self.head.embed(tokens, self.target), features, positions, visible[:, None], cache)
-        return made
-
-    def _read_one(self, cache: SlotCache, visible: Tensor, zero: Tensor) -> None:
-        width = self.head.config.hidden_size
-        none = torch.zeros(1, 1, width, dtype=self.target.dtype, device=self.device)
-        self.forward(cache, visible, zero, none, zero)
 
 
 @DRAFTERS.register("eagle")
