@@ -140,7 +140,7 @@ def test_a_sentences_first_tokens_are_exact(spec: str, shape: str, greedy: bool)
         for ends, lead, expected in (([], 3, free), ([], 9, exact), (range(size), 1, exact), (range(size), 0, free)):
             marks = torch.zeros(size + 1, dtype=torch.bool)
             marks[list(ends)] = True
-            texts = TokenHistory([[7, 7, 7]] * rows, ends=marks)  # three tokens before the root's choice
+            texts = TokenHistory([[7, 7, 7]] * rows, sentence_ends=marks)  # three tokens before the root's choice
             lossy = parse_rule(f"{spec}:lead={lead}")
             assert_same(lossy(replace(round, texts=texts)), expected)
 
@@ -153,7 +153,7 @@ def test_tokens_of_a_sentence_are_counted_over_text_and_path() -> None:
     assert sentence_ends({}).tolist() == [True]  # nothing is known: exact everywhere
     parents, tokens = torch.tensor([[0, 0, 0, 1, 3]] * 3), torch.tensor([[2, 0, 2, 1, 6]] * 3)
     tree = DraftTree(tokens, parents, torch.empty(3, 0, 8), torch.full((3, 5), -1), torch.zeros(3, 5))
-    texts = TokenHistory([[0, 1, 0, 2], [0, 2], [1]], [[1], [6], [6]], ends=ends)
+    texts = TokenHistory([[0, 1, 0, 2], [0, 2], [1]], [[1], [6], [6]], sentence_ends=ends)
     assert in_sentence(texts, tree).tolist() == [[2, 3, 3, 0, 1], [3, 4, 4, 0, 1], [0, 1, 1, 0, 1]]
     with pytest.raises(FsdError, match="no ends of sentences"):
         in_sentence(TokenHistory([[0]] * 3), tree)
@@ -166,7 +166,7 @@ def test_a_look_ahead_stops_where_a_sentence_begins() -> None:
     logits[0, [0, 2], [1, 3]] = torch.tensor([-2.0, -0.1])  # 1 - 2.3 + 1 + 1 - 0.4 > 0, but not without the last
     tree = DraftTree.chain(torch.tensor([[0, 1, 2, 3]]), torch.empty(1, 0, 5), scores=torch.zeros(1, 4))
     ends = torch.tensor([False, False, True, False, False, False])
-    round = RoundInput(tree, logits, logits, True, texts=TokenHistory([[0] * 9], ends=ends))
+    round = RoundInput(tree, logits, logits, True, texts=TokenHistory([[0] * 9], sentence_ends=ends))
     assert parse_rule("tilted:1:exact_ngram_size=0:min_p=0:toll=0.3")(round).accepted.tolist() == [3]
     assert parse_rule("tilted:1:exact_ngram_size=0:min_p=0:toll=0.3:lead=1")(round).accepted.tolist() == [0]
 

@@ -37,7 +37,7 @@ class RecordedRound:
         answered: tokens of the answer so far, the root included.
         room: tokens that the answer may still have.
         generator: of the replay's draws.
-        ends: of sentences, see :class:`fsd_infer.rules.texts.TokenHistory`.
+        sentence_ends: see :class:`fsd_infer.rules.texts.TokenHistory`.
         children: of each node.
         drawn: a draw from p at every node.
     """
@@ -51,7 +51,7 @@ class RecordedRound:
     answered: int
     room: int
     generator: torch.Generator
-    ends: Tensor | None = None
+    sentence_ends: Tensor | None = None
     children: dict[int, list[int]] = field(init=False)
     drawn: list[int] = field(init=False)
 
@@ -123,10 +123,10 @@ class RecordedRound:
         at = torch.tensor([[*nodes, *[0] * (most - len(nodes))] for nodes in parts], device=narrow.device)
         scores = narrow[at]
         answer, prompt = text[len(text) - self.answered :], text[: len(text) - self.answered]
-        ends = self.ends
+        ends = self.sentence_ends
         if ends is not None:
             ends = ends[torch.tensor([*number, len(ends) - 1], device=ends.device).clamp_max(len(ends) - 1)]
-        texts = TokenHistory([answer] * len(parts), [prompt] * len(parts), narrow.device, ends=ends)
+        texts = TokenHistory([answer] * len(parts), [prompt] * len(parts), narrow.device, sentence_ends=ends)
         return RoundInput(tree, scores, scores, True, texts=texts), kept
 
     def part(self, nodes: Sequence[int]) -> RoundInput:
@@ -139,7 +139,7 @@ class RecordedRound:
         return RoundInput(
             self.tree.keep(index[None]), logits, scores, self.greedy, uniforms,
             process_draft=None if self.greedy else self._process,
-            texts=TokenHistory(*self._texts, device=index.device, ends=self.ends),
+            texts=TokenHistory(*self._texts, device=index.device, sentence_ends=self.sentence_ends),
         )  # fmt: skip
 
     @property

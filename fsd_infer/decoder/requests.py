@@ -40,7 +40,7 @@ from fsd_infer.request.options import (
     split_options,
     with_defaults,
 )
-from fsd_infer.request.temperature import temperature_of
+from fsd_infer.request.temperature import sampling_temperature
 from fsd_infer.rules import Rule, parse_rules
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import left_pad, left_padded, pad_id
@@ -224,7 +224,7 @@ def _rules(
     config: FuzzyConfig, complete: GenerationConfig, target: Target, drafter: Drafter
 ) -> tuple[list[Rule], Drafter]:
     """Return the rules of a request, and the drafter with its trees."""
-    temperature = temperature_of(complete)
+    temperature = sampling_temperature(complete)
     rule = with_quality(config.rule, config.quality)
     if rule != CALIBRATED:
         return parse_rules(resolved(rule, drafter, target, temperature)), with_tree(drafter, config.tree)

@@ -23,7 +23,7 @@ from fsd_infer.request.processors import TreeProcessors, temperature_of
 from fsd_infer.request.prompts import check_image_inputs, check_prompts, prompt_shifts, read_prompts, read_text
 from fsd_infer.rules import Rule, TokenHistory
 from fsd_infer.rules.base import budgets_of
-from fsd_infer.rules.texts import ends_of, markers_of
+from fsd_infer.rules.texts import markers_of, sentence_ends_of
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.estimates import RuleProfile
 from fsd_infer.trees.menu import MenuPolicy, menu_of
@@ -61,7 +61,7 @@ class RequestPlan:
         drafter: in its fastest form for the rules.
         rules: [rows] the rule of each row.
         prompts: [rows] token ids.
-        ends: [rows] tokens of each prompt with its longest answer.
+        max_lengths: [rows] tokens of each prompt with its longest answer.
         sizes: of the caches.
         processors: the request's logits processors.
         draft_bonus: nats that the rules' distributions give for an accepted draft, on average.
@@ -73,7 +73,7 @@ class RequestPlan:
     drafter: Drafter
     rules: list[Rule]
     prompts: list[list[int]]
-    ends: list[int]
+    max_lengths: list[int]
     sizes: CacheSizes
     processors: TreeProcessors
     draft_bonus: float
@@ -110,15 +110,15 @@ def _plan(target: Target, drafter: Drafter, rules: list[Rule], limits: Sequence[
     draft_bonus = sum(rule.draft_bonus(request.greedy) for rule in rules) / len(rules)
     drafter = drafter.for_bonus(draft_bonus)
     recorder = _recorder(target, drafter)
-    ends = [len(prompt) + limit for prompt, limit in zip(request.prompts, limits)]
-    sizes = _sizes(target, drafter, ends, recorder is not None)
+    max_lengths = [len(prompt) + limit for prompt, limit in zip(request.prompts, limits)]
+    sizes = _sizes(target, drafter, max_lengths, recorder is not None)
     fillers = sizes.rows - len(rules)
     return RequestPlan(
         request=request,
         drafter=drafter,
         rules=rules + rules[:1] * fillers,
         prompts=[*request.prompts, *[request.prompts[0][:1]] * fillers],
-        ends=ends + [2] * fillers,
+        max_lengths=max_lengths + [2] * fillers,
         sizes=sizes,
         processors=TreeProcessors(request.processors, len(rules)),
         draft_bonus=draft_bonus,
@@ -131,7 +131,7 @@ def _new_state(target: Target, plan: RequestPlan, tracker: RequestTracker) -> De
     """Allocate the caches, open the drafter's session, and return the state before the prompts are read."""
     request, rules, prompts, device = plan.request, plan.rules, plan.prompts, target.device
     rows, capacity = plan.sizes.rows, plan.sizes.capacity
-    markers, sentence_ends = markers_of(rules, target.tokenizer), ends_of(rules, target.tokenizer, device)
+    markers, sentence_ends = markers_of(rules, target.tokenizer), sentence_ends_of(rules, target.tokenizer, device)
     generator = request.generator if plan.recorder is None else plan.recorder.generator_like(request.generator)
     policy = _policy(target, plan)
     draft_request = _draft_request(plan, device, generator, policy)
@@ -148,7 +148,7 @@ def _new_state(target: Target, plan: RequestPlan, tracker: RequestTracker) -> De
         lengths=to_device(torch.tensor([len(prompt) for prompt in prompts]), device),
         roots=to_device(torch.tensor([prompt[-1] for prompt in prompts]), device),
         texts=TokenHistory([()] * rows, prompts, device, markers, slots, sentence_ends),
-        max_lengths=to_device(torch.tensor(plan.ends), device),
+        max_lengths=to_device(torch.tensor(plan.max_lengths), device),
         budget=budgets_of(rules, device),
         kl_excess=torch.zeros(rows, device=device),
         measure_log_likelihood=request.measure_log_likelihood,
@@ -166,14 +166,14 @@ def _rule_per_prompt(rule: Rule | Sequence[Rule], count: int) -> list[Rule]:
     return rules
 
 
-def _sizes(target: Target, drafter: Drafter, ends: Sequence[int], is_recorded: bool) -> CacheSizes:
+def _sizes(target: Target, drafter: Drafter, max_lengths: Sequence[int], is_recorded: bool) -> CacheSizes:
     """Return the sizes for texts that end with so many tokens; a recording has a bucket's rows and its own slots."""
-    max_length = max(ends)
+    max_length = max(max_lengths)
     capacity = max_length + drafter.max_nodes
     if not is_recorded:
-        return CacheSizes(len(ends), max_length, capacity, max_length + 1 + drafter.max_depth)
+        return CacheSizes(len(max_lengths), max_length, capacity, max_length + 1 + drafter.max_depth)
     slots = target.slots(capacity)
-    return CacheSizes(bucket(len(ends)), max_length, slots, slots)
+    return CacheSizes(bucket(len(max_lengths)), max_length, slots, slots)
 
 
 def _check_memory(target: Target, plan: RequestPlan) -> int:

@@ -143,7 +143,7 @@ class FuzzyRules(_Processor):
         self.filled = getattr(speculative, "method", None) in FILLED
         self.vocabulary = _vocabulary(getattr(vllm_config, "model_config", None))
         self.markers: dict[str, tuple[int, int]] = {}  # of the phases that requests name
-        self.ends = to_device(sentence_ends(self.vocabulary), self.device)
+        self.sentence_ends = to_device(sentence_ends(self.vocabulary), self.device)
         slots = req_states.max_num_reqs
         # kinds are renumbered only when a request is admitted
         self.requests: list[RuleRequest | None] = [None] * slots
@@ -202,7 +202,7 @@ class FuzzyRules(_Processor):
         numbers = np.unique(self.kind_of[ctx.idx_mapping_np]).tolist()
         if numbers in ([], [-1]):
             return logits
-        step = SchedulerStep(ctx, self.states, self.nodes, self.filled, self.markers, self.ends)
+        step = SchedulerStep(ctx, self.states, self.nodes, self.filled, self.markers, self.sentence_ends)
         self._account(step)
         if logits.shape[0] == len(ctx.idx_mapping_np):  # no drafts
             return logits

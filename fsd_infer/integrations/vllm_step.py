@@ -28,11 +28,11 @@ class SlotTexts(TokenHistory):
         states: vLLM's ``LogitsProcRequestState``.
         slot: [B] of the requests.
         longest: bound on the lengths of their texts, known without a sync.
-        markers, ends: see :class:`TokenHistory`.
+        markers, sentence_ends: see :class:`TokenHistory`.
     """
 
-    def __init__(self, states: Any, slot: Tensor, longest: int, markers: Markers, ends: Tensor | None) -> None:
-        self.markers, self.ends = markers, ends
+    def __init__(self, states: Any, slot: Tensor, longest: int, markers: Markers, sentence_ends: Tensor | None) -> None:
+        self.markers, self.sentence_ends = markers, sentence_ends
         self._states, self._slot, self._longest = states, slot, longest
         self.lengths = states.total_len.gpu[slot].long()
 
@@ -59,7 +59,7 @@ class SchedulerStep:
         filled: vLLM fills up missing drafts with the request's last token. Then trailing drafts equal to that token
             count as missing, so that no rule favours them.
         markers: of phases, see :class:`TokenHistory`.
-        ends: of sentences, see there.
+        sentence_ends: see there.
 
     Attributes:
         slot: [B] of the requests.
@@ -75,7 +75,7 @@ class SchedulerStep:
         nodes: int,
         filled: bool,
         markers: Markers | None = None,
-        ends: Tensor | None = None,
+        sentence_ends: Tensor | None = None,
     ) -> None:
         self.slot = ctx.idx_mapping.long()
         place = ctx.expanded_local_pos.long()
@@ -88,7 +88,7 @@ class SchedulerStep:
             behind = other.flip(1).cumsum(1).flip(1) == 0  # only repetitions of the last token from here on
             self.tokens = self.tokens.masked_fill(torch.nn.functional.pad(behind[:, 1:], (1, 0)), -1)
         self.drafted = torch.nn.functional.pad(self.tokens[:, 1:] >= 0, (0, 1))
-        self.texts = SlotTexts(states, self.slot, int(ctx.seq_lens_upper_bound_np.max()), markers or {}, ends)
+        self.texts = SlotTexts(states, self.slot, int(ctx.seq_lens_upper_bound_np.max()), markers or {}, sentence_ends)
 
     def scores(self, logits: Tensor, temperature: Tensor | None) -> Tensor:
         """Arrange the rows of ``logits`` [R, V] as [B, N, V], divided by ``temperature`` [B]; arbitrary at padding."""

@@ -10,7 +10,7 @@ def at_temperature(temperature: float | None) -> dict[str, Any]:
     return {"do_sample": bool(temperature), "temperature": temperature or None}
 
 
-def temperature_of(config: Any) -> float:
+def sampling_temperature(config: Any) -> float:
     """Return the temperature of a complete GenerationConfig; 0 if it is greedy."""
     if not config.do_sample:
         return 0.0

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from fsd_core import functional
 from fsd_core.errors import FsdError
+from fsd_core.former import Renamed, former_keywords
 from fsd_core.tensors import to_device
 from fsd_infer.trees.tree import DraftTree
 
@@ -30,7 +31,7 @@ NOWHERE = (-1, -1)  # markers of a phase that no text has
 _ENDS = (*".!?:;", "\n", "\u010a", "<0x0A>", *"。！？：；", "ãĢĤ", "ï¼ģ", "ï¼Ł", "ï¼ļ", "ï¼Ľ")
 
 
-class TokenHistory:
+class TokenHistory(Renamed):
     """Each row's prompt and answer so far, on a device; the last token is the next tree's root.
 
     Args:
@@ -38,13 +39,16 @@ class TokenHistory:
         prompts: per row; None for empty ones.
         device: of :attr:`tokens`.
         markers: opening and closing token of the phases that rules name.
-        ends: of sentences, see :func:`sentence_ends`; None if no rule asks.
+        sentence_ends: which tokens end one, see :func:`sentence_ends`; None if no rule asks.
         width: tokens of a text for which there is room; :meth:`append` also writes padding there.
 
     Attributes:
         lengths: [B] tokens of each text.
     """
 
+    former_members = {"ends": "sentence_ends"}
+
+    @former_keywords(ends="sentence_ends")
     def __init__(
         self,
         answers: Sequence[Sequence[int]],
@@ -52,9 +56,9 @@ class TokenHistory:
         device: torch.device | str = "cpu",
         markers: Markers | None = None,
         width: int = 0,
-        ends: Tensor | None = None,
+        sentence_ends: Tensor | None = None,
     ) -> None:
-        self.markers, self.ends = markers or {}, ends
+        self.markers, self.sentence_ends = markers or {}, sentence_ends
         prompts = [()] * len(answers) if prompts is None else prompts
         texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         width = max(max(map(len, texts), default=0), width, 1)
@@ -112,15 +116,15 @@ def last_tokens(texts: TokenHistory, tree: DraftTree, count: int) -> Tensor:
 
 def repeats_ngram(texts: TokenHistory, tree: DraftTree, n: int) -> Tensor:
     """[B, N] bool; whether the node's token completes an n-gram that text and path had before it."""
-    ends = last_tokens(texts, tree, n)
+    last = last_tokens(texts, tree, n)
     above = tree.ancestors & (tree.depths[:, :, None] > tree.depths[:, None]) & (tree.depths > 0)[:, None]
-    completes = (above & (ends[:, :, None] == ends[:, None]).all(-1)).any(-1)
+    completes = (above & (last[:, :, None] == last[:, None]).all(-1)).any(-1)
     tokens = texts.tokens
     if tokens.shape[1] >= n:
         windows = tokens.unfold(1, n, 1)[:, None]  # [B, 1, L - n + 1, n]
-        same = ends[:, :, None, 0] == windows[..., 0]
+        same = last[:, :, None, 0] == windows[..., 0]
         for i in range(1, n):
-            same &= ends[:, :, None, i] == windows[..., i]
+            same &= last[:, :, None, i] == windows[..., i]
         completes = completes | same.any(-1)
     return completes & (tree.depths > 0)
 
@@ -139,11 +143,11 @@ def repeating_tokens(
             tokens = columns[tokens.clamp_min(0)]
         found.scatter_(1, torch.where(same & (tokens >= 0), tokens, width), True)
 
-    last = last_tokens(texts, tree, n)
-    begun, ends = last[rows, nodes, 1:], last[rows]  # [R, n - 1], [R, N, n]
+    of_nodes = last_tokens(texts, tree, n)
+    begun, last = of_nodes[rows, nodes, 1:], of_nodes[rows]  # [R, n - 1], [R, N, n]
     on_path = tree.ancestors[rows, nodes] & (tree.depths[rows] > 0)  # [R, N]
-    same = on_path & (ends[..., :-1] == begun[:, None]).all(-1)
-    put(same, ends[..., -1])
+    same = on_path & (last[..., :-1] == begun[:, None]).all(-1)
+    put(same, last[..., -1])
     tokens = texts.tokens[rows]
     if tokens.shape[1] >= n:
         windows = tokens.unfold(1, n, 1)  # [R, L - n + 1, n]
@@ -207,7 +211,7 @@ def sentence_ends(vocabulary: Mapping[str, int]) -> Tensor:
     return ends
 
 
-def ends_of(rules: Sequence[Any], tokenizer: Any, device: torch.device | str) -> Tensor | None:
+def sentence_ends_of(rules: Sequence[Any], tokenizer: Any, device: torch.device | str) -> Tensor | None:
     """Return :func:`sentence_ends` on a device if a rule leads sentences exactly, otherwise None.
 
     Raises FsdError if there is no tokenizer.
@@ -221,9 +225,9 @@ def ends_of(rules: Sequence[Any], tokenizer: Any, device: torch.device | str) ->
 
 def in_sentence(texts: TokenHistory, tree: DraftTree) -> Tensor:
     """[B, N] tokens of the sentence before the one after each node. Raises FsdError if the texts have no ends."""
-    if texts.ends is None:
+    if texts.sentence_ends is None:
         raise FsdError("lead: the texts know no ends of sentences; pass them to TokenHistory.")
-    ends, text = texts.ends, texts.tokens
+    ends, text = texts.sentence_ends, texts.tokens
     last = len(ends) - 1
     places = torch.arange(1, text.shape[1] + 1, device=text.device)
     ended = (places * (ends[text.clamp(0, last)] & (text >= 0))).amax(1, keepdim=True)

@@ -173,12 +173,12 @@ class Tilted(LossyRule):
         """
         # the target's own choice, whose siblings are never taken
         repeated_choice = ~is_new & (logprob_gap == 0)
-        open = eligible & ~inputs.at_parents(inputs.any_child(repeated_choice)) | repeated_choice
+        is_open = eligible & ~inputs.at_parents(inputs.any_child(repeated_choice)) | repeated_choice
         if (where := self.lossy_at(inputs)) is not None:
-            open = open & (inputs.at_parents(where) | inputs.accept_prob)
+            is_open = is_open & (inputs.at_parents(where) | inputs.accept_prob)
         toll = torch.where(inputs.accept_prob, 0.0, self.effective_toll)
         gains = is_new.to(logprob_gap.dtype) - coef * logprob_gap - toll
-        return best_path(inputs.tree.ancestors, gains, open) - toll
+        return best_path(inputs.tree.ancestors, gains, is_open) - toll
 
     def _gain(self, at: VocabRows) -> Tensor:
         """[R, V] v/λ of each token as the draft of a sampled chain, which is worth 1 or 0."""
@@ -214,28 +214,28 @@ def sampling_cost(scores: Tensor, temperature: float, greedy: bool) -> Tensor:
     return (log_q.exp() * (log_q - log_p).nan_to_num()).sum(-1).clamp_min(0.0)
 
 
-def _sums_down(ancestors: Tensor, weights: Tensor, open: Tensor) -> Tensor:
+def _sums_down(ancestors: Tensor, weights: Tensor, is_open: Tensor) -> Tensor:
     """[B, N, N] at [n, m] the sum of ``weights`` [B, N] on the path from n (excluded) down to m.
 
-    -inf if m is not in the subtree of n, or if a node on the path is not in ``open`` [B, N].
+    -inf if m is not in the subtree of n, or if a node on the path is not in ``is_open`` [B, N].
     """
     path = ancestors.to(weights.dtype)
-    sums = (path @ weights.masked_fill(~open, 0.0)[..., None]).squeeze(-1)
-    closed = (path @ (~open).to(weights.dtype)[..., None]).squeeze(-1)
+    sums = (path @ weights.masked_fill(~is_open, 0.0)[..., None]).squeeze(-1)
+    closed = (path @ (~is_open).to(weights.dtype)[..., None]).squeeze(-1)
     reached = ancestors.transpose(1, 2) & (closed[:, :, None] == closed[:, None])
     return (sums[:, None] - sums[:, :, None]).masked_fill(~reached, -math.inf)
 
 
-def best_path(ancestors: Tensor, gains: Tensor, open: Tensor) -> Tensor:
-    """[B, N] V(n) = max(0, max over children c in ``open`` of gains(c) + V(c)).
+def best_path(ancestors: Tensor, gains: Tensor, is_open: Tensor) -> Tensor:
+    """[B, N] V(n) = max(0, max over children c in ``is_open`` of gains(c) + V(c)).
 
     V(n) is the largest sum of gains [B, N] on a path down from n. One matrix of path sums gives it at all nodes.
     """
-    return _sums_down(ancestors, gains, open).amax(-1)
+    return _sums_down(ancestors, gains, is_open).amax(-1)
 
 
-def log_mean_exp(ancestors: Tensor, logs: Tensor, open: Tensor, rest: Tensor) -> Tensor:
-    """[B, N] U(n) = ln(rest(n) + Σ over children c in ``open`` of e^(logs(c) + U(c))).
+def log_mean_exp(ancestors: Tensor, logs: Tensor, is_open: Tensor, rest: Tensor) -> Tensor:
+    """[B, N] U(n) = ln(rest(n) + Σ over children c in ``is_open`` of e^(logs(c) + U(c))).
 
     e^U is linear in the children's e^U. So it is the sum, over n and all nodes m below n, of rest(m)·e^(path sum of
     ``logs`` to m). Take ``logs`` = ln p(c) + 1/λ, and let ``rest`` be the probability that exact decoding ends at m.
@@ -244,7 +244,7 @@ def log_mean_exp(ancestors: Tensor, logs: Tensor, open: Tensor, rest: Tensor) ->
     Args:
         ancestors: [B, N, N] of a :class:`DraftTree`.
         logs: [B, N].
-        open: [B, N] bool; other nodes are ignored, with their subtrees.
+        is_open: [B, N] bool; other nodes are ignored, with their subtrees.
         rest: [B, N]; negative values count as 0.
     """
-    return (_sums_down(ancestors, logs, open) + rest.clamp_min(0.0).log()[:, None]).logsumexp(-1)
+    return (_sums_down(ancestors, logs, is_open) + rest.clamp_min(0.0).log()[:, None]).logsumexp(-1)
