@@ -27,7 +27,7 @@ from tests.sim_graphs import SimRecorder
 from tests.simulated_device import SIM, SimulatedDevice, on
 from tests.test_device_waits import CPU, PROMPTS, forced, target
 
-NEW = 16
+NEW = 10
 KINDS = ["eagle", "lm", "eagle+lookup", "guided eagle"]
 LAGGING = ["eagle", "lm"]
 GROWING = ["guided eagle", "eagle+lookup"]  # whose chains or host trees have further shapes

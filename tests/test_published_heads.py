@@ -362,7 +362,7 @@ def test_the_table_marks_what_is_tested(repo_root: Path) -> None:
         "chain": answers, "tree": answers,
         "sampled": layouts_of(sampled.test_sampled_answers_have_the_targets_distribution),
         "lossy": layouts_of(sampled.test_a_lossy_rule_has_its_distribution), "batch": answers,
-        "captured": layouts_of(test_recorded_rounds_answer_as_eager_ones), "trained": trained, "exported": exported,
+        "recorded": layouts_of(test_recorded_rounds_answer_as_eager_ones), "trained": trained, "exported": exported,
     }  # fmt: skip
     assert all(done <= set(LAYOUTS) for done in columns.values())
     page = (repo_root / "docs" / "heads.md").read_text(encoding="utf-8")
