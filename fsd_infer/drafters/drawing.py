@@ -144,7 +144,7 @@ class Drawing:
         self.fixed.append(entries.masked_fill(~fixed, -1))
         drawn = torch.zeros_like(fixed)
         drawn[..., -1] = draws
-        entries = torch.where(drawn, self._drawn(outside, draws)[..., None], entries)
+        entries = torch.where(drawn, drawn_entries(outside, draws, self.generator)[..., None], entries)
         log_q = log_q.masked_fill(draws[..., None] & ~fixed, -math.inf)
         return torch.where(drawn, drawn_log_probs[..., None], log_q), entries, drawn
 
@@ -161,10 +161,6 @@ class Drawing:
         )
         fixed, draws, drawn_log_probs = found
         return fixed, draws, drawn_log_probs
-
-    def _drawn(self, scores: Tensor, draws: Tensor) -> Tensor:
-        """Draw an entry of the rows ``draws`` [B, E] of scores [B, E, Vd]: [B, E], arbitrary in other rows."""
-        return drawn_entries(scores, draws, self.generator)
 
 
 class ChainDrawing:

@@ -214,7 +214,7 @@ class RuleInputs(Renamed):
         """
         passes = (log_r - self.log_q).clamp_max(0.0).to(r.dtype).exp().masked_fill(~self.is_drawn, 0.0)
         if self.is_chain:
-            return passes
+            return torch.where(self.is_drawn, passes, r)
         fails = 1.0 - self.at_parents(self.sum_children(passes))
         rest = (r - self.log_q.to(r.dtype).exp()).clamp_min(0.0)
         rest = rest / self.at_parents(residual).to(r.dtype).clamp_min(1e-30)
