@@ -22,7 +22,7 @@ from fsd_core.files import read_json
 from fsd_core.tables import number, table
 from fsd_infer.trees.shape import parse_tree
 
-METHODS = {"likely": "exact:draw=false", "chain": "exact:block=true", "drawn": "exact"}
+METHODS = {"likely": "exact:draw=false", "chain": "exact:block=true", "drawn": "exact:block=false"}
 _AGAIN = "Delete it to measure again."
 COLUMNS = (
     "tau",

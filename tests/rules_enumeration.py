@@ -41,7 +41,6 @@ RULES = {
     "tilted:0.3:exact_ngram_size=1": {"kind": "tilted", "threshold": math.inf, "kl_coef": 0.3, "exact_ngram_size": 1},
     "fuzzy:js:inf:exact_ngram_size=1": {"kind": "fuzzy", "threshold": math.inf, "exact_ngram_size": 1},
     "draft-only:exact_ngram_size=1": {"kind": "draft-only", "exact_ngram_size": 1},
-    "exact:block=true": {"kind": "exact"},
     "fuzzy:js:inf:only_in=1..2": {"kind": "fuzzy", "threshold": math.inf, "phases": True},
     "fuzzy-strict:js:0.3:budget=0.3:only_in=1..2": dict(kind="fuzzy-strict", threshold=0.3, budget=0.3, phases=True),
     "draft-only:only_in=1..2": {"kind": "draft-only", "phases": True},

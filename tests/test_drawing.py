@@ -11,11 +11,20 @@ import torch
 from scipy.special import softmax
 from scipy.stats import chisquare
 
+from fsd_core.errors import FsdError
+from fsd_infer import Drafter, Target
+from fsd_infer.drafters import EagleDrafter, GraftedDrafter, LMDrafter, LookupDrafter
 from fsd_infer.drafters.drawing import AcceptanceRatios, Drawing, accepted_and_expected
+from fsd_infer.drafters.forced import ForcedDrafter
+from fsd_infer.drafters.loading import choose_trees
+from fsd_infer.engine.prefill import draws_of
+from fsd_infer.heads.config import EagleConfig
+from fsd_infer.heads.head import EagleHead
 from fsd_infer.rules import Exact, RoundInput, RuleInputs, parse_rule
 from fsd_infer.rules.exact import block_test
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import Draws
+from tests.families import VOCAB, tiny_model
 from tests.test_drawn_distributions import Grown, round_of, trees_of
 from tests.tree_rounds import take
 
@@ -113,6 +122,30 @@ def test_a_round_without_any_acceptance_does_not_end_the_drafts_of_a_kind() -> N
 
 
 def test_which_rules_draw_chains_and_which_no_nodes() -> None:
-    assert parse_rule("exact:block=true").draws is Draws.CHAIN
-    assert {parse_rule(rule).draws for rule in ("exact", "tilted", "fuzzy:js:0.3:draw=true")} == {Draws.TREE}
+    assert parse_rule("exact:block=true").draws is Draws.CHAIN and parse_rule("exact").draws is Draws.ANY
+    assert {parse_rule(rule).draws for rule in ("exact:block=false", "tilted", "draft-only:draw=true")} == {Draws.TREE}
     assert {parse_rule(rule).draws for rule in ("exact:draw=false", "tilted:draw=false", "typical")} == {Draws.NONE}
+    with pytest.raises(FsdError, match="block=true draws all drafts, and draw=false none"):
+        parse_rule("exact:block=true:draw=false")
+
+
+def test_a_request_draws_chains_where_its_rules_and_its_drafter_do() -> None:
+    """Of a small LM, unless a wider tree was asked for. Not of heads, nor where other drafts are merged with its."""
+    target = Target(tiny_model("llama"))
+    head = EagleDrafter(EagleHead(EagleConfig.for_target(target)), target)
+    by_default, chosen = LMDrafter(target, target), choose_trees(LMDrafter(target, target), target)
+    fixed = by_default.with_shape(TreeShape(4, 4, 16))
+    grafted = GraftedDrafter(by_default, LookupDrafter(VOCAB))
+    guided = ForcedDrafter(by_default, lambda row, answer: [], VOCAB)
+
+    def draws(drafter: Drafter, *rules: str, temperature: float = 0.7) -> Draws:
+        return draws_of(drafter, [parse_rule(rule) for rule in rules], temperature)
+
+    for small in (by_default, chosen, by_default.with_shape(TreeShape.chain(3))):
+        assert draws(small, "exact") is draws(small, "exact", "exact:block=true") is Draws.CHAIN
+        assert draws(small, "exact:block=false") is draws(small, "tilted") is Draws.TREE
+        assert draws(small, "exact", "tilted") is draws(small, "exact", "exact:block=false") is Draws.TREE
+        assert draws(small, "exact", "typical") is draws(small, "exact", temperature=0.4) is Draws.NONE
+        assert draws(small, "exact:block=true", temperature=0.4) is Draws.CHAIN
+    for other in (head, fixed, grafted, guided):
+        assert draws(other, "exact") is Draws.TREE and draws(other, "exact:block=true") is Draws.CHAIN

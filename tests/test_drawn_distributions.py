@@ -16,7 +16,7 @@ from scipy.optimize import minimize
 from scipy.special import rel_entr, softmax
 from torch import Tensor
 
-from fsd_infer.drafters.drawing import Drawing
+from fsd_infer.drafters.drawing import ChainDrawing, Drawing
 from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.rules import RoundInput, RuleInputs, TokenHistory, VocabRows, parse_rule
@@ -50,6 +50,8 @@ class Grown:
     meddles: bool = False  # whether draws decide which other nodes are verified
     sure: bool = False  # whether the drafter is sure of two tokens at the root, so that it draws none there
     least: float | None = None  # of :class:`Drawing`; None: what the session gives
+    draws: Draws = Draws.TREE
+    known: int = 99  # the depth from which on no q is known, as beyond a small LM's context
     seed: int = 0
 
     @property
@@ -91,7 +93,7 @@ class Session(TreeSession):
         self.drafter = SimpleNamespace(vocabulary=q.shape[1])  # type: ignore[assignment]
         self.device, self.draft_bonus, self.lengths = torch.device("cpu"), 0.0, torch.zeros(1, dtype=torch.long)
         self.cache = SimpleNamespace(after_text=lambda *_: (None, None))  # type: ignore[assignment]
-        self.request = DraftRequest(1, 9, False, toy.process, None, draws=Draws.TREE)
+        self.request = DraftRequest(1, 9, False, toy.process, None, draws=toy.draws)
         self._visits, self._drawing = torch.zeros(0), None
         self._where = torch.zeros(1, 1, dtype=torch.long)
 
@@ -102,15 +104,18 @@ class Session(TreeSession):
         self._where = self.toy.vocabulary * self._where.gather(1, parents) + 1 + tokens
         return self.q[self._where]
 
-    def _new_drawing(self) -> Drawing:
+    def _new_drawing(self) -> Drawing | ChainDrawing:
         drawing = super()._new_drawing()
-        if self.toy.least is not None:
+        if isinstance(drawing, Drawing) and self.toy.least is not None:
             drawing.min_log_prob = math.log(self.toy.least)
         return drawing
 
     def _select_nodes(self, tree: DraftTree) -> DraftTree:
         if not self.toy.meddles:
-            return super()._select_nodes(tree)
+            tree = super()._select_nodes(tree)
+            tree.q_index = tree.q_index.masked_fill(tree.depths >= self.toy.known, -1)
+            return tree
+        assert tree.drawn is not None and tree.pinned is not None
         draws = (tree.tokens * tree.drawn * torch.arange(1, 1 + tree.tokens.shape[1])).sum(1, keepdim=True)
         scores = tree.scores.masked_fill(~tree.pinned & ((tree.tokens + draws) % 3 == 0), -math.inf)
         lost = (tree.ancestors & (scores == -math.inf)[:, None]).any(-1) & ~tree.pinned
@@ -118,19 +123,19 @@ class Session(TreeSession):
         return replace(tree, scores=scores.masked_fill(lost, -math.inf)).keep(nodes)
 
 
-class Given(Drawing):
+class Given:
     """Draws that follow ``plan``, the likeliest entry of each further one, and the chances of all that might be."""
 
-    plan: tuple[int, ...] = ()
-    made: list[Tensor] = []
+    def __init__(self, plan: tuple[int, ...]) -> None:
+        self.plan, self.made = plan, list[Tensor]()
 
-    def _drawn(self, scores: Tensor, draws: Tensor) -> Tensor:
+    def drawn_entries(self, scores: Tensor, draws: Tensor, generator: torch.Generator | None) -> Tensor:
         entries = torch.zeros(draws.shape, dtype=torch.long)
         for row, place in draws.nonzero().tolist():
             q = scores[row, place].double().softmax(-1)
-            number = len(Given.made)
-            entries[row, place] = Given.plan[number] if number < len(Given.plan) else q.argmax()
-            Given.made.append(q)
+            number = len(self.made)
+            entries[row, place] = self.plan[number] if number < len(self.plan) else q.argmax()
+            self.made.append(q)
         return entries
 
 
@@ -141,15 +146,14 @@ def trees_of(toy: Grown) -> list[tuple[DraftTree, float]]:
     found: list[tuple[DraftTree, float]] = []
     plans: list[tuple[int, ...]] = [()]
     patch = pytest.MonkeyPatch()
-    patch.setattr("fsd_infer.drafters.growth.Drawing", Given)
     while plans:
-        plan = plans.pop()
-        Given.plan, Given.made = plan, []
+        given = Given(plans.pop())
+        patch.setattr("fsd_infer.drafters.drawing.drawn_entries", given.drawn_entries)
         tree = Session(toy, q).draft(torch.zeros(1, dtype=torch.long))
-        if len(Given.made) > len(plan):  # the next draw is not planned yet
-            plans += [(*plan, entry) for entry in Given.made[len(plan)].nonzero()[:, 0].tolist()]
+        if len(given.made) > len(given.plan):  # the next draw is not planned yet
+            plans += [(*given.plan, entry) for entry in given.made[len(given.plan)].nonzero()[:, 0].tolist()]
         else:
-            found.append((tree, math.prod(float(chances[entry]) for chances, entry in zip(Given.made, plan))))
+            found.append((tree, math.prod(float(chances[entry]) for chances, entry in zip(given.made, given.plan))))
     patch.undo()
     return found
 
@@ -161,8 +165,10 @@ def round_of(toy: Grown) -> tuple[RoundInput, Tensor, Tensor]:
     count, width = max(tree.tokens.shape[1] for tree in trees), max(tree.q_logits.shape[1] for tree in trees)
     padded = [tree.padded_to(count) for tree in trees]
 
-    def joined(name: str) -> Tensor:
+    def joined(name: str) -> Tensor | None:
         parts = [getattr(tree, name) for tree in padded]
+        if parts[0] is None:
+            return None
         if name in ("q_logits", "q_scores", "fixed"):
             parts = [torch.nn.functional.pad(part, (0, 0, 0, width - part.shape[1])) for part in parts]
         return torch.cat(parts)
@@ -231,6 +237,11 @@ TOYS = {
     "meddling, deep": Grown(3, shape(3, 2, 6), meddles=True, seed=12),
     "meddling below a sure root": Grown(4, shape(2, 3, 6), meddles=True, sure=True, seed=13),
     "sure root": Grown(5, shape(2, 3, 6), sure=True, seed=14),
+    "beyond a context": Grown(4, shape(3, 2, 6), known=1, seed=16),
+    "drawn chain": Grown(4, shape(3, 1, 4), draws=Draws.CHAIN, seed=17),
+    "drawn chain, reduced top-k": Grown(6, shape(3, 2, 6), keep=3, reduced=True, draws=Draws.CHAIN, seed=18),
+    "drawn chain that stops": Grown(4, shape(3, 2, 6, 0.15), temperature=0.7, draws=Draws.CHAIN, seed=19),
+    "drawn chain beyond a context": Grown(4, shape(3, 1, 4), draws=Draws.CHAIN, known=1, seed=20),
 }
 
 
@@ -243,7 +254,7 @@ def test_no_draw_shifts_what_a_context_emits(name: str) -> None:
     """
     toy = TOYS[name]
     round, probability, where = round_of(toy)
-    assert abs(float(probability.sum()) - 1) < 1e-5 and round.tree.drawn is not None
+    assert abs(float(probability.sum()) - 1) < 1e-5 and (round.tree.drawn is None) == (toy.draws is Draws.CHAIN)
     assert len(probability) > 1, "several trees may be drawn"
     for rule in RULES:
         inputs, distribution, cost, emits, reach = emissions(rule, toy)

@@ -318,7 +318,7 @@ def test_texts_sampled_with_a_seed_come_again(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("read_together")
-@pytest.mark.parametrize(("rule", "by_menu"), [("exact", True), ("exact:block=true", False)])
+@pytest.mark.parametrize(("rule", "by_menu"), [("exact:block=false", True), ("exact", True), ("exact", False)])
 def test_the_distribution_stays_the_targets_whatever_the_clock_says(rule: str, by_menu: bool) -> None:
     """Test the third token of sampled answers against enumeration over a vocabulary of eight.
 

@@ -20,7 +20,7 @@ from fsd_infer.rules.fuzzy import _warn_never_opens
 from fsd_infer.rules.texts import in_sentence, sentence_ends
 from fsd_infer.trees.tree import DraftTree
 from tests.covering import covering
-from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, tree_round, verdict_of
+from tests.tree_rounds import INF, SPECS, OneByOne, any_round, assert_same, chain_round, tree_round, verdict_of
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_verdict_is_a_path_of_the_tree(spec: str, shape: str, greedy: bool) -> N
     rule = parse_rule(spec)
     for seed in range(4):
         round = any_round(shape, seed, greedy)
-        verdict, tree, exact = rule(round), round.tree, Exact()(round)
+        verdict, tree, exact = rule(round), round.tree, OneByOne()(round)
         dense = shape == "tree" and rule.name in ("fuzzy-strict", "draft-only", "cascade-token", "ensemble")
         comparable = greedy or shape == "chain" and rule.name != "fuzzy-strict"  # which draws from p instead
         batch, nodes = tree.tokens.shape
@@ -120,7 +120,7 @@ def test_an_answers_first_tokens_are_exact(spec: str, shape: str, greedy: bool) 
     for seed in range(6):
         round = any_round(shape, seed, greedy)
         depth = round.tree.max_depth
-        free, exact = parse_rule(spec)(round), Exact()(round)
+        free, exact = parse_rule(spec)(round), OneByOne()(round)
         assert_same(parse_rule(f"{spec}:settle=1")(round), free)
         assert_same(parse_rule(f"{spec}:settle={2 + depth}")(round), exact)
         partly = parse_rule(f"{spec}:settle=2")(round)
@@ -135,7 +135,7 @@ def test_an_answers_first_tokens_are_exact(spec: str, shape: str, greedy: bool) 
 def test_a_sentences_first_tokens_are_exact(spec: str, shape: str, greedy: bool) -> None:
     for seed in range(6):
         round = any_round(shape, seed, greedy)
-        size, rows, exact = round.scores.shape[-1], len(round.scores), Exact()(round)
+        size, rows, exact = round.scores.shape[-1], len(round.scores), OneByOne()(round)
         free = parse_rule(spec)(round)
         for ends, lead, expected in (([], 3, free), ([], 9, exact), (range(size), 1, exact), (range(size), 0, free)):
             marks = torch.zeros(size + 1, dtype=torch.bool)
@@ -183,7 +183,7 @@ AS_EXACT = [
     [
         *((spec, KINDS) for spec in AS_EXACT),
         ("fuzzy-strict:tv:0", KINDS[:2]),  # a sampled chain's other tokens come from p itself
-        ("exact:block=true", KINDS[:2]),
+        ("exact", KINDS[:2]),
         ("fly:entropy=inf", KINDS[1:2]),
         *((f"asd:{zero}", KINDS[1:2]) for zero in ("budget=0:gap=inf", "inf:0", "0:9:budget=inf")),
     ],
@@ -193,7 +193,7 @@ def test_exact_token_for_token_at_the_end_of_its_range(spec: str, kinds: list[tu
         round = any_round(shape, seed, greedy)
         if seed % 3 == 0:  # drafter and target agree to the last bit
             round = agreeing(round)
-        assert_same(parse_rule(spec)(round), Exact()(round))
+        assert_same(parse_rule(spec)(round), OneByOne()(round))
 
 
 def agreeing(round: RoundInput) -> RoundInput:

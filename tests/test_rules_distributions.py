@@ -27,7 +27,6 @@ CASES = [
     for spec in RULES
     for toy in TOYS
     if ("reduced" not in toy or spec.startswith("fuzzy") or spec in ("draft-only", "tilted:1"))
-    and ("block" not in spec or "chain" in toy)
     and (
         not any(option in spec for option in ("exact_ngram_size", "only_in")) or toy in ("tree", "chain", "long-chain")
     )

@@ -25,12 +25,12 @@ SIZE, TOKENS, ANSWERS = 5, 3, 450
 PROMPTS = [[1, 2, 3], [4, 4, 0]]
 
 
-def llama(seed: int) -> LlamaForCausalLM:
+def llama(seed: int, context: int = 64) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=SIZE, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=64, tie_word_embeddings=False, bos_token_id=None,
-        eos_token_id=None, pad_token_id=None,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=context, tie_word_embeddings=False,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config).float().eval()
     for name, parameter in model.named_parameters():
@@ -40,11 +40,14 @@ def llama(seed: int) -> LlamaForCausalLM:
 
 
 def drafter_of(kind: str, target: Target, shape: str) -> Drafter:
-    """A drafter by "head", "reduced" (a head of three tokens) or "lm", with "+recycle" for grafts."""
+    """A drafter by "head", "reduced" (a head of three tokens), "lm" or "short lm" (with a context of five tokens), with
+    "+recycle" for grafts.
+    """
     main, _, side = kind.partition("+")
     made: Drafter
-    if main == "lm":
-        made = LMDrafter(Target.of(llama(7).to(target.device), None), target, TreeShape.parse(shape))
+    if main.endswith("lm"):
+        small = llama(7, context=5 if main == "short lm" else 64).to(target.device)
+        made = LMDrafter(Target.of(small, None), target, TreeShape.parse(shape) if shape else None)
     else:
         torch.manual_seed(8)
         head = EagleHead(EagleConfig.for_target(target, draft_vocab_size=3 if main == "reduced" else None)).float()
@@ -84,7 +87,11 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "grafts": ("lm+recycle", "2x4x12", "exact", {"top_k": 4, "repetition_penalty": 1.3}),
     "a chain that stops": ("lm", "3x1x4x0.3", "exact:block=true", {"repetition_penalty": 1.5}),
     "penalties": ("head", "3x2x6", "exact", {"repetition_penalty": 0.7, "suppress_tokens": [2]}),
-    "block": ("lm", "auto", "exact:block=true", {"no_repeat_ngram_size": 2}),
+    "block": ("head", "auto", "exact:block=true", {"no_repeat_ngram_size": 2}),
+    "a small LM": ("lm", "", "exact", {"top_k": 4, "no_repeat_ngram_size": 2}),
+    "a small LM's tree": ("lm", "auto", "exact:block=false", {}),
+    "a context that ends": ("short lm", "", "exact", {"temperature": 0.8}),
+    "its wide tree": ("short lm", "3x3x8", "exact", {"top_p": 0.9}),
     "no budget": ("head", "3x3x8", "tilted:1:budget=0:draw=true", {"typical_p": 0.9}),
 }
 

@@ -9,18 +9,25 @@ import torch
 from torch import Tensor
 
 from fsd_core.functional import path_sums
-from fsd_infer.rules import RoundInput, Rule, RuleInputs, TokenHistory, Verdict
+from fsd_infer.rules import OutputDistribution, RoundInput, Rule, RuleInputs, TokenHistory, Verdict
 from fsd_infer.rules._walk import walk
 from fsd_infer.trees.tree import DraftTree, Nodes
 
 INF = math.inf
 # Every kind of rule, most with and without their options.
 SPECS = [
-    *("exact", "exact:block=true", "fuzzy:js:0.1", "fuzzy:top_k_js:3:0.1", "fuzzy:tv:inf", "fuzzy:js:inf:min_p=0.3"),
+    *("exact", "fuzzy:js:0.1", "fuzzy:top_k_js:3:0.1", "fuzzy:tv:inf", "fuzzy:js:inf:min_p=0.3"),
     *("fuzzy:kl_qp:0.2:gate=processed", "fuzzy:js:0.3:budget=0.4", "fuzzy-strict:js:0.1", "random:0.5", "draft-only"),
     *("draft-only:budget=0.5", "tilted:1", "tilted:0.3:budget=0.4", "tilted:0.5:min_p=0.2:gate=0.1", "lenient:0.5"),
     *("threshold:0.4:0.8", "typical", "relaxed:2:0.2", "cactus:0.1", "cascade-token", "ensemble:0.7", "mars:0.7"),
 ]
+
+
+class OneByOne(Rule):
+    """`exact`, but each drawn draft is tested alone, as lossy rules test it where they decode exactly."""
+
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
+        return OutputDistribution.target(inputs)
 
 
 def tree_round(

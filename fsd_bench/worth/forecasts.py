@@ -19,6 +19,7 @@ from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, LMDrafter, TreeShape
 from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.engine.drafts import FirstChoiceStats
+from fsd_infer.engine.prefill import draws_of
 from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.rules import Exact, Rule, Tilted, parse_rule
 from fsd_infer.trees.tree import Draws
@@ -49,7 +50,11 @@ MATCHING = (
     "tilted:match_temperature=0.5",
     "tilted:match_temperature=0.8",
 )  # at temperature 0
-EXACT = {Draws.NONE: Exact(draw=False), Draws.TREE: Exact(), Draws.CHAIN: Exact(block=True)}  # on drafts drawn so
+EXACT = {  # on drafts drawn so
+    Draws.NONE: Exact(draw=False),
+    Draws.TREE: Exact(block=False),
+    Draws.CHAIN: Exact(block=True),
+}
 DEPTH = 12  # of the chain that is decoded with
 LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12)
 STOP = 0.3
@@ -118,7 +123,7 @@ def forecast(
     tried = _tried(rules, usual, temperature)
     matching = {} if temperature else _matching(tried)
     fixed = dict.fromkeys([*(rule for rule in tried if rule not in matching), *chain(*map(fixed_coefs, matching))])
-    replays = _replays(fixed, _shapes(deep.shape), frozenset(decoder.target.eos_token_ids), temperature)
+    replays = _replays(fixed, deep, frozenset(decoder.target.eos_token_ids), temperature)
     temperatures = dict.fromkeys([*YARDSTICKS, *matching.values()], 0.0)
     exact = next(iter(replays))  # from whose rounds come the facts about decoding
     watch = Watch(replays[exact].add, temperature, max_new_tokens, torch.Generator().manual_seed(seed), temperatures)
@@ -210,14 +215,12 @@ def _tried(rules: Sequence[str | Rule], usual: bool, temperature: float) -> dict
     return {rule: name for rule, name in made.items() if temperature == 0 or not rule.greedy_only}
 
 
-def _replays(
-    rules: Iterable[Rule], shapes: Sequence[TreeShape], eos: frozenset[int], temperature: float
-) -> dict[Exact, Replay]:
+def _replays(rules: Iterable[Rule], deep: TreeDrafter, eos: frozenset[int], temperature: float) -> dict[Exact, Replay]:
     """Return the replays by the exact rule that is decoded with, the first rule's first."""
     parts: dict[Exact, list[Rule]] = {}
     for rule in rules:
-        parts.setdefault(EXACT[rule.draws] if temperature else Exact(), []).append(rule)
-    return {exact: Replay(part, shapes, eos) for exact, part in parts.items()}
+        parts.setdefault(EXACT[draws_of(deep, [rule], temperature)], []).append(rule)
+    return {exact: Replay(part, _shapes(deep.shape), eos) for exact, part in parts.items()}
 
 
 def _matching(rules: Iterable[Rule]) -> dict[Tilted, float]:

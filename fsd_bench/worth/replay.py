@@ -156,7 +156,7 @@ def looks_ahead(rule: Rule, sampled: bool) -> bool:
     if isinstance(rule, Tilted):
         return not sampled
     ours = type(rule).__module__.startswith("fsd_infer.rules.")
-    return not ours or isinstance(rule, (Asd, Fly)) or isinstance(rule, Exact) and rule.block
+    return not ours or isinstance(rule, (Asd, Fly)) or isinstance(rule, Exact) and sampled
 
 
 @dataclass

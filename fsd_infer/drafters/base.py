@@ -37,6 +37,7 @@ class Drafter(Renamed, ABC):
             round by round; None: the shape is its own and fixed.
         menu: the shapes within it among which a policy chooses where rounds are recorded.
         relative_cost: of its model's forward, in the target's; None: that of a head, 0: it has no model.
+        draws_chains: whether drafts that are drawn do best as a chain; else as nodes of a tree.
     """
 
     former_members = {"held_bytes": "shared_cache_bytes", "capture_key": "recording_key"}
@@ -46,6 +47,7 @@ class Drafter(Renamed, ABC):
     bounds: TreeShape | None = None
     menu: Sequence[TreeShape] = ()
     relative_cost: float | None = None
+    draws_chains: bool = False
 
     @classmethod
     def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:

@@ -45,7 +45,10 @@ def warn_context(name: str, limit: int) -> None:
 
 @DRAFTERS.register("lm")
 class LMDrafter(TreeDrafter):
-    """A small LM that drafts a tree, or above temperature 0 a chain that is drawn from q, if the rule asks for one.
+    """A small LM that drafts a tree, or above temperature 0 a chain that is drawn from q, if the rule takes one.
+
+    Its q is near the target's p. So a drawn chain, of which several tokens are accepted, takes fewer nodes than a tree
+    and emits more tokens. But a wider shape that was asked for is drafted as it is.
 
     A chain is as deep as the tree would be. It ends earlier where the small LM's probability of the whole chain falls
     below ``stop_below``, or where ``tree="auto"`` ends it. Both depend on the past and the drafts so far only, so no
@@ -80,6 +83,10 @@ class LMDrafter(TreeDrafter):
         super().__init__(target, model, vocabulary, shape)
         own, whole = (sum(p.numel() for p in part.model.parameters()) for part in (model, target))
         self.relative_cost = min(own / max(whole, 1), 2.0)
+
+    @property
+    def draws_chains(self) -> bool:  # type: ignore[override]
+        return self.has_default_shape or self.bounds is not None or self.shape.width == 1
 
     def _fit(self, model: Target, target: Target) -> int:
         """Return the number of entries of the drafter's distributions, or refuse the small LM."""

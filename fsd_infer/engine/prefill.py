@@ -122,7 +122,7 @@ def _plan(target: Target, drafter: Drafter, rules: list[Rule], limits: Sequence[
         sizes=sizes,
         processors=TreeProcessors(request.processors, len(rules)),
         draft_bonus=draft_bonus,
-        draws=_draws(drafter, rules, _temperature(request)),
+        draws=draws_of(drafter, rules, _temperature(request)),
         recorder=recorder,
     )
 
@@ -234,8 +234,8 @@ def _has_dynamic_rope(drafter: Drafter) -> bool:
     return own or any(map(_has_dynamic_rope, drafter.parts))
 
 
-def _draws(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws:
-    """Return which drafts of a request are drawn: what all its rules take."""
+def draws_of(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws:
+    """Return which drafts of a request are drawn: of what all its rules take, what the drafter does best."""
     wanted = {rule.draws for rule in rules}
     charged = drafter.keeps_texts and any(getattr(rule, "exact_ngram_size", 0) for rule in rules)
     # n-grams of other texts are looked up for likely drafts only
@@ -243,7 +243,9 @@ def _draws(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws
         return Draws.NONE
     if Draws.CHAIN in wanted:
         return Draws.CHAIN
-    return Draws.TREE if temperature >= MIN_DRAWING_TEMPERATURE else Draws.NONE
+    if temperature < MIN_DRAWING_TEMPERATURE:
+        return Draws.NONE
+    return Draws.CHAIN if wanted == {Draws.ANY} and drafter.draws_chains else Draws.TREE
 
 
 def _policy(target: Target, plan: RequestPlan) -> TreePolicy | MenuPolicy | None:

@@ -294,5 +294,5 @@ class _Walk:
             r_row = r_row - len(dense)
         weights = self._residual(at, r, is_lossy) if inputs.sampled else r
         # the walk has decided against these children
-        is_refused = (inputs.is_drawn if inputs.is_chain else tree.is_draft) & (tree.parents == end)
+        is_refused = tree.is_draft & (tree.parents == end)
         return weights.scatter_reduce(1, tree.tokens, torch.where(is_refused, 0.0, math.inf), "amin")

@@ -118,7 +118,7 @@ def check_faults(faults: Mapping[str, Tensor]) -> None:
         if not wrong.any():
             continue
         if who == FORKS:
-            raise FsdError("drafts drawn from q (q_scores) must form a chain for this rule: leave out block=true.")
+            raise FsdError("drafts drawn from q (q_scores) must form a chain: mark those of a tree in DraftTree.drawn.")
         row = int(wrong.any(1).nonzero()[0])
         fix = "Check its weights and dtype (fp16 overflows; bf16 or fp32 do not)."
         fix = "Check the request's logits processors." if "processed" in who else fix

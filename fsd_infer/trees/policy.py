@@ -9,7 +9,7 @@ random draws are independent of all that. So, given the past, a round emits by t
 the chain rule, so does the whole text. Timing can change *which* draws give which token. A request with a seed
 therefore reads no clock and learns nothing, and its answer repeats.
 
-**Chains drawn from q** (``exact:block=true``) are chosen in length only. Whether a draft x is drawn depends on the
+**Chains drawn from q** (`exact` with a small LM) are chosen in length only. Whether a draft x is drawn depends on the
 drafts before it, on the draws of other rows and on the past. It never depends on x, and every drawn draft is verified.
 So, given the context and all earlier draws, one of two cases holds. Either x ~ q, and the rule's test of x gives its
 distribution. Or no x is drawn, and the target's own token has the same distribution. Hence the mixture has it too.

@@ -21,11 +21,12 @@ from fsd_core.tensors import lists, padded, to_device
 
 
 class Draws(Enum):
-    """Which drafts are drawn from q above temperature 0."""
+    """Which drafts are drawn from q above temperature 0: in a request, or as a rule takes them."""
 
     NONE = "none"  # trees of likely tokens
     CHAIN = "chain"  # all, and each has one child
     TREE = "tree"  # at most one child of a node, see :mod:`fsd_infer.drafters.drawing`
+    ANY = "any"  # of a rule alone: as the drafter does best, :attr:`.Drafter.draws_chains`
 
 
 @dataclass
