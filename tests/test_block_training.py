@@ -97,9 +97,17 @@ def test_confidence_learns_the_chance_of_acceptance(toys: Path) -> None:
     assert with_confidence(replace(drafts, confidence=None), same) is same
 
 
-@pytest.mark.parametrize(("vocabulary", "kind"), [(None, KINDS[0]), *((40, kind) for kind in KINDS[1:])])
+def exported_as(kind: tuple[str, bool]) -> str:
+    """The layout of what is exported."""
+    return f"{'dflash' if kind[0] == 'none' else 'dspark'} of speculators"
+
+
+@pytest.mark.parametrize(
+    ("layout", "vocabulary", "kind"),
+    [(exported_as(kind), size, kind) for size, kind in [(None, KINDS[0]), *((40, kind) for kind in KINDS[1:])]],
+)
 def test_a_fit_learns_and_its_export_decodes_exactly(
-    toys: Path, tmp_path: Path, vocabulary: int | None, kind: tuple[str, bool]
+    toys: Path, tmp_path: Path, layout: str, vocabulary: int | None, kind: tuple[str, bool]
 ) -> None:
     module = make(toys, *kind, draft_vocab_size=vocabulary)
     run = train_toys.trainer(tmp_path, 30, every=30, limit_val_batches=0)
@@ -123,7 +131,8 @@ def test_a_fit_learns_and_its_export_decodes_exactly(
     prompts = [[5, 9, 11], [7, 3, 20, 33, 8]]
     made = FuzzyDecoder(target, drafter).generate(prompts, max_new_tokens=12, do_sample=False)
     assert made.sequences == reference(target.model, prompts, max_new_tokens=12)
-    assert json.loads((place / "config.json").read_text())["training"]["steps"] == 30
+    config = json.loads((place / "config.json").read_text())
+    assert config["training"]["steps"] == 30 and layout == f"{config['speculators_model_type']} of speculators"
 
 
 def test_the_recipe_trains_and_exports(toys: Path, tmp_path: Path) -> None:

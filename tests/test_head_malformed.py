@@ -220,6 +220,7 @@ def test_a_part_of_the_config_may_have_the_options(
     assert "rope_parameters" not in inner
     (directory / "config.json").write_text(json.dumps({"architectures": config["architectures"], part: inner}))
     found, wanted = load_head(directory, target), load_head(heads / source, target)
+    assert found.config.layer["rope_parameters"].pop("mrope_section") == [2, 1, 1]
     assert options_of(found) == options_of(wanted)
     embeds, features = torch.randn(1, 5, 32), torch.randn(1, 5, wanted.config.feature_width)
     assert torch.equal(*(head(embeds, features, torch.arange(5)[None]) for head in (found, wanted)))

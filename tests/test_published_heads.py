@@ -337,35 +337,45 @@ def test_recorded_rounds_answer_as_eager_ones(root: Path, name: str) -> None:
 
 # the table in docs/heads.md ------------------------------------------------------------------------------------------
 
-DSPARK = "dspark of speculators"  # tests/test_block_training.py trains and exports it
+
+def cases_of(test: Any) -> list[dict[str, Any]]:
+    """The values of each case that a test is run with, by argument."""
+    (mark,) = [mark for mark in test.pytestmark if mark.name == "parametrize"]
+    names = [mark.args[0]] if isinstance(mark.args[0], str) else list(mark.args[0])
+    rows = [getattr(case, "values", case) for case in mark.args[1]]
+    return [dict(zip(names, row if isinstance(row, tuple) else (row,), strict=True)) for row in rows]
 
 
-def layouts_of(test: Any, named: str = "name", prefix: str = "") -> set[str]:
-    """The layouts that a test is run with."""
-    (given,) = [
-        mark.args[1]
-        for mark in test.pytestmark
-        if mark.name == "parametrize" and named in (mark.args[0], mark.args[0][0])
-    ]
-    return {prefix + (case if isinstance(case, str) else getattr(case, "values", case)[0]) for case in given}
+def layouts_of(test: Any, named: str = "name", prefix: str = "", **chosen: str) -> set[str]:
+    """The layouts that a test is run with, in cases with these values."""
+    cases = [case for case in cases_of(test) if all(case[name] == value for name, value in chosen.items())]
+    return {prefix + case[named] for case in cases}
 
 
 def test_the_table_marks_what_is_tested(repo_root: Path) -> None:
-    from tests import test_mtp_training as mtp  # Lightning loads slowly
+    """Each cell, by the cases of the column's test."""
+    from tests import test_block_training as blocks  # Lightning loads slowly
+    from tests import test_mtp_training as mtp
     from tests import test_published_distributions as sampled  # which imports this file
 
     fits = (mtp.test_a_fit_learns_and_its_export_drafts, mtp.test_what_is_exported_fits_into_the_targets_own_checkpoint)
-    trained, exported = (layouts_of(test, "family", "mtp of ") - {"mtp of llama"} | {DSPARK} for test in fits)
-    answers = layouts_of(test_greedy_answers_are_the_targets_own)
+    trained, exported = (layouts_of(test, "family", "mtp of ") - {"mtp of llama"} for test in fits)
+    block = layouts_of(blocks.test_a_fit_learns_and_its_export_decodes_exactly, "layout")
+    chains, trees = (layouts_of(test_greedy_answers_are_the_targets_own, shape=shape) for shape in ("chain", "tree"))
+    assert len(PROMPTS) > 1 and len({*map(len, PROMPTS)}) > 1, "of which both are ragged batches"
     columns = {
-        "loads": layouts_of(test_every_node_has_the_estimate_of_a_plain_computation),
-        "chain": answers, "tree": answers,
+        "loads": layouts_of(test_every_node_has_the_estimate_of_a_plain_computation, shape="chain")
+        & layouts_of(test_every_node_has_the_estimate_of_a_plain_computation, shape="tree"),
+        "chain": chains, "tree": trees,
         "sampled": layouts_of(sampled.test_sampled_answers_have_the_targets_distribution),
-        "lossy": layouts_of(sampled.test_a_lossy_rule_has_its_distribution), "batch": answers,
-        "recorded": layouts_of(test_recorded_rounds_answer_as_eager_ones), "trained": trained, "exported": exported,
+        "lossy": layouts_of(sampled.test_a_lossy_rule_has_its_distribution), "batch": chains & trees,
+        "recorded": layouts_of(test_recorded_rounds_answer_as_eager_ones), "trained": trained | block,
+        "exported": exported | block,
     }  # fmt: skip
     assert all(done <= set(LAYOUTS) for done in columns.values())
+    assert all(columns[name] == set(LAYOUTS) for name in ("loads", "chain", "tree", "sampled", "lossy", "batch"))
     page = (repo_root / "docs" / "heads.md").read_text(encoding="utf-8")
     rows = [f"|layout|{'|'.join(columns)}|", "|---" * (1 + len(columns)) + "|"]
     rows += [f"|{name}|" + "".join("✓|" if name in done else "–|" for done in columns.values()) for name in LAYOUTS]
-    assert "\n".join(["", *rows, ""]) in page
+    table = page[page.index(rows[0]) :].partition("\n\n")[0]
+    assert table.splitlines() == rows

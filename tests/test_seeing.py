@@ -6,7 +6,7 @@ import base64
 import io
 import json
 import re
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from fsd_infer.drafters import NoDrafter
 from fsd_infer.engine import Request, decode
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.app import Limits, make_app
-from fsd_infer.targets.image_inputs import ImageInput, read_with_images
+from fsd_infer.targets.image_inputs import ImagePrompt, read_with_images
 from fsd_infer.targets.kinds import auto_class
 from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.prefixes import PrefixCache
@@ -174,16 +174,29 @@ def test_lossy_rules_and_several_answers() -> None:
     assert decoder.generate(SHOWN[0], **drawn).sequences == decoder.generate(SHOWN[0], **drawn).sequences
 
 
-def read_on_the_host(twin: Target) -> Any:
-    """What reads a prompt with images for the simulated device, where the families' own code would wait: a CPU."""
+class HostPrompt(ImagePrompt):
+    """A prompt on the simulated device, where the families' own code would wait. Its model is on a CPU."""
 
-    def read(target: Target, cache: SlotCache, tokens: Any, image_input: ImageInput) -> tuple[Tensor, Tensor]:
-        ids, count = tokens.value, tokens.shape[1]
+    @cached_property
+    def on_host(self) -> ImagePrompt:
+        tokens: Any = self.tokens
+        return ImagePrompt(self.model, tokens.value, self.image_input)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        return to_device(self.on_host.positions, SIM)
+
+
+def read_on_the_host(twin: Target) -> Any:
+    """What reads a prompt with images for the simulated device: a CPU."""
+
+    def read(target: Target, cache: SlotCache, prompt: HostPrompt) -> tuple[Tensor, Tensor]:
+        count = prompt.tokens.shape[1]
         own, written = twin.new_cache(1, count), list[Any]()
         own.read, own.offsets, update = torch.tensor([count]), torch.zeros(1, dtype=torch.long), own.update
         own.update = lambda *given, **options: (written.append(given[:3]), update(*given, **options))[1]  # type: ignore
         twin.captured_layers = target.captured_layers
-        made = read_with_images(twin, own, ids, image_input)
+        made = read_with_images(twin, own, prompt.on_host)
         cache.set_write_slots(torch.arange(count, device=SIM)[None], 0, count)
         for keys, values, layer in written:
             cache.update(to_device(keys, SIM), to_device(values, SIM), layer)
@@ -200,8 +213,9 @@ def test_recorded_rounds_after_images_answer_as_generate(
     family: str, kind: str, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With M-RoPE, whose offsets differ by row. A second request, in another order, takes the first one's tensors."""
-    decoder = decoder_of(family)
-    monkeypatch.setattr("fsd_infer.request.prompts.read_with_images", read_on_the_host(Target(seeing_model(family))))
+    decoder, twin = decoder_of(family), Target(seeing_model(family))
+    monkeypatch.setattr("fsd_infer.request.prompts.read_with_images", read_on_the_host(twin))
+    monkeypatch.setattr("fsd_infer.request.prompts.ImagePrompt", lambda model, *rest: HostPrompt(twin.model, *rest))
     asked = [[encoded(decoder, messages) for messages in shown] for shown in (SHOWN, SHOWN[::-1])]
     expected = [expected_of(decoder, messages) for messages in SHOWN]
     target = Target(seeing_model(family).to(SIM), decoder.tokenizer)

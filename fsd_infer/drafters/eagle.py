@@ -45,7 +45,6 @@ class EagleDrafter(TreeDrafter):
 
     Attributes:
         trained_for: precision of the target's weights in training, if this target has another; else None.
-        turns_as_target: whether tokens after images have the target's rotary positions (M-RoPE), not their indices.
         public: whether the head is stored in the layout of EAGLE's authors. Then only its sizes show that it fits the
             target, so records note it.
     """
@@ -53,7 +52,7 @@ class EagleDrafter(TreeDrafter):
     name = "eagle"
     model: HeadModel
     drafts_beams = reads_features = True
-    public = turns_as_target = False
+    public = False
     trained_for: str | None = None
 
     def __init__(
@@ -209,7 +208,7 @@ class EagleSession(CachedSession):
         # [B, N, H] at nodes of beams, in this round
         self._outputs = self.root_output.new_zeros(request.batch, 0, width)
         self._features: Tensor  # [B, E, H] the head's outputs at the nodes that were expanded last
-        if target.places_images and drafter.turns_as_target:
+        if target.places_images and drafter.head.turns_as_target:
             self.cache.offsets = torch.zeros_like(self.lengths)
 
     @property

@@ -58,6 +58,7 @@ class MtpHead(nn.Module):
     """
 
     draft_ids = lm_head = embed_tokens = stack = None
+    turns_as_target = True
 
     def __init__(self, target: Target, layout: Layout, count: int = 1) -> None:
         super().__init__()
@@ -234,7 +235,6 @@ class MtpDrafter(EagleDrafter):
 
     name = "mtp"
     head: Any
-    turns_as_target = True
 
     @classmethod
     def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:

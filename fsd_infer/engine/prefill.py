@@ -20,7 +20,14 @@ from fsd_infer.engine.state import DecodeState
 from fsd_infer.engine.tracker import RequestTracker
 from fsd_infer.engine.verified import VerifiedTree
 from fsd_infer.request.processors import TreeProcessors, temperature_of
-from fsd_infer.request.prompts import check_image_inputs, check_prompts, prompt_shifts, read_prompts, read_text
+from fsd_infer.request.prompts import (
+    check_image_inputs,
+    check_prompts,
+    image_prompts,
+    place_drafts,
+    read_prompts,
+    read_text,
+)
 from fsd_infer.rules import Rule, TokenHistory
 from fsd_infer.rules.base import budgets_of
 from fsd_infer.rules.texts import markers_of, sentence_ends_of
@@ -282,10 +289,10 @@ def recompute_cache(state: DecodeState, tracker: RequestTracker) -> None:
 def prefill(state: DecodeState, tracker: RequestTracker) -> RoundTensors:
     """Read the prompts, emit each row's first token, and pass the prompts' features [B, M, F] to the drafter."""
     tokens, lengths = padded(tracker.prompts), torch.tensor([len(prompt) for prompt in tracker.prompts])  # [B, M], [B]
-    prefixes, image_inputs = tracker.prefixes.find(tracker.prefix_keys), tracker.request.image_inputs
-    features, logits = read_prompts(state.target, state.cache, tokens, lengths, prefixes, image_inputs)
-    if state.cache.offsets is not None and state.session.takes_rotary and any(image_inputs or ()):
-        state.session.set_rotary(prompt_shifts(state.target, tokens, lengths, image_inputs), state.cache.offsets)
+    prefixes = tracker.prefixes.find(tracker.prefix_keys)
+    shown = image_prompts(state.target, tokens, lengths, tracker.request.image_inputs)
+    features, logits = read_prompts(state.target, state.cache, tokens, lengths, prefixes, shown)
+    place_drafts(state.session, state.cache, tokens, shown)
     root = DraftTree.root_only(state.roots, logits.shape[-1])
     result = accept(state, VerifiedTree(state, root, logits, features[:, :1]))
     # the drafter reads pairs (feature of token i, token i+1): the prompt shifted by one, then the first new token

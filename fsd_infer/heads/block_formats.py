@@ -127,7 +127,7 @@ def _described(
             raise CheckpointError(f"its config.json has {name}, which is not known here. Use another head.")
     if "gemma" in options.classes.lower():
         raise CheckpointError("its layers are Gemma's; block heads of Qwen3 layers alone are read here.")
-    layer = plain_layer(options.layer, "qwen3")
+    layer = plain_layer(options.layer, "qwen3", mrope=False)
     count = layer_count(options.get("num_hidden_layers"), names)
     stored = _target_layers(options, count, target)
     shape = weights.shapes.get("fc.weight", ())

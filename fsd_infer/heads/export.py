@@ -21,6 +21,7 @@ from fsd_infer.heads import FORMATS
 from fsd_infer.heads.config import EagleConfig, entering_ids, usual_layers
 from fsd_infer.heads.eagle_formats import AUX_IDS, EAGLE3_FIELDS
 from fsd_infer.heads.head import EagleHead
+from fsd_infer.heads.layers import has_mrope
 from fsd_infer.heads.stored_parts import CONFIG, D2T, DRAFT_IDS, FIRST_LAYER, LM_HEAD, MIDLAYER, T2D
 from fsd_infer.heads.weights import SINGLE
 
@@ -75,6 +76,7 @@ _NOT_EAGLE3: list[_Obstacle] = [
 _NOT_SAFEAILAB: list[_Obstacle] = [
     ("eagle", lambda c, n: (kind := _rope(c)[0]) not in ("default", "linear", "dynamic") and kind,
      "SafeAILab's code does not know positions of type {found}. Use --to vllm or sglang."),
+    ("eagle speculators", lambda c, n: has_mrope(c.layer), "M-RoPE is unknown there. Use --to vllm or sglang."),
     ("eagle", lambda c, n: c.layer.get("head_dim", 0) * c.layer["num_attention_heads"] not in (0, c.hidden_size),
      "SafeAILab's code takes hidden_size / num_attention_heads as head_dim. Use --to vllm or sglang."),
 ]  # fmt: skip
@@ -215,7 +217,7 @@ def _llama(config: EagleConfig) -> dict[str, Any]:
     """The decoder layers as a Llama config in the older notation, which all programs read."""
     layer = {name: value for name, value in config.layer.items() if name != "rope_parameters"}
     kind, layer["rope_theta"], others = _rope(config)
-    layer["rope_scaling"] = None if kind == "default" else {"rope_type": kind, "type": kind, **others}
+    layer["rope_scaling"] = {"rope_type": kind, "type": kind, **others} if others or kind != "default" else None
     defaults = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "num_key_value_heads": layer["num_attention_heads"]}
     if layer["model_type"] == "qwen2":
         layer["model_type"] = "llama"

@@ -29,10 +29,11 @@ from transformers.cache_utils import Cache
 from fsd_core.errors import CheckpointError, shortened
 from fsd_core.files import HUB_OPTIONS, disk_errors, replacing
 from fsd_core.hub import hub_errors, is_hub_id, load_whole
+from fsd_infer.device.cache import SlotCache
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.formats import read_head
 from fsd_infer.heads.hub import find_head
-from fsd_infer.heads.layers import Eagle3Layer, HeadStack, LayerFusion, build_layers, no_bars
+from fsd_infer.heads.layers import Eagle3Layer, HeadStack, LayerFusion, build_layers, has_mrope, no_bars
 from fsd_infer.heads.stored_parts import CONFIG, StoredHead
 from fsd_infer.heads.weights import SINGLE
 from fsd_infer.targets.stack import Stack
@@ -117,6 +118,11 @@ class EagleHead(PreTrainedModel):
     def decoder(self) -> nn.Module:
         """The module that owns the layers, as of :class:`fsd_infer.targets.stack.StackOwner`."""
         return self
+
+    @property
+    def turns_as_target(self) -> bool:
+        """Whether tokens after images have the target's rotary positions (M-RoPE), not their places in the text."""
+        return has_mrope(self.config.layer)
 
     @property
     def final_norm(self) -> nn.Module | None:
@@ -263,7 +269,8 @@ class EagleHead(PreTrainedModel):
         x = self._fused(features) if self.eagle3 else self._joined(embeds, features)
         mask = attention_mask[:, 0] if isinstance(attention_mask, Tensor) else attention_mask  # packed rows have others
         visible = None if mask is None else {"full_attention": mask}
-        return self.stack(x, position_ids, visible, cache, embeds=embeds if self.eagle3 else None).final
+        places = cache.rotary(position_ids) if isinstance(cache, SlotCache) else position_ids
+        return self.stack(x, places, visible, cache, embeds=embeds if self.eagle3 else None).final
 
     def _fused(self, features: Tensor) -> Tensor:
         """Layout "eagle3": fc of the fused layers in [..., H_t·(1 + k)]; outputs of this head pass through."""

@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from transformers import MODEL_MAPPING, AutoConfig, DynamicCache
 from transformers.utils import logging
 
+from fsd_core.registry import is_whole
 from fsd_core.tensors import additive
 from fsd_infer.device.cache import cache_argument
 from fsd_infer.recurrent.mixers import recurrent_layers
 from fsd_infer.targets.stack import Outputs, Stack
 
 EAGLE3_LAYERS = ("llama", "qwen3")  # layer types of published EAGLE-3 heads
+LLAMA_LIKE = (*EAGLE3_LAYERS, "qwen2")  # layer types whose own rotary embedding knows no M-RoPE
+MROPE = ("mrope_section", "mrope_interleaved")  # rotary options of M-RoPE
 
 # The config fields that a decoder layer depends on; all others keep the family's defaults.
 LAYER_FIELDS = (
@@ -122,7 +125,10 @@ def layer_of(config: Any) -> dict[str, Any]:
 
 def build_layers(layer: dict[str, Any], count: int) -> tuple[nn.ModuleList, nn.Module, nn.Module]:
     """Build (decoder layers, rotary embedding, final norm) of a transformers model with ``count`` such layers."""
-    config: Any = AutoConfig.for_model(**layer)
+    rope = layer.get("rope_parameters") or {}
+    multi = layer["model_type"] in LLAMA_LIKE and has_mrope(layer)
+    plain = {name: value for name, value in rope.items() if name not in MROPE} if multi else rope
+    config: Any = AutoConfig.for_model(**({**layer, "rope_parameters": plain} if plain else layer))
     config.num_hidden_layers = count
     config.vocab_size, config.pad_token_id = 2, None
     config.layer_types = ["full_attention"] * count
@@ -130,7 +136,31 @@ def build_layers(layer: dict[str, Any], count: int) -> tuple[nn.ModuleList, nn.M
     config._attn_implementation = "eager" if layer["model_type"] in ("gemma2", "gpt_oss") else "sdpa"
     kind: Any = MODEL_MAPPING[type(config)]
     model = kind(config)
-    return model.layers, model.rotary_emb, model.norm
+    return model.layers, _multi_rotary(config, rope) if multi else model.rotary_emb, model.norm
+
+
+def has_mrope(layer: Mapping[str, Any]) -> bool:
+    """Whether a layer turns by M-RoPE, so that after images its tokens stand where the target's do."""
+    return "mrope_section" in (layer.get("rope_parameters") or {})
+
+
+def _multi_rotary(config: Any, rope: Mapping[str, Any]) -> nn.Module:
+    """Return the rotary embedding of Llama-like layers with M-RoPE. Raises ValueError for wrong sections.
+
+    The three positions of a token turn runs of a head's dimensions, as in Qwen2-VL, or every third, as in Qwen3-VL.
+    """
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding  # loads slowly
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    section = rope["mrope_section"]
+    if not isinstance(section, list) or len(section) != 3 or not all(is_whole(part, 0, width) for part in section):
+        raise ValueError(f"mrope_section is {section!r:.60}, not three whole numbers")
+    if 2 * sum(section) != width:
+        raise ValueError(f"mrope_section {section} adds up to {sum(section)}, not to half of head_dim, {width // 2}")
+    made: Any = copy.deepcopy(config)
+    made.rope_parameters = {**config.rope_parameters, "mrope_section": section}
+    return (Qwen3VLTextRotaryEmbedding if rope.get("mrope_interleaved") else Qwen2_5_VLRotaryEmbedding)(made)
 
 
 def run_layers(

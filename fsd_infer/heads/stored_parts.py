@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from fsd_core.errors import CheckpointError, shortened
 from fsd_infer.heads.config import EagleConfig, check_layer
-from fsd_infer.heads.layers import LAYER_FIELDS, layer_of
+from fsd_infer.heads.layers import LAYER_FIELDS, MROPE, layer_of
 from fsd_infer.heads.weights import BOOLEANS, INTEGERS, Weights
 from fsd_infer.targets.weights import weight_rows
 
@@ -24,6 +24,7 @@ CONFIG = "config.json"
 # Names of tensors; all others are the same in every format.
 FIRST_LAYER, MIDLAYER = "layers.0.", "midlayer."
 DRAFT_IDS, EMBEDDINGS, LM_HEAD, D2T, T2D = "draft_ids", "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
+PARTIAL = "partial_rotary_factor"  # copied from targets
 # parts of layers that heads have elsewhere, by what tensors' names contain
 _UNREAD = {".kv_b_proj.": "latent attention", ".experts.": "experts", ".sinks": "attention sinks"}
 _BEGINNINGS = ("model.", "draft_model.")
@@ -88,20 +89,33 @@ def said_option(name: str, config: Mapping[str, Any], nested: Mapping[str, Any])
     return inner if top is None else top
 
 
-def _one_position(rope: Any) -> Any:
-    """Return rotary options without M-RoPE, whose three positions are the same for every token of a text."""
-    if not isinstance(rope, Mapping) or "mrope_section" not in rope:
+def _plain_rope(rope: Any) -> Any:
+    """Return rotary options as of tokens that have one position each, which turns all of a head's dimensions."""
+    if not isinstance(rope, Mapping):
         return rope
-    logger.warning("the head has M-RoPE, and each token has one position here: after images it accepts less.")
-    plain = {name: value for name, value in rope.items() if name != "type" and not name.startswith("mrope_")}
-    kind = rope.get("rope_type") or rope.get("type")
-    return {**plain, "rope_type": "default" if kind == "mrope" else kind}
+    multi = "mrope_section" in rope
+    plain = {name: value for name, value in rope.items() if name not in (PARTIAL, *MROPE, *(["type"] * multi))}
+    if multi:
+        kind = rope.get("rope_type") or rope.get("type")
+        plain["rope_type"] = "default" if kind == "mrope" else kind
+    return plain
 
 
-def plain_layer(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Convert a Llama-like config of another program to :attr:`EagleConfig.layer`."""
+def plain_layer(config: Mapping[str, Any], kind: str, mrope: bool = True) -> dict[str, Any]:
+    """Convert a Llama-like config of another program to :attr:`EagleConfig.layer`.
+
+    Args:
+        config: of the layers.
+        kind: their model type.
+        mrope: whether M-RoPE that the config names holds. Some heads are trained on tokens' places in the text,
+            whatever they copied of their target's config.
+    """
     known = {name: config[name] for name in (*LAYER_FIELDS, "rope_theta", "rope_scaling") if name in config}
-    known |= {name: _one_position(known[name]) for name in ("rope_parameters", "rope_scaling") if name in known}
+    ropes = {name: known[name] for name in ("rope_parameters", "rope_scaling") if name in known}
+    known |= {name: _plain_rope(rope) for name, rope in ropes.items()}
+    parts = [place[PARTIAL] for place in (config, *ropes.values()) if isinstance(place, Mapping) and PARTIAL in place]
+    if any(part not in (None, 1) for part in parts):
+        logger.warning("the head turns all of its dimensions, as programs train it: its %s is not used.", PARTIAL)
     try:
         if "hidden_size" not in known:
             raise ValueError("it has no hidden_size")
@@ -109,6 +123,8 @@ def plain_layer(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
         layer = layer_of(AutoConfig.for_model(kind, **known))
     except Exception as error:  # transformers may fail in any way on another program's values
         raise CheckpointError(f"it does not describe a Llama layer ({shortened(error)}).") from error
+    for rope in (rope for rope in ropes.values() if mrope and isinstance(rope, Mapping)):
+        layer["rope_parameters"] |= {name: rope[name] for name in MROPE if name in rope}
     check_layer(layer, known["hidden_size"])
     return layer
 

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from fsd_core.errors import ContextLengthError, FsdError
 from fsd_core.tensors import at_nodes, to_device
 from fsd_infer.device.cache import SlotCache
-from fsd_infer.targets.image_inputs import ImageInput, positions_of, read_with_images, set_offset
+from fsd_infer.drafters.session import DraftSession
+from fsd_infer.targets.image_inputs import ImageInput, ImagePrompt, read_with_images, set_offset
 from fsd_infer.targets.prefixes import Prefix
 from fsd_infer.targets.target import Target
 
@@ -84,7 +85,7 @@ def read_prompts(
     tokens: Tensor,
     lengths: Tensor,
     prefixes: Sequence[Prefix | None] | None = None,
-    image_inputs: Sequence[ImageInput | None] | None = None,
+    shown: Sequence[ImagePrompt | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Fill the cache's first slots with prompts, slot = position.
 
@@ -94,21 +95,21 @@ def read_prompts(
         tokens: [B, M] ids of the prompts, right-padded, on the CPU.
         lengths: [B] lengths of the prompts in tokens, on the CPU.
         prefixes: per prompt a kept prefix that the target has read before, or None.
-        image_inputs: per prompt its images, or None.
+        shown: of :func:`image_prompts`.
 
     Returns:
         Features [B, M, F], meaningless at padding, and logits [B, 1, V] at each prompt's last token.
     """
-    prefixes, image_inputs = _per_row(prefixes, len(tokens)), _per_row(image_inputs, len(tokens))
+    prefixes, shown = _per_row(prefixes, len(tokens)), _per_row(shown, len(tokens))
     cache.prefilled = to_device(lengths, target.device)
     if target.places_images:
         cache.offsets = torch.zeros_like(cache.prefilled) if cache.offsets is None else cache.offsets.zero_()
-    if any(prefixes) or any(image_inputs) or len(tokens) > 1 and target.device.type in READ_IN_TURN:
+    if any(prefixes) or any(shown) or len(tokens) > 1 and target.device.type in READ_IN_TURN:
         prompts = [to_device(row[:length][None], target.device) for row, length in zip(tokens, lengths.tolist())]
         read = [
             read_text(target, cache.row(row), prompt, prefixes[row])
-            if (image_input := image_inputs[row]) is None
-            else _read_rest_of(target, cache.row(row), prompt, image_input, prefixes[row])
+            if (images := shown[row]) is None
+            else _read_rest_of(target, cache.row(row), images, prefixes[row])
             for row, prompt in enumerate(prompts)
         ]
         padded = [F.pad(features, (0, 0, 0, tokens.shape[1] - features.shape[1])) for features, _ in read]
@@ -121,21 +122,35 @@ def read_prompts(
     return features, logits
 
 
-def prompt_shifts(
+def image_prompts(
     target: Target, tokens: Tensor, lengths: Tensor, image_inputs: Sequence[ImageInput | None] | None
-) -> Tensor:
-    """Return by what the rotary positions of prompts' tokens exceed their indices (M-RoPE), [3, B, M] on the device.
+) -> list[ImagePrompt | None]:
+    """Return the prompts [B, M] of these lengths [B] that have images, None for the others."""
+    return [
+        None
+        if image_input is None
+        else ImagePrompt(target.model, to_device(row[:count][None], target.device), image_input)
+        for row, count, image_input in zip(tokens, lengths.tolist(), _per_row(image_inputs, len(tokens)), strict=True)
+    ]
 
-    Arguments are those of :func:`read_prompts`.
+
+def place_drafts(session: DraftSession, cache: SlotCache, tokens: Tensor, shown: Sequence[ImagePrompt | None]) -> None:
+    """Tell a drafter where prompts [B, M] with images place their tokens (M-RoPE), before it is given them.
+
+    Args:
+        session: of the drafter.
+        cache: the target's, after :func:`read_prompts`.
+        tokens: the prompts.
+        shown: those with images.
     """
-    made = torch.zeros(3, *tokens.shape, dtype=torch.long, device=target.device)
-    for row, image_input in enumerate(_per_row(image_inputs, len(tokens))):
-        if image_input is not None:
-            count = int(lengths[row])
-            prompt = to_device(tokens[row : row + 1, :count], target.device)
-            made[:, row, :count] = positions_of(target.model, prompt, image_input).view(-1, count)
-            made[:, row, :count] -= torch.arange(count, device=target.device)
-    return made
+    if cache.offsets is None or not session.takes_rotary or not any(shown):
+        return
+    shifts = torch.zeros(3, *tokens.shape, dtype=torch.long, device=cache.offsets.device)
+    for row, prompt in enumerate(shown):
+        if prompt is not None:
+            count = prompt.tokens.shape[1]
+            shifts[:, row, :count] = prompt.positions.view(-1, count) - torch.arange(count, device=shifts.device)
+    session.set_rotary(shifts, cache.offsets)
 
 
 def _per_row(given: Sequence[Any] | None, rows: int) -> list[Any]:
@@ -144,13 +159,13 @@ def _per_row(given: Sequence[Any] | None, rows: int) -> list[Any]:
 
 
 def _read_rest_of(
-    target: Target, cache: SlotCache, tokens: Tensor, image_input: ImageInput, prefix: Prefix | None
+    target: Target, cache: SlotCache, prompt: ImagePrompt, prefix: Prefix | None
 ) -> tuple[Tensor, Tensor]:
-    """Read a prompt [1, P] that begins with all of its images, if a kept prefix has them, else with their pixels."""
-    if prefix is None or len(prefix.tokens) < image_input.ends(tokens[0].tolist()):
-        return read_with_images(target, cache, tokens, image_input)
-    set_offset(cache, positions_of(target.model, tokens, image_input))
-    return read_text(target, cache, tokens, prefix)
+    """Read a prompt that begins with all of its images, if a kept prefix has them, else with their pixels."""
+    if prefix is None or len(prefix.tokens) < prompt.image_input.ends(prompt.tokens[0].tolist()):
+        return read_with_images(target, cache, prompt)
+    set_offset(cache, prompt.positions)
+    return read_text(target, cache, prompt.tokens, prefix)
 
 
 def read_text(

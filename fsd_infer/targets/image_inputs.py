@@ -98,15 +98,42 @@ def places_images(model: Any) -> bool:
     return getattr(type(model), name, None) is not getattr(GenerationMixin, name, None)
 
 
-def positions_of(model: Any, tokens: Tensor, image_input: ImageInput) -> Tensor:
-    """Return the positions of a prompt [1, P] as ``generate`` prepares them: [1, P], or of M-RoPE [3, 1, P]."""
-    given = {**_moved(model, image_input), "input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    made: Tensor = model._prepare_position_ids_for_generation(tokens, given)
-    return made[1:] if made.dim() == 3 and len(made) == 4 else made  # the first of four are places in the text
+@dataclass(frozen=True, eq=False)
+class ImagePrompt:
+    """A prompt with images, where its target reads it.
+
+    Attributes:
+        model: the target's.
+        tokens: [1, P] the prompt's ids, on its device.
+        image_input: its images.
+    """
+
+    model: Any
+    tokens: Tensor
+    image_input: ImageInput
+
+    @cached_property
+    def inputs(self) -> dict[str, Any]:
+        """The inputs on the model's device, pixels in its dtype."""
+
+        def moved(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            value = to_device(value, self.model.device)
+            return value.to(self.model.dtype) if value.is_floating_point() else value
+
+        return {name: moved(value) for name, value in self.image_input.inputs.items()}
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The tokens' positions as ``generate`` prepares them: [1, P], or of M-RoPE [3, 1, P]."""
+        given = {**self.inputs, "input_ids": self.tokens, "attention_mask": torch.ones_like(self.tokens)}
+        made: Tensor = self.model._prepare_position_ids_for_generation(self.tokens, given)
+        return made[1:] if made.dim() == 3 and len(made) == 4 else made  # the first of four are places in the text
 
 
 def offset_of(positions: Tensor) -> Tensor:
-    """Return by how much later tokens' rotary positions differ from their places, [1], of :func:`positions_of`."""
+    """Return by how much later tokens' rotary positions differ from their places, [1], of a prompt's positions."""
     return positions[..., -1].max()[None] + 1 - positions.shape[-1]
 
 
@@ -116,25 +143,26 @@ def set_offset(cache: SlotCache, positions: Tensor) -> None:
         cache.offsets.copy_(offset_of(positions))
 
 
-def read_with_images(target: Any, cache: SlotCache, tokens: Tensor, image_input: ImageInput) -> tuple[Tensor, Tensor]:
-    """Read a prompt [1, P] with its images in one forward: (features [1, P, F], logits [1, 1, V] at its last token).
+def read_with_images(target: Any, cache: SlotCache, prompt: ImagePrompt) -> tuple[Tensor, Tensor]:
+    """Read a prompt of P tokens with its images in one forward.
 
     Args:
         target: a :class:`~fsd_infer.targets.target.Target`.
         cache: of one row.
-        tokens: the prompt's ids on the target's device.
-        image_input: its images.
+        prompt: with images.
+
+    Returns:
+        Features [1, P, F] and logits [1, 1, V] at its last token.
 
     Raises:
         FsdError: the model reads more tokens than the prompt has, as families do that put images before it.
     """
-    model, count = target.model, tokens.shape[1]
-    positions = positions_of(model, tokens, image_input)
+    model, tokens, count = target.model, prompt.tokens, prompt.tokens.shape[1]
     cache.set_write_slots(torch.arange(count, device=tokens.device)[None], 0, count)
-    given = {cache_argument(type(model)): cache, **_moved(model, image_input)}
+    given = {cache_argument(type(model)): cache, **prompt.inputs}
     given["logits_to_keep"] = target.plain_stack.kept(1, tokens.device)
     given = model.prepare_inputs_for_generation(
-        tokens, attention_mask=None, position_ids=positions, use_cache=True, is_first_iteration=True, **given
+        tokens, attention_mask=None, position_ids=prompt.positions, use_cache=True, is_first_iteration=True, **given
     )
     if not target.plain_stack.takes_keep:
         del given["logits_to_keep"]
@@ -143,17 +171,5 @@ def read_with_images(target: Any, cache: SlotCache, tokens: Tensor, image_input:
     features: Tensor = target.joined(*found)
     if features.shape[1] != count:
         raise FsdError(f"{target.name} reads {features.shape[1]} tokens for a prompt of {count}: use another target.")
-    set_offset(cache, positions)
+    set_offset(cache, prompt.positions)
     return features, logits
-
-
-def _moved(model: Any, image_input: ImageInput) -> dict[str, Any]:
-    """Return the inputs on the model's device, pixels in its dtype."""
-
-    def moved(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        value = to_device(value, model.device)
-        return value.to(model.dtype) if value.is_floating_point() else value
-
-    return {name: moved(value) for name, value in image_input.inputs.items()}

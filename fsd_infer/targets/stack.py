@@ -53,7 +53,7 @@ class Stack(Protocol):
 
         Args:
             inputs: of a target token ids [B, M]; of a head the first layer's input [B, M, H].
-            positions: [B, M] int64.
+            positions: [B, M] int64, or [3, B, M] of a head with M-RoPE that reads a prompt with images.
             visible: by layer type, [B, M, S] bool: may token i attend to slot s. One entry serves all layers. None,
                 for heads in training: causal attention without a cache.
             cache: a :class:`fsd_infer.device.cache.SlotCache` that has the new tokens' slots, or None.
