@@ -279,7 +279,9 @@ def prefill(state: DecodeState, tracker: RequestTracker) -> RoundTensors:
     """Read the prompts, emit each row's first token, and pass the prompts' features [B, M, F] to the drafter."""
     tokens, lengths = padded(tracker.prompts), torch.tensor([len(prompt) for prompt in tracker.prompts])  # [B, M], [B]
     prefixes, image_inputs = tracker.prefixes.find(tracker.prefix_keys), tracker.request.image_inputs
-    features, logits = read_prompts(state.target, state.cache, tokens, lengths, prefixes, image_inputs)
+    features, logits = read_prompts(
+        state.target, state.cache, tokens, lengths, prefixes, image_inputs, lambda: tracker.on_phase("prefill")
+    )
     if state.cache.offsets is not None and state.session.takes_rotary and any(image_inputs or ()):
         state.session.set_rotary(prompt_shifts(state.target, tokens, lengths, image_inputs), state.cache.offsets)
     root = DraftTree.root_only(state.roots, logits.shape[-1])
