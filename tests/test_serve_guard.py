@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import socket
 import threading
+import time
 from contextlib import ExitStack, suppress
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import h11
 import pytest
@@ -19,7 +23,7 @@ from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.serving.app import Limits, make_app
 from fsd_infer.serving.batcher import AnswerJob, Batcher
 from fsd_infer.serving.gate import is_known, known_hosts
-from fsd_infer.serving.listen import Connection
+from fsd_infer.serving.listen import Connection, serve
 from fsd_infer.targets.prefixes import PrefixCache
 from tests.serve_toys import CHAT, COMPLETIONS, LIMITS, ask, asked, connections, listening, make_job, rest
 
@@ -85,6 +89,90 @@ def test_a_client_that_reads_nothing_is_cut_off(toy_decoder: FuzzyDecoder, monke
         assert lost.wait(60)
         one.close()
         assert health(port).startswith(b"HTTP/1.1 200")
+
+
+def test_a_signal_ends_the_server_and_not_the_process(toy_decoder: FuzzyDecoder) -> None:
+    """Running answers are sent as far as they have come, and the command ends with status 0."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    raised, said, begun, real = list[int](), list[bytes](), threading.Event(), toy_decoder.target.forward
+    body = json.dumps(asked(max_tokens=200, stream=True)).encode()
+    request = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+    def slow(*args: Any, **more: Any) -> Any:
+        begun.set()
+        time.sleep(0.02)
+        return real(*args, **more)
+
+    def client() -> None:
+        while not said:
+            with suppress(ConnectionRefusedError), connections(port, [request]) as [one]:
+                assert begun.wait(60)
+                os.kill(os.getpid(), signal.SIGTERM)
+                said.append(rest(one))
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: raised.append(number))
+    thread = threading.Thread(target=client)
+    try:
+        with patch.object(toy_decoder.target, "forward", slow):
+            thread.start()
+            serve(make_app(toy_decoder), "127.0.0.1", port)
+            thread.join(60)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not raised and b'"finish_reason": "abort"' in said[0] and said[0].rstrip(b"\r\n0").endswith(b"[DONE]")
+
+
+def test_an_answer_that_does_not_end_does_not_hold_the_end(
+    toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go, said = threading.Event(), threading.Event(), list[str]()
+    real = toy_decoder.generate
+
+    def stuck(*args: Any, **more: Any) -> Any:
+        begun.set()
+        assert go.wait(60)
+        return real(*args, **more)
+
+    monkeypatch.setattr(toy_decoder, "generate", stuck)
+    monkeypatch.setattr("fsd_infer.serving.batcher.PATIENCE", 0.1)
+    app = make_app(toy_decoder)
+    with TestClient(app) as client:
+        thread = threading.Thread(target=lambda: said.append(client.post(CHAT, json=asked(stream=True)).text))
+        thread.start()
+        assert begun.wait(60)
+        app.state.batcher.stop()
+        thread.join(60)
+        go.set()
+    first, last = said[0].split()[1:-2], said[0].split()[-1]
+    assert json.loads(" ".join(first))["error"]["code"] == 503 and last == "[DONE]"
+
+
+@pytest.mark.parametrize("left", [1, 2])
+def test_prompts_that_nobody_waits_for_are_not_read_on(
+    toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
+    """Of two clients of a batch one or both leave while the first prompt is read."""
+    monkeypatch.setattr("fsd_infer.request.prompts.PREFILL_CHUNK", 4)
+    batcher, forwards, real = Batcher(toy_decoder, max_batch=2, max_queue=4), list[int](), toy_decoder.target.forward
+    ended = [threading.Event(), threading.Event()]
+    jobs = [make_job(toy_decoder, 2, lambda text, job, done=done: done.set() if job else None) for done in ended]
+
+    def leave(*args: Any, **more: Any) -> Any:
+        forwards.append(1)
+        batcher.cancel(jobs[:left])
+        return real(*args, **more)
+
+    monkeypatch.setattr(toy_decoder.target, "forward", leave)
+    try:
+        batcher.submit(jobs)
+        assert all(done.wait(60) for done in ended)
+        if left == 2:
+            assert len(forwards) == 1 and jobs[1].reason == "abort" and not jobs[1].ids
+        else:
+            assert jobs[1].reason == "length" and len(jobs[1].ids) == 2
+    finally:
+        batcher.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])

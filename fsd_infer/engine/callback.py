@@ -35,7 +35,8 @@ class Callback:
         return None
 
     def on_phase(self, phase: str) -> None:
-        """Take the end of a phase: "prefill", "start" of a round, and those that :func:`.decode_round` names."""
+        """Take the end of a phase: "prefill", also after every chunk of a prompt, "start" of a round, and those that
+        :func:`.decode_round` names."""
 
     def on_round(self, report: RoundReport) -> None:
         """Take a round, at first the one that reads the prompts. Adding to ``report.ended`` ends an answer."""

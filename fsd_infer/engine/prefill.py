@@ -291,7 +291,9 @@ def prefill(state: DecodeState, tracker: RequestTracker) -> RoundTensors:
     tokens, lengths = padded(tracker.prompts), torch.tensor([len(prompt) for prompt in tracker.prompts])  # [B, M], [B]
     prefixes = tracker.prefixes.find(tracker.prefix_keys)
     shown = image_prompts(state.target, tokens, lengths, tracker.request.image_inputs)
-    features, logits = read_prompts(state.target, state.cache, tokens, lengths, prefixes, shown)
+    features, logits = read_prompts(
+        state.target, state.cache, tokens, lengths, prefixes, shown, lambda: tracker.on_phase("prefill")
+    )
     place_drafts(state.session, state.cache, tokens, shown)
     root = DraftTree.root_only(state.roots, logits.shape[-1])
     result = accept(state, VerifiedTree(state, root, logits, features[:, :1]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +86,7 @@ def read_prompts(
     lengths: Tensor,
     prefixes: Sequence[Prefix | None] | None = None,
     shown: Sequence[ImagePrompt | None] | None = None,
+    on_chunk: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
     """Fill the cache's first slots with prompts, slot = position.
 
@@ -96,6 +97,7 @@ def read_prompts(
         lengths: [B] lengths of the prompts in tokens, on the CPU.
         prefixes: per prompt a kept prefix that the target has read before, or None.
         shown: of :func:`image_prompts`.
+        on_chunk: called after every chunk that was read; its exceptions end the reading.
 
     Returns:
         Features [B, M, F], meaningless at padding, and logits [B, 1, V] at each prompt's last token.
@@ -107,14 +109,16 @@ def read_prompts(
     if any(prefixes) or any(shown) or len(tokens) > 1 and target.device.type in READ_IN_TURN:
         prompts = [to_device(row[:length][None], target.device) for row, length in zip(tokens, lengths.tolist())]
         read = [
-            read_text(target, cache.row(row), prompt, prefixes[row])
+            read_text(target, cache.row(row), prompt, prefixes[row], on_chunk=on_chunk)
             if (images := shown[row]) is None
             else _read_rest_of(target, cache.row(row), images, prefixes[row])
             for row, prompt in enumerate(prompts)
         ]
         padded = [F.pad(features, (0, 0, 0, tokens.shape[1] - features.shape[1])) for features, _ in read]
         return torch.cat(padded), torch.cat([logits for _, logits in read])
-    features, logits = read_text(target, cache, to_device(tokens, target.device), lengths=cache.prefilled)
+    features, logits = read_text(
+        target, cache, to_device(tokens, target.device), lengths=cache.prefilled, on_chunk=on_chunk
+    )
     if int(lengths.min()) < tokens.shape[1]:  # the forward computed logits at the longest prompt's end only
         target.check_lm_head()
         last = at_nodes(features, to_device(lengths - 1, target.device)[:, None])
@@ -169,7 +173,12 @@ def _read_rest_of(
 
 
 def read_text(
-    target: Target, cache: SlotCache, tokens: Tensor, prefix: Prefix | None = None, lengths: Tensor | None = None
+    target: Target,
+    cache: SlotCache,
+    tokens: Tensor,
+    prefix: Prefix | None = None,
+    lengths: Tensor | None = None,
+    on_chunk: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
     """Forwards over tokens [B, M], chunk by chunk: (features [B, M, F], logits [B, 1, V] at the last token).
 
@@ -188,4 +197,5 @@ def read_text(
         visible = torch.arange(read_by_then, device=target.device) <= slots[..., None]
         logits, read = target.forward(chunk, slots, visible, cache, keep=1)
         features.append(read)
+        on_chunk()
     return torch.cat(features, 1), logits

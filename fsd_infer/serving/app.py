@@ -210,6 +210,8 @@ class Service:
             except asyncio.TimeoutError:
                 if await request.is_disconnected():
                     return
+                if self.batcher.is_overdue:
+                    raise UnavailableError("the server is stopping.") from None
                 continue
             if new:
                 yield index, new

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -26,6 +27,7 @@ from fsd_infer.serving.text import AnswerText
 from fsd_infer.targets.image_inputs import ImageInput
 
 log = logging.getLogger(__name__)
+PATIENCE = 3.5  # seconds until requests are told that the server stops while their answers do not end
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,10 @@ class AnswerJob:
                 self.tell("", self)
 
 
+class _UnwantedError(Exception):
+    """Nobody waits for an answer of the batch."""
+
+
 class _Served(Streaming):
     """Shows each job what its answer has grown by, and asks it where the answer ends."""
 
@@ -195,6 +201,10 @@ class _Served(Streaming):
         self.batch = batch
         watched = any(job.on_round is not None or job.alternatives is not None for job in batch)
         super().__init__(self._show, (lambda row, round: batch[row].watch(round)) if watched else None)
+
+    def on_phase(self, phase: str) -> None:
+        if phase == "prefill" and all(job.cancelled or job.stopped for job in self.batch):
+            raise _UnwantedError
 
     def on_token(self, prompt_index: int, token: int) -> str | None:
         return self.batch[prompt_index].ends(token)
@@ -218,6 +228,7 @@ class Batcher:
         self._changed = threading.Condition()
         self._running: list[AnswerJob] = []
         self._closed = False
+        self._patience_ends = math.inf
         self._thread = threading.Thread(target=self._work, daemon=True, name="decode")
         self._thread.start()
 
@@ -243,10 +254,15 @@ class Batcher:
     def stop(self) -> None:
         """End running answers with their next tokens and fail waiting jobs. Safe to call from a signal handler."""
         with self._changed:
-            self._closed = True
+            self._closed, self._patience_ends = True, time.monotonic() + PATIENCE
             for job in self._running:
                 job.stopped = True
             self._changed.notify()
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether answers still run some time after they were asked to end."""
+        return time.monotonic() > self._patience_ends
 
     def close(self) -> None:
         """Stop, and wait for the decoding thread."""
@@ -296,6 +312,10 @@ class Batcher:
                 logits_processor=[PenaltyProcessor(penalties, start)] if penalties else None,
                 **batch[0].sampling,
             )
+        except _UnwantedError:
+            for job in batch:
+                job.finish("abort")
+            return
         except Exception as error:
             # only one of them may be at fault: those of which nothing was seen are decoded again, each alone
             again = [job for job in batch if len(batch) > 1 and not job.text and job.on_round is None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import signal
 import socket
 from types import FrameType
 from typing import Any
@@ -97,8 +98,10 @@ class _Server(uvicorn.Server):
             print(f"listening on http://{self.config.host}:{port}/v1, until Ctrl-C", flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop; uvicorn's own would also end the process by the signal, with its status."""
         self.config.app.state.batcher.stop()  # type: ignore[union-attr]
-        super().handle_exit(sig, frame)
+        self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
+        self.should_exit = True
 
 
 # of an address that this machine lacks, as many names have one of IPv6 beside that of IPv4
