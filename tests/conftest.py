@@ -33,6 +33,7 @@ from fsd_infer.targets.weights import say
 from tests import small_builtin
 from tests.bench_toys import Toy, save_toy
 
+gc.disable()  # until the tests begin: looking for garbage takes a quarter of the time of their imports
 choose("cpu")  # its kernels answer, as where a decoder was loaded
 
 # How busy a machine is says nothing about the code. Examples depend on the test alone, so one commit has one result.
@@ -60,6 +61,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         raise pytest.UsageError("a test opens a simulated device while it is imported, after which CUDA fails")
     if simulated is not None and not torch.cuda.is_available():
         simulated._register()
+
+
+def pytest_runtestloop() -> None:
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
