@@ -26,6 +26,7 @@ TreeTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]  # tokens, parents, s
 # before learning, the chance that the target accepts a draw from the rest of q: where the largest q is 0, and 1
 ACCEPT_IF_UNSURE, ACCEPT_IF_SURE = 0.2, 0.95
 MIN_REST = 1e-3  # a smaller rest of q is rounding
+TINY = 1e-30  # in place of 0 as a divisor
 MIN_WRONG = 0.001  # chance that all steps of the main drafter from a node are wrong
 
 KERNELS: dict[str, dict[str, Callable[..., Any]]] = {}  # by function and device type
@@ -146,6 +147,24 @@ def divergence_rows(
 
 
 @_replaceable
+def residual_mass(
+    p_logits: Tensor, q_logits: Tensor, weight: Tensor, q_index: Tensor, draft_ids: Tensor | None = None
+) -> Tensor:
+    """Return Σ (w·p - q)+ per row of p, 0 where there is no q: [B, N]. With w = 1 it is their total variation.
+
+    Args:
+        p_logits, q_logits, q_index, draft_ids: as of :func:`divergence_rows`.
+        weight: [B, N] w, from 0 to 1.
+    """
+    p, q = weight[..., None].float() * p_logits.float().softmax(-1), q_logits.float().softmax(-1)
+    own = p if draft_ids is None else p.index_select(-1, draft_ids.long())
+    mass = (own - at_nodes(q, q_index.clamp_min(0))).clamp_min(0.0).sum(-1).to(weight.dtype)
+    if draft_ids is not None:
+        mass = mass + (weight - own.sum(-1)).clamp_min(0.0)
+    return mass.masked_fill(q_index < 0, 0.0)
+
+
+@_replaceable
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Draw one index per row by inverse CDF; an index of weight 0 is never drawn.
 
@@ -257,6 +276,38 @@ def ancestors(parents: Tensor) -> Tensor:
         found = found | found.gather(1, parents[..., None].expand(-1, -1, count))
         parents = parents.gather(1, parents)
     return found
+
+
+@_replaceable
+def drawn_weights(ratio: Tensor, parents: Tensor, drawn: Tensor, depth: int) -> Tensor:
+    """Return w of block verification: min(1, w(parent)·ratio) at drawn nodes, 1 at others.
+
+    Args:
+        ratio: [B, N] p/q of drawn nodes.
+        parents: [B, N] int64 node numbers, each less than its node's own; 0 for the root.
+        drawn: [B, N] bool, False for the root.
+        depth: at least that of the deepest node.
+    """
+    weight = ones = torch.ones_like(ratio)
+    for _ in range(depth):
+        weight = torch.where(drawn, (weight.gather(1, parents) * ratio).clamp_max(1.0), ones)
+    return weight
+
+
+@_replaceable
+def descent_probs(ends_here: Tensor, parents: Tensor, drawn: Tensor, depth: int) -> Tensor:
+    """Return the probability that a walk which ends at a node's parent or below its draw ends below its draw: [B, N].
+
+    Args:
+        ends_here: [B, N] that it ends at a node, if it does not end below the node's drawn child.
+        parents, drawn, depth: as of :func:`drawn_weights`; a node has at most one drawn child.
+    """
+    none = ends_below = torch.zeros_like(ends_here)
+    ends_within = ends_here
+    for _ in range(depth):
+        ends_below = none.scatter_add(1, parents, ends_within.masked_fill(~drawn, 0.0))
+        ends_within = ends_below + (1 - ends_below) * ends_here
+    return (ends_below / ends_within.clamp_min(TINY)).clamp_max(1.0).gather(1, parents)
 
 
 @_replaceable

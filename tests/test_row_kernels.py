@@ -9,6 +9,7 @@ from transformers.generation.logits_process import TopKLogitsWarper
 
 from fsd_core import functional
 from fsd_core.divergence import divergence
+from fsd_core.tensors import at_nodes
 from fsd_infer.backends.cpu import functions
 from fsd_infer.backends.cpu.kernels import PLAIN_DIVERGENCES, kernels
 from fsd_infer.request.processors import TreeProcessors
@@ -128,6 +129,49 @@ def test_some_rows_are_compared_where_they_lie(name: str, p_type: torch.dtype, q
             torch.testing.assert_close(found[row, node].double(), expected, atol=1e-6, rtol=1e-5)
     with pytest.raises(IndexError):
         functional.divergence_rows(p, q, measure, ids, index + 3)
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_kernels), False])
+@pytest.mark.parametrize("p_type", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("drafted", [40, 97, None])
+def test_what_weighted_rows_leave(
+    drafted: int | None, p_type: torch.dtype, compiled: bool, fresh: pytest.MonkeyPatch
+) -> None:
+    fresh.setenv("FSD_KERNELS", str(int(compiled)))
+    ids = None if drafted is None else torch.randperm(97)[:drafted].int()
+    p, q = torch.randn(2, 4, 97).mul(2).to(p_type), torch.randn(2, 3, drafted or 97)
+    p[0, 0, ::3], q[0, 2, 1:5] = -torch.inf, -torch.inf
+    index, weight = torch.tensor([[2, -1, 0, 2], [1, 0, -1, -1]]), torch.rand(2, 4).double()
+    weight[0, 0], weight[1, 0] = 1.0, 0.0
+    found = functional.residual_mass(p, q, weight, index, ids)
+    whole = torch.zeros(2, 3, 97).double()
+    whole[..., torch.arange(97) if ids is None else ids.long()] = q.double().softmax(-1)
+    left = (weight[..., None] * p.double().softmax(-1) - at_nodes(whole, index.clamp_min(0))).clamp_min(0.0).sum(-1)
+    assert found.dtype == torch.double
+    torch.testing.assert_close(found, left.masked_fill(index < 0, 0.0), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("nodes", [2, 9, 30])
+def test_python_walks_few_nodes_as_torch_does(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up and down the drawn nodes of random trees, and of chains, with weights of 0 and 1 among them."""
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        parents = (torch.rand(3, nodes, generator=generator) * torch.arange(nodes)).long()
+        parents[0] = (torch.arange(nodes) - 1).clamp_min(0)
+        drawn = torch.zeros(3, nodes, dtype=torch.bool)
+        for row, node in torch.cartesian_prod(torch.arange(3), torch.arange(1, nodes)).tolist():
+            siblings = drawn[row, 1:node] & (parents[row, 1:node] == parents[row, node])
+            drawn[row, node] = not siblings.any() and bool(torch.rand((), generator=generator) < 0.8)
+        ratio = torch.randn(3, nodes, generator=generator).double().exp()
+        here = torch.rand(3, nodes, generator=generator).double()
+        ratio[:, 1::4], here[:, 1::5], here[:, 2::5] = 0.0, 0.0, 1.0
+        for name, values in (("drawn_weights", ratio), ("descent_probs", here)):
+            arguments = values, parents, drawn, nodes - 1
+            found = getattr(functions, name)(*arguments)
+            with monkeypatch.context() as patch:
+                patch.delitem(functional.KERNELS[name], "cpu", raising=False)
+                torch.testing.assert_close(found, getattr(functional, name)(*arguments))
+    assert functions.drawn_weights(ratio.new_ones(40, 30), parents, drawn, 1) is NotImplemented
 
 
 @needs_kernels

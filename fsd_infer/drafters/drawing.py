@@ -75,13 +75,10 @@ def accepted_and_expected(tree: DraftTree, path: Tensor, accepted: Tensor) -> Te
     tested = tree.is_draft & reached.gather(1, tree.parents)
     if tree.proposers is not None:
         tested = tested & (tree.proposers == 0)
-    drawn = torch.zeros_like(tested) if tree.drawn is None else tree.drawn
-    sums = []
-    for of_kind in (~drawn, drawn):
-        for at_depth in (tree.depths == 1, tree.depths > 1):
-            counted = tested & of_kind & at_depth
-            sums += [(counted & reached).sum(1).float(), accept_prob.masked_fill(~counted, 0.0).sum(1)]
-    return torch.stack(sums, 1)
+    kinds = (tree.depths > 1).long() if tree.drawn is None else 2 * tree.drawn + (tree.depths > 1)  # [B, N]
+    of_nodes = torch.stack([reached.float(), accept_prob], -1).masked_fill(~tested[..., None], 0.0)  # [B, N, 2]
+    sums = of_nodes.new_zeros(len(kinds), 4, 2)
+    return sums.scatter_add(1, kinds[..., None].expand_as(of_nodes), of_nodes).flatten(1)
 
 
 class Drawing:

@@ -17,8 +17,6 @@ from fsd_infer.rules.parameters import parameter
 from fsd_infer.rules.vocab_rows import VocabRows
 from fsd_infer.trees.tree import Draws
 
-TINY = 1e-30  # in place of 0 as a divisor
-
 
 @RULES.register("exact")
 @dataclass(frozen=True)
@@ -73,33 +71,18 @@ def block_test(inputs: RuleInputs) -> AcceptanceTest:
     """
     tree, drawn, has_drawn_child = inputs.tree, inputs.is_drawn, inputs.has_drawn_child
     log_p, log_q = (each.to(wide(drawn.device)) for each in (inputs.log_p, inputs.log_q))
-    p, q, ratio = log_p.exp(), log_q.exp(), (log_p - log_q).exp()
-    weight = ones = torch.ones_like(p)
-    for _ in range(tree.max_depth):
-        weight = torch.where(drawn, (inputs.at_parents(weight) * ratio).clamp_max(1.0), ones)
-    residual = _residual_mass(inputs, weight)
-    ends_here = torch.where(has_drawn_child & (weight < 1), residual / (residual + 1 - weight).clamp_min(TINY), weight)
-    ends_below, ends_within = torch.zeros_like(p), ends_here
-    for _ in range(tree.max_depth):
-        ends_below = torch.zeros_like(p).scatter_add(1, tree.parents, ends_within.masked_fill(~drawn, 0.0))
-        ends_within = ends_below + (1 - ends_below) * ends_here
-    goes_on = inputs.at_parents(ends_below / ends_within.clamp_min(TINY)).clamp_max(1.0)  # given that the walk is here
-    rest = (inputs.at_parents(weight) * p - q).clamp_min(0.0) / inputs.at_parents(residual).clamp_min(TINY)
+    p, q = log_p.exp(), log_q.exp()
+    weight = functional.drawn_weights((log_p - log_q).exp(), tree.parents, drawn, tree.max_depth)
+    residual = inputs.residual_mass(weight)
+    at_draws = residual / (residual + 1 - weight).clamp_min(functional.TINY)
+    ends_here = torch.where(has_drawn_child & (weight < 1), at_draws, weight)
+    goes_on = functional.descent_probs(ends_here, tree.parents, drawn, tree.max_depth)  # given that the walk is here
+    rest = (inputs.at_parents(weight) * p - q).clamp_min(0.0) / inputs.at_parents(residual).clamp_min(functional.TINY)
     fixed = torch.where(inputs.at_parents(has_drawn_child), (1 - goes_on) * rest.clamp_max(1.0), p)
-    of_end = torch.where(has_drawn_child, weight, ones)  # elsewhere p, to which w·p is in proportion
+    of_end = weight.masked_fill(~has_drawn_child, 1.0).float()  # elsewhere p, to which w·p is in proportion
     return AcceptanceTest(torch.where(drawn, goes_on, fixed), lambda at: _residual(at, of_end))
 
 
 def _residual(at: VocabRows, weight: Tensor) -> Tensor:
     """Return (w·p - q)+, [R, V]."""
-    return (at.of(weight).to(at.p.dtype)[:, None] * at.p - at.proposal).clamp_min(0.0)
-
-
-def _residual_mass(inputs: RuleInputs, weight: Tensor) -> Tensor:
-    """Return Σ (w·p - q)+ at contexts with a drawn child, [B, N]."""
-    unweighted, at = inputs.residual_mass.to(weight.dtype), VocabRows.every(inputs)
-    at = at.subset(functional.host_nonzero(at.of(inputs.has_drawn_child & (weight < 1))))
-    if not len(at.rows):
-        return unweighted
-    mass = _residual(at.reduced(), weight).sum(-1).to(weight.dtype)  # q is 0 for tokens that the drafter lacks
-    return torch.where(weight < 1, unweighted.index_put((at.rows, at.nodes), mass), unweighted)
+    return (at.of(weight)[:, None] * at.p - at.proposal).clamp_min(0.0)

@@ -191,15 +191,15 @@ class RuleInputs(Renamed):
         p = self.log_p.to(wide(self.log_p.device)).exp()
         if not self.sampled:
             return p
-        return self.accept_prob_under(p, self.log_p, torch.zeros_like(p) if self.is_chain else self.residual_mass)
+        residual = torch.zeros_like(p) if self.is_chain else self.residual_mass(torch.ones_like(p))
+        return self.accept_prob_under(p, self.log_p, residual)
 
-    @cached_property
-    def residual_mass(self) -> Tensor:
-        """Σ (p - q)+ at contexts with a drawn child, the total variation of p and the draw's q."""
+    def residual_mass(self, weight: Tensor) -> Tensor:
+        """Σ (w·p - q)+ at contexts with a drawn child, with q of the draw. ``weight``: [B, N] w."""
         tree = self.tree
         assert tree.q_scores is not None
         index = tree.q_index.masked_fill(~self.has_drawn_child, -1)
-        return functional.divergence_rows(self.round.scores, tree.q_scores, divergence("tv"), tree.draft_ids, index)
+        return functional.residual_mass(self.round.scores, tree.q_scores, weight, index, tree.draft_ids)
 
     def accept_prob_under(self, r: Tensor, log_r: Tensor, residual: Tensor) -> Tensor:
         """:attr:`accept_prob` under any distribution r, above temperature 0.
@@ -217,7 +217,7 @@ class RuleInputs(Renamed):
             return torch.where(self.is_drawn, passes, r)
         fails = 1.0 - self.at_parents(self.sum_children(passes))
         rest = (r - self.log_q.to(r.dtype).exp()).clamp_min(0.0)
-        rest = rest / self.at_parents(residual).to(r.dtype).clamp_min(1e-30)
+        rest = rest / self.at_parents(residual).to(r.dtype).clamp_min(functional.TINY)
         fixed = torch.where(self.at_parents(self.has_drawn_child), fails * rest, r).clamp_max(1.0)
         return torch.where(self.is_drawn, passes, fixed)
 

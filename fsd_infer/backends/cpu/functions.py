@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from fsd_core import functional
-from fsd_infer.backends.cpu.kernels import PLAIN_DIVERGENCES, Kernels, TreeTensors, kernels
+from fsd_core.functional import TreeTensors
+from fsd_infer.backends.cpu.kernels import PLAIN_DIVERGENCES, Kernels, kernels
 from fsd_infer.backends.cpu.structs import Mixing
 
+_FEW_NODES = 256
 _FEW_LARGEST = 256  # the kernel inserts into a sorted list, which is slower than torch's selection for more
 
 
@@ -75,15 +77,25 @@ def divergence_rows(
     fits = q_logits.shape[-1] == width and (q_index is not None or p_logits.shape[:-1] == q_logits.shape[:-1])
     if compiled is None or not fits:
         return NotImplemented
-    ids = None if draft_ids is None else draft_ids.long().contiguous()  # files may store narrower integers
-    p_logits, q_logits = p_logits.contiguous(), q_logits.contiguous()
     if q_index is None:
-        return compiled.divergence(measure.name, p_logits, q_logits, ids)
-    known = q_index >= 0
-    flat, rows = _chosen(p_logits, known)
-    of_q = (q_index + q_logits.shape[1] * torch.arange(len(q_index))[:, None])[known]
-    found = compiled.divergence(measure.name, flat, q_logits.flatten(0, 1), ids, (rows, of_q))
-    return _spread(found, rows, known, math.inf)
+        return compiled.divergence(measure.name, p_logits.contiguous(), q_logits.contiguous(), _wide(draft_ids))
+    flat, rows = _chosen(p_logits, q_index >= 0)
+    which, q_logits = (rows, _rows_of_q(q_logits, q_index, rows)), q_logits.contiguous().flatten(0, 1)
+    found = compiled.divergence(measure.name, flat, q_logits, _wide(draft_ids), which)
+    return _spread(found, rows, q_index, math.inf)
+
+
+def residual_mass(
+    p_logits: Tensor, q_logits: Tensor, weight: Tensor, q_index: Tensor, draft_ids: Tensor | None = None
+) -> Any:
+    compiled = _compiled(p_logits, q_logits)
+    if compiled is None:
+        return NotImplemented
+    flat, rows = _chosen(p_logits, q_index >= 0)
+    which, weights = (rows, _rows_of_q(q_logits, q_index, rows)), weight.flatten().index_select(0, rows).float()
+    q_logits = q_logits.contiguous().flatten(0, 1)
+    found = compiled.divergence("residual", flat, q_logits, _wide(draft_ids), which, weights)
+    return _spread(found.to(weight.dtype), rows, q_index)
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Any:
@@ -139,6 +151,46 @@ def _spread(found: Tensor, rows: Tensor, where: Tensor, other: float = 0.0) -> T
     return whole.index_copy_(0, rows, found).unflatten(0, where.shape)
 
 
+def _wide(draft_ids: Tensor | None) -> Tensor | None:
+    """Return token ids as the kernels read them: files may store narrower integers."""
+    return None if draft_ids is None else draft_ids.long().contiguous()
+
+
+def _rows_of_q(q_logits: Tensor, q_index: Tensor, rows: Tensor) -> Tensor:
+    """Return the rows [R] of q [B · I, Vd] for rows [R] of p [B · N, V]. ``q_index``: [B, N]."""
+    index = q_index if len(q_index) == 1 else q_index + q_logits.shape[1] * torch.arange(len(q_index))[:, None]
+    return index.flatten().index_select(0, rows)
+
+
+def drawn_weights(ratio: Tensor, parents: Tensor, drawn: Tensor, depth: int) -> Any:
+    """Walk down the few nodes of trees in Python, which takes less time than starting torch's operations."""
+    if ratio.numel() > _FEW_NODES:
+        return NotImplemented
+    found = []
+    for ratios, above, is_drawn in zip(ratio.tolist(), parents.tolist(), drawn.tolist()):
+        weights = [1.0]
+        for own, parent, follows in zip(ratios[1:], above[1:], is_drawn[1:]):
+            weights.append(min(weights[parent] * own, 1.0) if follows else 1.0)
+        found.append(weights)
+    return torch.tensor(found, dtype=ratio.dtype)
+
+
+def descent_probs(ends_here: Tensor, parents: Tensor, drawn: Tensor, depth: int) -> Any:
+    """Walk up the few nodes of trees, as :func:`drawn_weights` walks down."""
+    if ends_here.numel() > _FEW_NODES:
+        return NotImplemented
+    found = []
+    for here, above, is_drawn in zip(ends_here.tolist(), parents.tolist(), drawn.tolist()):
+        below = [0.0] * len(here)
+        within = below.copy()
+        for node in reversed(range(len(here))):
+            within[node] = below[node] + (1 - below[node]) * here[node]
+            if is_drawn[node]:
+                below[above[node]] = within[node]
+        found.append([min(below[parent] / max(within[parent], functional.TINY), 1.0) for parent in above])
+    return torch.tensor(found, dtype=ends_here.dtype)
+
+
 def ancestors(parents: Tensor) -> Any:
     compiled = kernels()
     return NotImplemented if compiled is None else compiled.ancestors(parents.contiguous())
@@ -159,6 +211,7 @@ def _compiled(*logits: Tensor) -> Kernels | None:
 
 def register() -> None:
     """Let the kernels answer on CPUs."""
-    of_rows = (row_max, row_stats, row_entropy, topk_logprobs, keep_top_k, divergence_rows, sample_rows)
-    for kernel in (*of_rows, draw, mixed_children, host_max, host_nonzero, ancestors, tree_union):
+    of_rows = (row_max, row_stats, row_entropy, topk_logprobs, keep_top_k, divergence_rows, residual_mass, sample_rows)
+    of_trees = (ancestors, drawn_weights, descent_probs, tree_union)
+    for kernel in (*of_rows, draw, mixed_children, host_max, host_nonzero, *of_trees):
         functional.register(kernel.__name__, "cpu", kernel)

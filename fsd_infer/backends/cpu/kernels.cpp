@@ -154,16 +154,16 @@ void fsd_row_entropies(int narrow_x, const void* x, const int64_t* pick, int64_t
 
 // out [rows] = divergence `kind` between rows of logits p [·, columns] and q [·, drafted], in bf16 (narrow) or fp32.
 // p_rows, q_rows [rows]: the numbers of the rows, null for all in order. ids [drafted]: the tokens of q, null for all.
-// Divergences that are infinite where q is 0 take no ids.
+// Divergences that are infinite where q is 0 take no ids. weights [rows] of the residual's p, else null.
 void fsd_divergence(int kind, int64_t rows, int narrow_p, const void* p, const int64_t* p_rows, int64_t columns,
-                    int narrow_q, const void* q, const int64_t* q_rows, int64_t drafted, const int64_t* ids, float* out,
-                    int threads) {
+                    int narrow_q, const void* q, const int64_t* q_rows, int64_t drafted, const int64_t* ids,
+                    const float* weights, float* out, int threads) {
 #pragma omp parallel num_threads(threads)
   {
     const auto from = [&](auto p_numbers) {
       const Rows<std::remove_const_t<std::remove_pointer_t<decltype(p_numbers)>>> of_p{p_numbers, columns, p_rows};
-      if (narrow_q) divergences(kind, of_p, Rows<bf16>{(const bf16*)q, drafted, q_rows}, rows, ids, out);
-      else divergences(kind, of_p, Rows<float>{(const float*)q, drafted, q_rows}, rows, ids, out);
+      if (narrow_q) divergences(kind, of_p, Rows<bf16>{(const bf16*)q, drafted, q_rows}, rows, ids, weights, out);
+      else divergences(kind, of_p, Rows<float>{(const float*)q, drafted, q_rows}, rows, ids, weights, out);
     };
     if (narrow_p) from((const bf16*)p);
     else from((const float*)p);

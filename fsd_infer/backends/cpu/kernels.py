@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import KernelsError
+from fsd_core.functional import TreeTensors
 from fsd_infer.backends.cpu.codebooks import rewritten
 from fsd_infer.backends.cpu.pages import zeroed
 from fsd_infer.backends.cpu.sets import VARIABLE, wanted
@@ -37,13 +38,12 @@ from fsd_infer.device.cores import team_size
 
 logger = logging.getLogger(__name__)
 
-PLAIN_DIVERGENCES = ("kl_qp", "kl_pq", "js", "ag", "tv")  # numbered as ``Kind`` in kernels.cpp
+PLAIN_DIVERGENCES = ("kl_qp", "kl_pq", "js", "ag", "tv")
+_KINDS = (*PLAIN_DIVERGENCES, "residual")  # numbered as ``Kind`` in statistics.h
 _FEW_NUMBERS = 2**18  # one thread reads these before a second one wakes up
 MOST_ROWS = 512  # above, oneDNN's products and torch's attention are as fast
 SIDES = (64, 32)  # columns of a packed weight's panels that the kernels know
 FEW_TOKENS = 64  # per text: forwards over at most this many agree bit by bit, whatever runs beside them
-
-TreeTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]  # tokens, parents, scores and proposers of a DraftTree
 
 
 _ROWS = (c_int, c_void_p, c_void_p, c_int64)  # bf16 or fp32, numbers, which rows, and a length
@@ -61,7 +61,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "rows": (c_int64, POINTER(Linear), c_void_p, c_int64, c_int, c_void_p, c_int),
     "block_bytes": (c_int64, *[c_int64] * 3),
     "block_pack": (c_int64, c_int64, *[c_void_p] * 2, *[c_int64] * 2, c_void_p, c_int),
-    "divergence": (None, c_int, c_int64, *_ROWS, *_ROWS, *[c_void_p] * 2, c_int),
+    "divergence": (None, c_int, c_int64, *_ROWS, *_ROWS, *[c_void_p] * 3, c_int),
     "likeliest": (None, c_int, c_void_p, *[c_int64] * 3, *[c_void_p] * 2, c_int),
     "sample": (None, *_ROWS, c_int64, *[c_void_p] * 2, c_int),
     "draw": (None, c_void_p, *[c_int64] * 2, *[c_void_p] * 2, c_int),
@@ -180,8 +180,7 @@ class Kernels:
         """Compute :func:`fsd_core.functional.draw` of weights [R, M] and uniforms [R] in fp32."""
         weights, uniforms = weights.contiguous(), uniforms.contiguous()
         found, sizes = torch.empty(len(weights), dtype=torch.long), weights.shape
-        addresses = uniforms.data_ptr(), found.data_ptr()
-        self._library.fsd_draw(weights.data_ptr(), *sizes, *addresses, _threads(*sizes))
+        self._library.fsd_draw(weights.data_ptr(), *sizes, uniforms.data_ptr(), found.data_ptr(), _threads(*sizes))
         return found
 
     def mixed_children(
@@ -230,15 +229,16 @@ class Kernels:
         q: Tensor,
         ids: Tensor | None,
         rows: tuple[Tensor | None, Tensor | None] = (None, None),
+        weights: Tensor | None = None,
     ) -> Tensor:
-        """Compute D(p, q) in fp32, see :func:`fsd_core.divergence.divergence`.
+        """Compute D(p, q) in fp32, see :func:`fsd_core.divergence.divergence`, or as "residual" Σ (w·p - q)+.
 
         Args:
-            name: one of :data:`PLAIN_DIVERGENCES`; with ``ids`` one that is finite where q is 0.
-            p: [..., V] logits in bf16 or fp32.
-            q: [..., Vd] logits in bf16 or fp32.
+            name: "residual" or one of :data:`PLAIN_DIVERGENCES`; with ``ids`` one that is finite where q is 0.
+            p, q: [..., V] and [..., Vd] logits in bf16 or fp32.
             ids: [Vd] int64, the tokens of q's columns; None: V = Vd.
             rows: [R] int64 each, the rows of p [M, V] and of q [I, Vd] to compare; None: all in order.
+            weights: [R] w in fp32, of a residual.
 
         Returns:
             [...], or [R] with ``rows``.
@@ -251,9 +251,9 @@ class Kernels:
         for x, which in zip((p, q), rows):
             _checked(which, x)
         out = torch.empty(p.shape[:-1] if rows[0] is None else rows[0].shape)
-        kind, threads = PLAIN_DIVERGENCES.index(name), team_size()
         of_p, of_q = ((*_rows(x, which), x.shape[-1]) for x, which in zip((p, q), rows, strict=True))
-        self._library.fsd_divergence(kind, out.numel(), *of_p, *of_q, address_of(ids), out.data_ptr(), threads)
+        kind, addresses = _KINDS.index(name), (address_of(ids), address_of(weights), out.data_ptr())
+        self._library.fsd_divergence(kind, out.numel(), *of_p, *of_q, *addresses, team_size())
         return out
 
     def stack(self, stack: StackStruct, forward: Forward) -> None:

@@ -144,7 +144,7 @@ Maximum maximum(const float* x, int64_t columns) {
   return found;
 }
 
-enum Kind { KL_QP, KL_PQ, JS, AG, TV };  // the plain forms of divergence.py
+enum Kind { KL_QP, KL_PQ, JS, AG, TV, RESIDUAL };  // the plain forms of divergence.py, and Σ (weight · p - q)+
 constexpr float ZERO = -1e30f;             // log-probabilities at or below stand for probability 0
 constexpr float LN2 = 0.693147181f;
 
@@ -177,10 +177,11 @@ inline __m512 terms(__m512 a, __m512 b) {
 
 // D(p, q) of one row. ids are the tokens of q, null for all. For other tokens q is 0 and the term is linear in p.
 template <Kind KIND, class P, class Q>
-float divergence(const P* p, int64_t columns, const Q* q, int64_t drafted, const int64_t* ids) {
+float divergence(const P* p, int64_t columns, const Q* q, int64_t drafted, const int64_t* ids, float weight) {
   const __m512 of_p = _mm512_set1_ps(log_sum_exp(p, columns)), of_q = _mm512_set1_ps(log_sum_exp(q, drafted));
   const __m512 floor = _mm512_set1_ps(ZERO);
-  __m512 sum = _mm512_setzero_ps(), mass = sum;
+  const __m512 none = _mm512_setzero_ps();
+  __m512 sum = none, mass = none;
   for (int64_t at = 0; at < drafted; at += LANES) {
     const __mmask16 inside = lanes(drafted - at);
     __m512 own;
@@ -194,12 +195,18 @@ float divergence(const P* p, int64_t columns, const Q* q, int64_t drafted, const
     // this order of arguments keeps NaN
     const __m512 a = _mm512_max_ps(floor, _mm512_sub_ps(own, of_p));
     const __m512 b = _mm512_max_ps(floor, _mm512_sub_ps(load(q + at, inside), of_q));
-    sum = _mm512_add_ps(sum, terms<KIND>(a, b));
+    if constexpr (KIND == RESIDUAL) {
+      const __m512 weighted = _mm512_mul_ps(_mm512_set1_ps(weight), exponential(a));
+      sum = _mm512_add_ps(sum, _mm512_max_ps(none, _mm512_sub_ps(weighted, exponential(b))));
+    } else {
+      sum = _mm512_add_ps(sum, terms<KIND>(a, b));
+    }
     if (ids) mass = _mm512_add_ps(mass, exponential(a));
   }
   float total = _mm512_reduce_add_ps(sum);
-  if (ids && KIND != KL_QP) total += std::max(0.f, 1.f - _mm512_reduce_add_ps(mass)) * (KIND == JS ? LN2 / 2 : .5f);
-  const float high = KIND == JS ? LN2 : KIND == TV ? 1.f : INFINITY;
+  const float outside = KIND == JS ? LN2 / 2 : KIND == RESIDUAL ? weight : .5f;  // of p without q
+  if (ids && KIND != KL_QP) total += std::max(0.f, 1.f - _mm512_reduce_add_ps(mass)) * outside;
+  const float high = KIND == JS ? LN2 : KIND == TV || KIND == RESIDUAL ? 1.f : INFINITY;
   return total != total ? total : std::min(std::max(total, 0.f), high);
 }
 
@@ -308,20 +315,21 @@ struct Rows {
 };
 
 template <Kind KIND, class P, class Q>
-void divergences(Rows<P> p, Rows<Q> q, int64_t rows, const int64_t* ids, float* out) {
+void divergences(Rows<P> p, Rows<Q> q, int64_t rows, const int64_t* ids, const float* weights, float* out) {
   const Share share(rows);
   for (int64_t row = share.begin; row < share.end; ++row)
-    out[row] = divergence<KIND>(p[row], p.columns, q[row], q.columns, ids);
+    out[row] = divergence<KIND>(p[row], p.columns, q[row], q.columns, ids, weights ? weights[row] : 1.f);
 }
 
 template <class P, class Q>
-void divergences(int kind, Rows<P> p, Rows<Q> q, int64_t rows, const int64_t* ids, float* out) {
+void divergences(int kind, Rows<P> p, Rows<Q> q, int64_t rows, const int64_t* ids, const float* weights, float* out) {
   switch (kind) {
-    case KL_QP: return divergences<KL_QP>(p, q, rows, ids, out);
-    case KL_PQ: return divergences<KL_PQ>(p, q, rows, ids, out);
-    case JS: return divergences<JS>(p, q, rows, ids, out);
-    case AG: return divergences<AG>(p, q, rows, ids, out);
-    default: return divergences<TV>(p, q, rows, ids, out);
+    case KL_QP: return divergences<KL_QP>(p, q, rows, ids, weights, out);
+    case KL_PQ: return divergences<KL_PQ>(p, q, rows, ids, weights, out);
+    case JS: return divergences<JS>(p, q, rows, ids, weights, out);
+    case AG: return divergences<AG>(p, q, rows, ids, weights, out);
+    case TV: return divergences<TV>(p, q, rows, ids, weights, out);
+    default: return divergences<RESIDUAL>(p, q, rows, ids, weights, out);
   }
 }
 
