@@ -49,8 +49,8 @@ class GraftedDrafter(Drafter):
     a grafted token that both models find unlikely. A gate that opens because the models agree would force that token.
     So the node loses its q, and its gate stays closed.
 
-    **Sampled chains.** The exact test of a sampled draft allows no second child. So a small LM at temperatures above 0
-    drafts alone.
+    **Drawn chains.** The test of a chain that is drawn from q allows no second child. So ``main`` drafts alone if the
+    rule asks for chains (``exact:block=true``). By default drafts are drawn as nodes of its tree, which is merged.
 
     Args:
         main: the drafter whose distributions q are kept.
