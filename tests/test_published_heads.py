@@ -26,7 +26,7 @@ from fsd_infer.heads.head import EagleHead
 from fsd_infer.rules import parse_rule
 from fsd_infer.trees.tree import DraftTree
 from tests.covering import covering, fast_only
-from tests.published_blocks import BLOCK, MASK, QWEN3, States, block_states, confidence, tiny_target, z_lab
+from tests.published_blocks import BLOCK, MASK, QWEN3, States, block_states, confidence, tiny_target
 from tests.published_heads import LAYOUTS, layout
 from tests.published_mtp import MTP
 from tests.rules_toy import V
@@ -246,47 +246,6 @@ def test_the_confidence_head_cuts_by_what_comes_before(root: Path, threshold: fl
         lengths.add(kept)
         assert tree.tokens[row, : drafts + 1].tolist() == whole.tokens[row, : drafts + 1].tolist()
     assert (lengths == {BLOCK}) == (threshold == 0.0)
-
-
-Changed = dict[str, Any]
-REFUSED: dict[str, tuple[str, Changed, str]] = {
-    "a slot that could mean two things": (
-        "dflash of z-lab", {"architectures": ["MyDraft"]}, '"sample_from_anchor": false'
-    ),
-    "a default that differs": ("dspark of speculators", {"sample_from_anchor": ...}, "must say sample_from_anchor"),
-    "two numberings": ("dflash of speculators", {"target_layer_ids": [1, 3]}, "which should be one more"),
-    "a layer that is not there": (
-        "dflash of z-lab", z_lab(target_layer_ids=[0, 9]), r"layers \[0, 9\]; .* has 0 to 3, each once"
-    ),
-    "another target": ("dflash of z-lab", {"num_target_layers": 36}, "for a target of 36 layers"),
-    "the embeddings": ("dflash of z-lab", z_lab(target_layer_ids=[-1, 2]), "-1\\) are not read here"),
-    "a second version": ("dflash of z-lab", z_lab(conv_kernel_size=4), "conv_kernel_size, which is not known here"),
-    "sinks": ("dflash of z-lab", z_lab(attention_sink_bias=True), "attention_sink_bias"),
-    "two values": ("dflash of z-lab", z_lab(block_size=8), "says block_size twice"),
-    "no mask": ("dflash of z-lab", z_lab(mask_token_id=None), "no mask_token_id"),
-    "another vocabulary": ("dflash of z-lab", {"vocab_size": 9}, "drafts for a vocabulary of 9"),
-    "a missing correction": ("dflash of z-lab", z_lab(projector_type="domino"), "whose tensors are missing"),
-    "another Markov head": ("dspark of DeepSpec, gated", {"markov_head_type": "rnn"}, "those of a gated head"),
-    "Gemma's layers": ("dflash of DeepSpec", {"architectures": ["Gemma4DSparkModel"]}, "layers are Gemma's"),
-    "too many layers": ("dflash of z-lab", {"num_hidden_layers": 3}, "names 3 layers"),
-    "another architecture": ("hydra", {"hydra_head_arch": "prefix-mlp"}, "'prefix-mlp': only \"mlp\""),
-    "ungrounded": ("hydra", {"grounded_heads": False}, "unexpected"),
-    "an inner state": ("hydra", {"hidden_state_offset": 1}, "hidden_state_offset of 1"),
-    "fewer steps": ("mlp speculator", {"n_predict": 2}, "unexpected"),
-    "no masks": ("p-eagle", {"mask_token_id": ...}, "no token of its masks"),
-    "LM heads of some": ("medusa", {}, "3 with 2 LM heads"),
-    "truncated": ("medusa of vLLM", {"truncated_vocab_size": 2}, "truncated vocabulary"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", REFUSED)
-def test_what_cannot_be_told_or_run_is_refused_by_name(tmp_path: Path, fault: str) -> None:
-    name, changes, words = REFUSED[fault]
-    made = layout(name)
-    if fault == "LM heads of some":
-        made = replace(made, tensors={name: value for name, value in made.tensors.items() if name != "2.2.weight"})
-    with pytest.raises(FsdError, match=words):
-        load_drafter(str(made.write(tmp_path / "head", **changes)), target(), None)
 
 
 def test_other_heads_are_no_eagle_heads(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ with c = w_e/w_s, w_s = 0.5^(0.5/N), w_e = √((1 - w_s²)·D/2) for states of w
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -109,9 +110,8 @@ class MLPSpeculatorDrafter(StepDrafter):
                 f"{target.vocab_size}. Use one for this target."
             )
         tied = bool(config.get("tie_weights"))
-        if tied:  # files may repeat what is tied
-            kept = {"emb.0", "ln.0", "head.0", "proj.0", "proj.1"}
-            names = {name: stored for name, stored in names.items() if name.rpartition(".")[0] in kept}
+        if tied:
+            names = _without_repeats(weights, names, count)
         lengths = (1, min(count, 2)) if tied else (count, count)
         with torch.device("meta"):
             made = MLPSpeculator(count, size, width, vocabulary, lengths, bool(config.get("scale_input")))
@@ -120,6 +120,22 @@ class MLPSpeculatorDrafter(StepDrafter):
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> MLPSpeculatorSession:
         return MLPSpeculatorSession(self, request)
+
+
+def _without_repeats(weights: Weights, names: dict[str, str], count: int) -> dict[str, str]:
+    """Return the names without what files repeat of tied tensors. Raises CheckpointError if a repeat differs."""
+    left = dict(names)
+    for part, first in (("emb", 0), ("ln", 0), ("head", 0), ("proj", 1)):
+        for step, kind in itertools.product(range(first + 1, count), ("weight", "bias")):
+            name, kept = f"{part}.{step}.{kind}", f"{part}.{first}.{kind}"
+            stored = left.pop(name, None)
+            if stored is None:
+                continue
+            if kept not in names or not torch.equal(weights.read(stored), weights.read(names[kept])):
+                raise CheckpointError(
+                    f"the MLP speculator in {weights.directory} says tie_weights, and its {name} differs from {kept}."
+                )
+    return left
 
 
 class MLPSpeculatorSession(StepSession):

@@ -223,7 +223,9 @@ def _attention(options: _Options, count: int) -> tuple[tuple[int | None, ...], t
     """Return each layer's window, and whether it is causal: by default those with a window are."""
     if options.get("use_swa"):
         return (options.whole("swa_window_size", least=1),) * count, (False,) * count
-    types = options.get("layer_types", ["full_attention"] * count)
+    first = options.whole("max_window_layers", 28) if options.get("use_sliding_window") else count  # as Qwen3's configs
+    usual = [f"{'sliding' if i >= first and options.get('sliding_window') else 'full'}_attention" for i in range(count)]
+    types = options.get("layer_types", usual)
     if not isinstance(types, list) or len(types) != count or set(types) - {"full_attention", "sliding_attention"}:
         raise CheckpointError(f"layer_types in config.json are not those of {count} full or sliding layers.")
     slides = [kind == "sliding_attention" for kind in types]
