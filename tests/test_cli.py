@@ -132,6 +132,11 @@ def test_what_cannot_serve_says_what_would(toy: Toy, tmp_path: Path) -> None:
         with pytest.raises(FsdError, match=f"cannot listen on 127.0.0.1:{port} .* another --port"):
             check_free("127.0.0.1", port)
         check_free("127.0.0.1", 0)
+        script = "import sys; from fsd_infer.cli.main import main; status = main(sys.argv[1:])"
+        script += "; print(status, 'torch' in sys.modules)"
+        serving = [sys.executable, "-c", script, "serve", "--target", "nowhere", "--port", str(port)]
+        done = subprocess.run(serving, capture_output=True, text=True)
+        assert done.stdout == "2 False\n" and f"cannot listen on 127.0.0.1:{port}" in done.stderr, "before torch loads"
     for host in ("nowhere.invalid", "x" * 300):
         with pytest.raises(FsdError, match="has no address"):
             check_free(host, 0)

@@ -239,7 +239,9 @@ def test_what_cannot_be_published_is_refused_in_a_line(
         ("429 Busy", "to wait 100000 seconds"),
     ):
         repository.headers = {"Retry_After": "100000"}
-        status, _, said = publish(str(trained), "owner/new", *few)
+        status, shown, said = publish(str(trained), "owner/new", *few)
+        assert f"Draft head for {toy.target.name}" in shown and str(toy.target.parent) not in shown, "no local path"
+        assert "give its --base-model" in said
         assert status == 2 and message in said.splitlines()[-1] and "owner/new" in said.splitlines()[-1], said
 
 

@@ -65,6 +65,7 @@ NO_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}
         ({"max_tokens": 4}, 400, "messages"),
         (asked("the cat " * 400), 400, "tokens, but the model has a context of"),
         (b'{"messages": [', 400, "the body is no JSON"),
+        (b'{"messages": "\xff"}', 400, "the body is no JSON: it is not utf-8 (invalid start byte, at byte 14)"),
         (b"[1]", 400, "must be a JSON object"),
         (asked("x" * 5000), 413, "more than 4096 bytes"),
         (iter([b" " * 3000, b" " * 3000]), 413, "more than 4096 bytes"),  # sent without its length
@@ -76,6 +77,9 @@ def test_bad_requests_say_what_is_wrong(client: TestClient, content: Any, status
     assert found.status_code == status and message in found.json()["error"]["message"]
 
 
+ONE_PROMPT: list[Any] = ["the cat", ["the cat"], [5, 6], [[5, 6]]]
+
+
 def test_a_request_has_one_prompt_and_may_offer_no_tools(client: TestClient) -> None:
     for prompt in (["the cat", "a"], [[1], [2]]):
         found = client.post(COMPLETIONS, json={"prompt": prompt}).json()["error"]
@@ -83,6 +87,9 @@ def test_a_request_has_one_prompt_and_may_offer_no_tools(client: TestClient) -> 
         assert found["type"] == "invalid_request_error" and found["code"] == 400
     found = client.post(COMPLETIONS, json={"prompt": {"a": 1}}).json()["error"]
     assert found["param"] == "prompt" and "expected a string, but got an object" in found["message"]
+    bodies = [{"prompt": prompt, "max_tokens": 3, "temperature": 0} for prompt in ONE_PROMPT]
+    texts = [client.post(COMPLETIONS, json=body).json()["choices"][0]["text"] for body in bodies]
+    assert texts[0] == texts[1] and texts[2] == texts[3] and texts[0]
     plain, empty = (client.post(CHAT, json=asked(**more)).json()["choices"] for more in ({}, {"tools": []}))
     assert plain == empty
 

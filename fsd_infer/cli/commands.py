@@ -203,17 +203,18 @@ def serve(args: argparse.Namespace) -> int:
     """Run `fsd-infer serve`."""
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         needed(package)
+    from fsd_infer.serving.gate import checked_key
+    from fsd_infer.serving.listen import check_free
+    from fsd_infer.serving.listen import serve as serve_app
+
+    key = checked_key(os.environ.get("FSD_API_KEY", ""))  # before torch and the models load
+    check_free(args.host, args.port)
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.decoder.recording import record_rounds
     from fsd_infer.serving.app import Limits, make_app
-    from fsd_infer.serving.gate import checked_key
     from fsd_infer.serving.jobs import MOST_WITH_IMAGES
-    from fsd_infer.serving.listen import check_free
-    from fsd_infer.serving.listen import serve as serve_app
     from fsd_infer.targets.image_inputs import placeholders_of
 
-    key = checked_key(os.environ.get("FSD_API_KEY", ""))  # before the models load
-    check_free(args.host, args.port)
     set_threads(args.threads)
     options = {**_decoder_options(args), "prefix_cache_bytes": args.prefix_cache_gib}
     decoder = FuzzyDecoder.from_pretrained(**options, adapters=dict(args.adapter or ()))

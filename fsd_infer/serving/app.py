@@ -296,7 +296,10 @@ async def _health() -> dict[str, str]:
 async def _refused(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     headers = {"Retry-After": "1"} if error.status_code == 503 else error.headers
-    return error_reply(error.status_code, str(error.detail), dict(headers or {}))
+    detail = str(error.detail)
+    if isinstance(cause := error.__cause__, UnicodeDecodeError):  # which FastAPI does not explain
+        detail = f"the body is no JSON: it is not {cause.encoding} ({cause.reason}, at byte {cause.start})."
+    return error_reply(error.status_code, detail, dict(headers or {}))
 
 
 async def _events(parts: AsyncIterator[tuple[int, Any]], reply: Reply, with_usage: bool) -> AsyncIterator[str]:

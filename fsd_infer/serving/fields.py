@@ -82,9 +82,12 @@ def _texts(value: Any) -> Any:
 
 
 def _one_prompt(value: Any) -> Any:
-    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
+    """Some clients send a list of prompts, also of one."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], (str, list)):
+        return value
+    if len(value) > 1:
         raise ValueError("prompt: a request has one prompt, a text or a list of token ids. Send a request per prompt.")
-    return value
+    return value[0]
 
 
 def _bounded(biases: Any) -> Any:

@@ -38,7 +38,9 @@ _CAUSAL_ANYWAY = {"gpt_neox", "gpt_neox_japanese"}  # their configs have an is_d
 def check_directory(directory: Path) -> None:
     """Raise CheckpointError or ModelLoadError, with the file's name, for the usual damage of a model directory."""
     if not (directory / "config.json").is_file():
-        raise ModelLoadError(f"{directory} has no config.json: it is not a Hugging Face model directory.")
+        files = sorted(directory.glob("*.gguf"))
+        advice = f"give the GGUF file, as {files[0]}" if files else "it is not a Hugging Face model directory"
+        raise ModelLoadError(f"{directory} has no config.json: {advice}.")
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         shards = [directory / name for name in sorted(set(read_weight_map(index, "Copy the model again.").values()))]

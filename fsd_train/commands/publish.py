@@ -61,6 +61,8 @@ def main(args: argparse.Namespace) -> int:
     files += sorted(file.name for file in directory.glob("model-*.safetensors"))
     shown = ", ".join([RESULTS, *([CURVE] if args.curve else []), *files])
     print(f"\n{args.repository}: README.md (above), {shown} of {directory}", file=sys.stderr)
+    if card.data.get("base_model") is None:
+        print(f"warning: no reader finds the target {Path(target.name).name}: give its --base-model.", file=sys.stderr)
     if not args.yes:
         if not sys.stdin.isatty():
             raise DataError("no terminal to ask for confirmation. Check the card above, and give --yes to upload.")
@@ -186,7 +188,7 @@ def template_of(tokenizer: Any) -> str:
 
 def card_of(head: EagleHead, target: Target, ours: bool, found: dict[str, Any], args: argparse.Namespace) -> ModelCard:
     """Write the card: the Hub's metadata, training record, measurement and usage."""
-    config, record = head.config, record_of(head.config.training)
+    config, record = head.config, without_paths(record_of(head.config.training))
     base, revision = base_of(target.name)
     base, revision = args.base_model or base, args.base_revision or revision
     method, layers = "eagle3" if config.layout == "eagle3" else "eagle", int(target.config.num_hidden_layers)
@@ -198,7 +200,7 @@ def card_of(head: EagleHead, target: Target, ours: bool, found: dict[str, Any], 
         tags=["speculative-decoding", "draft-model", method],
         datasets=args.dataset,
     )
-    name, metrics = base or target.name, record_of(record.get("metrics"))
+    name, metrics = base or Path(target.name).name, record_of(record.get("metrics"))
     agreement = [metrics[key] for step in range(64) if (key := f"val_agreement_{step}") in metrics]
     return ModelCard.from_template(
         data,
