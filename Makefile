@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml requirements.lock
 lint: $(STAMP)  ## ruff, mypy and the spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy
 	$(BIN)/codespell
 
 lint-files: $(STAMP)  ## workflows, issue forms, pre-commit and Dockerfiles

@@ -39,7 +39,7 @@ LIMITS: dict[str, Any] = dict(max_new_tokens=10, do_sample=False)
 def test_greedy_equals_generate(family: str, device: str) -> None:
     model = tiny_model(family).to(device)
     target = Target(model)
-    prompts = tiny_prompts((5, 13, 21))
+    prompts = tiny_prompts()
     expected = reference(model, prompts, **LIMITS)
     assert len({token for row in expected for token in row}) > 3, "degenerate model: the comparison would be hollow"
     for name, least_tau in {"none": 1.0, "reduced": 1.0, "oracle": 2.0}.items():
@@ -80,7 +80,7 @@ def test_whatever_drafts_greedy_answers_are_the_targets(name: str, family: str, 
     circles = name in ("lookup", "memory") and family == "llama"
     target = Target((families.circling_model() if circles else tiny_model(family)).to(device))
     drafter = drafter_of(target=target, **DRAFTERS[name])
-    decoder, prompts = FuzzyDecoder(target, drafter), [prompt + prompt[:4] for prompt in tiny_prompts((5, 13, 21))]
+    decoder, prompts = FuzzyDecoder(target, drafter), [prompt + prompt[:4] for prompt in tiny_prompts()]
     limits = {**LIMITS, "max_new_tokens": 24 if circles else 14}
     expected = reference(target.model, prompts, **limits)
     learns = any(part in name for part in ("memory", "recycle", "forgetful"))
