@@ -9,16 +9,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fastapi.testclient import TestClient
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from fsd_infer import FsdError, FuzzyDecoder
+from fsd_infer import FsdError, FuzzyDecoder, Target
 from fsd_infer.serving.app import Limits, make_app
 from fsd_infer.serving.batcher import AnswerJob, Batcher, UnavailableError
+from tests.rules_toy import ALARM, p_value
 from tests.serve_toys import CHAT, COMPLETIONS, LIMITS, asked, events, make_job, streamed
 from tests.test_adapters import save_adapter
+from tests.test_sampled_requests import SIZE, TOKENS, drafter_of, llama, target_distribution
 from tests.text_toys import save_tiny_chat_target
 
 TEXTS = ["the cat sat on the mat", "what is the answer to that", "the end", "it is there on the mat", "a cat"]
@@ -124,6 +128,30 @@ def test_seeds_completions_and_stop_texts(client: TestClient, toy_decoder: Fuzzy
     assert client.post(CHAT, json=asked(**{"rule": "exact", **nulls})).status_code == 200
     assert client.get("/v1/models").json()["data"][0]["id"] == toy_decoder.target.name
     assert client.get("/health").json() == {"status": "ok"}
+
+
+def test_answers_without_a_seed_have_the_target_s_distribution() -> None:
+    """Jointly over their tokens, in batches of any size, and independently of each other."""
+    letters, prompt = "abcde", [1, 2, 3]
+    tokenizer = Tokenizer(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
+    tokenizer.decoder = decoders.Fuse()
+    target = Target.of(llama(0), PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    decoder = FuzzyDecoder(target, drafter_of("head", target, "3x3x8"))
+    body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0.7}
+    with TestClient(make_app(decoder, limits=Limits(max_batch=64, max_queue=400))) as client:
+
+        def answers(count: int) -> list[str]:
+            choices = client.post(COMPLETIONS, json={**body, "n": count}).json()["choices"]
+            return [choice["text"] for choice in choices]
+
+        with ThreadPoolExecutor(3) as clients:
+            found = [text for texts in clients.map(answers, [1, 60, 4, 75] * 4) for text in texts]
+    codes = np.array([int(text.translate(str.maketrans(letters, "01234")), SIZE) for text in found])
+    whole = target_distribution(target, prompt, {"do_sample": True, "temperature": 0.7})
+    first = whole.reshape(SIZE, -1).sum(1)
+    assert p_value(codes, whole) > ALARM and p_value(codes // SIZE, whole.reshape(-1, SIZE).sum(1)) > ALARM
+    one, other = (codes // SIZE ** (TOKENS - 1)).reshape(-1, 2).T
+    assert p_value(SIZE * one + other, np.outer(first, first).ravel()) > ALARM
 
 
 def test_the_queue_is_bounded_and_aborted_requests_stop(toy_decoder: FuzzyDecoder) -> None:
