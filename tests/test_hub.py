@@ -174,6 +174,7 @@ def trained(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_published_head_has_a_card_with_its_measurements(
     hub: Hub, trained: Path, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
     monkeypatch.setattr("fsd_train.commands.publish.LEAST_TAU", 0.0)
     known = ["--base-model", "owner/target", "--base-revision", "abc", "--license", "mit", "--dataset", "owner/data"]
     (tmp_path / "curves.png").write_bytes(b"picture")
@@ -219,6 +220,7 @@ def test_what_cannot_be_published_is_refused_in_a_line(
     hub: Hub, trained: Path, toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A head that does not fit or drafts nothing, a directory without one, a hub that does not let in."""
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
     few = ["--max-new-tokens", "4", "--limit", "2", "--yes"]
     refusals = {
         (str(trained), "owner/head", *few): "has an acceptance length of",
@@ -232,6 +234,15 @@ def test_what_cannot_be_published_is_refused_in_a_line(
         assert status == 2 and message in said, said
         one_line(said.strip().splitlines()[-1])
     assert not any(line.startswith("POST") for line in hub.asked)
+    for name, value, message in (
+        ("huggingface_hub.constants.HF_HUB_OFFLINE", True, "while HF_HUB_OFFLINE is set"),
+        ("fsd_train.commands.publish.get_token", lambda: None, "Log in with `hf auth login`, or set HF_TOKEN"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, value)
+            patch.setattr("fsd_train.commands.publish.measured", None)  # which is not begun
+            status, _, said = publish(str(trained), "owner/head", *few)
+        assert status == 2 and message in said and len(said.splitlines()) == 1, said
     monkeypatch.setattr("fsd_train.commands.publish.LEAST_TAU", 0.0)
     repository = hub.add("owner/new", {})
     for repository.fault, message in (

@@ -10,11 +10,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub import (
+    CommitOperationAdd,
+    HfApi,
+    ModelCard,
+    ModelCardData,
+    constants,
+    get_token,
+    try_to_load_from_cache,
+)
 
 from fsd_core.errors import CheckpointError, DataError
 from fsd_core.files import jsonable
-from fsd_core.hub import hub_errors, is_hub_id
+from fsd_core.hub import HubError, hub_errors, is_hub_id
 from fsd_core.text.encoding import read_prompts
 from fsd_core.text.row_check import RowCheck
 from fsd_infer.decoder import FuzzyDecoder
@@ -41,6 +49,8 @@ DRAFTS = 7  # of the chains by which heads are compared
 def main(args: argparse.Namespace) -> int:
     """Run `fsd-train publish`. The exit status is 1 if the user declines the upload."""
     directory = Path(args.directory)
+    if args.yes:
+        check_access(args.repository)
     if args.curve and not Path(args.curve).is_file():
         raise DataError(f"{args.curve} is missing. Give the picture that LossCurve wrote, or leave --curve out.")
     kind = head_kind(directory)
@@ -70,6 +80,14 @@ def main(args: argparse.Namespace) -> int:
             return 1
     print(upload(args.repository, directory, files, card, results, args), file=sys.stderr)
     return 0
+
+
+def check_access(repository: str) -> None:
+    """Raise HubError before the measurement where no upload can follow it: offline, or without a token."""
+    if constants.HF_HUB_OFFLINE:
+        raise HubError(f"{repository}: nothing is uploaded while HF_HUB_OFFLINE is set. Unset it.")
+    if get_token() is None:
+        raise HubError(f"{repository}: an upload needs a token. Log in with `hf auth login`, or set HF_TOKEN.")
 
 
 def upload(
