@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import DataError, FsdError
-from fsd_infer.rules import Exact, Fuzzy, RoundInput
+from fsd_infer.rules import Fuzzy, RoundInput
 from fsd_infer.trees.tree import DraftTree
 from fsd_train.losses import LMHead, Schedule, as_loss
 from fsd_train.losses.rows import LIVE
@@ -37,6 +37,7 @@ from tests.loss_toys import (
     plain_lengths,
 )
 from tests.train_toys import batch_of, eagle_module, ready, toy_target
+from tests.tree_rounds import OneByOne
 
 # the LM head, and how many rows of logits are computed at once
 HEADS: list[tuple[dict[str, Any], int | None]] = [
@@ -146,12 +147,13 @@ def one_chain(batch: Grid) -> tuple[Grid, Tensor, Tensor]:
     return replace(batch, weights=weights), p[0, chain].detach(), q[torch.arange(S), chain].detach()
 
 
-@pytest.mark.parametrize("rule", [Exact(), Fuzzy("js")], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", [OneByOne(), Fuzzy("js")], ids=["exact", "fuzzy"])
 def test_expected_length_of_a_chain_is_what_the_rule_accepts(rule: Any) -> None:
     """Chains of sampled drafts before the rule that decodes: its mean accepted length."""
     generator = torch.Generator().manual_seed(7)
     alone, p, q = one_chain(make_batch(spread=0.8, seed=3))
-    threshold = 0.0 if rule.name == "exact" else float(plain_js(p, q).sort().values[1:].mean())  # opens at two of three
+    gated = isinstance(rule, Fuzzy)
+    threshold = float(plain_js(p, q).sort().values[1:].mean()) if gated else 0.0  # opens at two of three
     parts = grid_loss("fsd", {"threshold": threshold, "softness": 1e-6})(alone).parts
     draws = 8_000
     drafts = torch.multinomial(q, draws, replacement=True, generator=generator).T

@@ -15,11 +15,10 @@ from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters.base import DRAFTERS, Drafter
 from fsd_infer.drafters.cached import CachedSession
 from fsd_infer.drafters.frontier import Frontier
-from fsd_infer.drafters.head_model import HeadModel
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.drafters.vocabulary import ContextVocabulary
-from fsd_infer.heads.head import EagleHead
+from fsd_infer.heads.head import EagleHead, HeadModel
 from fsd_infer.heads.hub import find_head
 from fsd_infer.targets.precision import PLAIN
 from fsd_infer.targets.stack import HeadStep, Stack, StackOwner
@@ -262,7 +261,7 @@ class EagleSession(CachedSession):
 
     @property
     def is_recordable(self) -> bool:
-        return self.prices is None and (self.vocabulary is None or self.vocabulary.is_recordable)
+        return self.shape.prices is None and (self.vocabulary is None or self.vocabulary.is_recordable)
 
     @property
     def _reads_at_once(self) -> bool:

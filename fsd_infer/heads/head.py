@@ -19,6 +19,7 @@ import copy
 import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from fsd_core.errors import CheckpointError, shortened
 from fsd_core.files import HUB_OPTIONS, disk_errors, replacing
 from fsd_core.hub import hub_errors, is_hub_id, load_whole
 from fsd_infer.device.cache import SlotCache
+from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.formats import read_head
 from fsd_infer.heads.hub import find_head
@@ -41,7 +43,7 @@ from fsd_infer.targets.stack import Stack
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
 
-__all__ = ["EagleConfig", "EagleHead"]
+__all__ = ["EagleConfig", "EagleHead", "HeadModel"]
 
 
 class EagleHead(PreTrainedModel):
@@ -299,3 +301,32 @@ class EagleHead(PreTrainedModel):
     def embed(self, ids: Tensor, target: Target) -> Tensor:
         """Return embeddings [..., E] of ids [...]: the head's own if it has them, else the target's."""
         return target.embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)
+
+
+class HeadModel(CachedModel):
+    """A draft head as a model with a cache of keys and values, on its target's embeddings and features."""
+
+    def __init__(self, head: EagleHead, target: Target) -> None:
+        self.head, self.target, self.device = head, target, target.device
+        self.cache_config = SimpleNamespace(num_hidden_layers=head.config.num_layers)
+
+    def forward(self, cache: SlotCache, visible: Tensor, tokens: Tensor, features: Tensor, positions: Tensor) -> Tensor:
+        """Run the head.
+
+        Args:
+            cache: KV cache of the session, after :meth:`SlotCache.set_write_slots`.
+            visible: [B, M, S] bool; whether input m attends to slot s.
+            tokens: [B, M] for position i, token i+1 of the text.
+            features: [B, M, F] for position i, the target's features of token i, or the head's own estimate [B, M, H].
+            positions: [B, M].
+
+        Returns:
+            [B, M, H] outputs of the head.
+        """
+        made: Tensor = self.head(self.head.embed(tokens, self.target), features, positions, visible[:, None], cache)
+        return made
+
+    def _read_one(self, cache: SlotCache, visible: Tensor, zero: Tensor) -> None:
+        width = self.head.config.hidden_size
+        none = torch.zeros(1, 1, width, dtype=self.target.dtype, device=self.device)
+        self.forward(cache, visible, zero, none, zero)

@@ -107,7 +107,7 @@ class HeadStep(Protocol):
         positions: Tensor,
         more: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:
-        """Run one step. Arguments as of :meth:`fsd_infer.drafters.head_model.HeadModel.forward`, and
+        """Run one step. Arguments as of :meth:`fsd_infer.heads.head.HeadModel.forward`, and
 
         Args:
             more: [X, H] in fp32, further rows of the LM head.
