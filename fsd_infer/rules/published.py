@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fsd_core.functional import TINY
 from fsd_core.tensors import wide
 from fsd_infer.rules.base import RULES, LossyRule
 from fsd_infer.rules.distributions import OutputDistribution
@@ -299,12 +300,12 @@ def _averaged(p: Tensor, q: Tensor, h: Tensor) -> Tensor:
     narrow, dtype = p.dtype, wide(p.device)
     p, q, h = (values.to(dtype) for values in (p, q, h))
     ratio = torch.where(p > 0, q / p, torch.inf)
-    s = ((1 - h) / (1 - p).clamp_min(1e-30)).clamp(0.0, 1.0)
+    s = ((1 - h) / (1 - p).clamp_min(TINY)).clamp(0.0, 1.0)
     by_ratio, order = ratio.sort(-1)
     before = torch.searchsorted(by_ratio, s)  # tokens with q/p < s(x)
     total = s * _sum_of_first(p, order, before) - _sum_of_first(q, order, before)
     # total is 0 where s = 0: such a draft is never rejected
-    weight = torch.where(total > 0, (q - h).clamp_min(0.0) / total.clamp_min(1e-30), 0.0)
+    weight = torch.where(total > 0, (q - h).clamp_min(0.0) / total.clamp_min(TINY), 0.0)
     by_s, order = s.sort(-1, descending=True)
     before = torch.searchsorted(-by_s, -ratio)  # x with s(x) > q/p
     drawn = p * _sum_of_first(weight * s, order, before) - q * _sum_of_first(weight, order, before)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.divergence import Divergence
+from fsd_core.functional import TINY
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.texts import repeating_tokens
 
@@ -212,9 +213,9 @@ class ReducedVocabRows(VocabRows):
     def of_drafts(self, r: Tensor, slot: Tensor) -> Tensor:
         entries, width = self.inputs.draft_entries, r.shape[1]
         own = r.flatten()[slot * width + torch.where(entries < 0, width - 1, entries)]
-        share = (r[:, -1] / self.p[:, -1].clamp_min(1e-30))[slot]
+        share = (r[:, -1] / self.p[:, -1].clamp_min(TINY))[slot]
         return torch.where(entries < 0, share * self.inputs.log_p.exp(), own)
 
     def over_all(self, r: Tensor, slot: Tensor, p: Tensor) -> Tensor:
-        share = r[:, -1] / self.p[:, -1].clamp_min(1e-30)
+        share = r[:, -1] / self.p[:, -1].clamp_min(TINY)
         return (share[slot, None] * p).index_copy(1, self._ids, r[slot, :-1])
