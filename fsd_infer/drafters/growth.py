@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -185,48 +186,37 @@ class TreeSession(DraftSession):
             ids: [Vd] target id of each entry; None if Vd = V.
             max_depth: of the deepest candidates.
         """
-        batch, device, self._stopped = len(self.lengths), self.device, None
-        frontier = torch.zeros(batch, 1, dtype=torch.long, device=device)  # [B, E] nodes to expand, at first the root
-        frontier_scores = self._visits = torch.zeros(batch, 1, device=device)  # [B, E] their cumulative log q
-        ancestors = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # [B, E, n] of the expanded nodes
-        tokens, parents, scores = [roots[:, None]], [frontier], [frontier_scores]  # of each depth
-        drawn = [torch.zeros_like(frontier, dtype=torch.bool)]
-        all_expanded, all_logits, count = [frontier], [logits], 1
+        self._stopped = None
+        level = self._root_level(roots, logits)
+        levels = [level]
         for depth in range(1, max_depth + 1):
-            # each node of the frontier proposes w children
-            log_q, entries, is_drawn = self._propose(logits, frontier_scores, ancestors)  # [B, E, w]
+            # each expanded node proposes w children
+            log_q, entries, drawn = self._propose(level.logits, level.expanded_scores, level.ancestors)  # [B, E, w]
             if self._stopped is not None:
                 log_q = log_q.masked_fill(self._stopped, -math.inf)
-                is_drawn = None if is_drawn is None else is_drawn & ~self._stopped
-            new_tokens = (entries if ids is None else ids[entries]).flatten(1)  # [B, E · w]
-            new_scores = (frontier_scores[..., None] + log_q).flatten(1)
-            tokens.append(new_tokens)
-            parents.append(frontier[..., None].expand_as(log_q).flatten(1))
-            scores.append(new_scores)
-            if is_drawn is not None:
-                drawn.append(is_drawn.flatten(1))
-            # the best of these children are the next frontier
-            chosen = None if depth == max_depth else self._next_frontier(log_q, new_scores, is_drawn)  # [B, E']
+                drawn = None if drawn is None else drawn & ~self._stopped
+            above, level = level, level.below(entries if ids is None else ids[entries], log_q, drawn)
+            levels.append(level)
+            # the model reads the best of these children
+            chosen = None if depth == max_depth else self._next_frontier(log_q, level.scores, drawn)  # [B, E']
             if chosen is None:
                 break
-            frontier_scores = new_scores.gather(1, chosen)
-            if isinstance(self._drawing, Drawing):
-                self._drawing.expand(drawn[-1].gather(1, chosen))
-            # the model reads them
-            itself = torch.eye(chosen.shape[1], dtype=torch.bool, device=device).expand(batch, -1, -1)
-            parent = chosen // self.width  # [B, E'] index of each one's parent in the frontier before
-            ancestors = torch.cat([at_nodes(ancestors, parent), itself], dim=-1)
-            logits = self._expand(new_tokens.gather(1, chosen), parent, ancestors, depth)
-            frontier = count + chosen
-            count += new_tokens.shape[1]
-            all_expanded.append(frontier)
-            all_logits.append(logits)
-        tree = _tree_of(tokens, parents, scores, all_expanded, all_logits, ids)
-        if self._drawing is not None:
-            tree.q_scores = torch.cat(self._drawing.scores, 1)
-            if isinstance(self._drawing, Drawing):
-                tree.drawn, tree.fixed = torch.cat(drawn, 1), torch.cat(self._drawing.fixed, 1)
-        return tree
+            if isinstance(self._drawing, Drawing) and level.drawn is not None:
+                self._drawing.expand(level.drawn.gather(1, chosen))
+            parent = chosen // self.width  # [B, E'] index of each one's parent among the expanded nodes above
+            level.expand(chosen, at_nodes(above.ancestors, parent))
+            level.logits = self._expand(level.tokens.gather(1, chosen), parent, level.ancestors, depth)
+        return _tree_of(levels, ids, self._drawing)
+
+    def _root_level(self, roots: Tensor, logits: Tensor) -> TreeLevel:
+        """Return the level of the roots [B], with the logits [B, 1, Vd] at them."""
+        zero = torch.zeros(len(roots), 1, dtype=torch.long, device=self.device)
+        self._visits = torch.zeros(len(roots), 1, device=self.device)
+        drawn = torch.zeros_like(zero, dtype=torch.bool) if isinstance(self._drawing, Drawing) else None
+        root = TreeLevel(roots[:, None], zero, self._visits, drawn, first=0)
+        root.expanded, root.expanded_scores, root.logits = zero, root.scores, logits
+        root.ancestors = torch.zeros(len(roots), 1, 0, dtype=torch.bool, device=self.device)
+        return root
 
     def _next_frontier(self, log_q: Tensor, scores: Tensor, drawn: Tensor | None) -> Tensor | None:
         """Choose the candidates to expand next.
@@ -302,31 +292,70 @@ class TreeSession(DraftSession):
         raise NotImplementedError
 
 
-def _tree_of(
-    tokens: list[Tensor],
-    parents: list[Tensor],
-    scores: list[Tensor],
-    expanded: list[Tensor],
-    logits: list[Tensor],
-    ids: Tensor | None,
-) -> DraftTree:
-    """Return the tree of the candidates of each depth, the root first.
+@dataclass
+class TreeLevel:
+    """The candidates of one depth, n in each row, and the E of them that the model has read.
+
+    Attributes:
+        tokens, parents, scores: [B, n] as of :class:`.DraftTree`.
+        drawn: [B, n] bool; None: none was, or all were.
+        first: number of the first candidate among a tree's nodes.
+        expanded: [B, E] node numbers of those that the model has read.
+        expanded_scores: [B, E] their cumulative log q.
+        ancestors: [B, E, m] which of the m nodes that it has read below the root are each one's ancestors or itself.
+        logits: [B, E, Vd] of their children.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    scores: Tensor
+    drawn: Tensor | None
+    first: int
+    expanded: Tensor = field(init=False)
+    expanded_scores: Tensor = field(init=False)
+    ancestors: Tensor = field(init=False)
+    logits: Tensor = field(init=False)
+
+    def below(self, tokens: Tensor, log_q: Tensor, drawn: Tensor | None) -> TreeLevel:
+        """Return the level of the children of the expanded nodes, [B, E, w] each."""
+        return TreeLevel(
+            tokens.flatten(1),
+            self.expanded[..., None].expand_as(log_q).flatten(1),
+            (self.expanded_scores[..., None] + log_q).flatten(1),
+            None if drawn is None else drawn.flatten(1),
+            self.first + self.tokens.shape[1],
+        )
+
+    def expand(self, chosen: Tensor, above: Tensor) -> None:
+        """Expand candidates ``chosen`` [B, E], whose parents have the ancestors ``above`` [B, E, m - E]."""
+        itself = torch.eye(chosen.shape[1], dtype=torch.bool, device=chosen.device).expand(len(chosen), -1, -1)
+        self.expanded, self.expanded_scores = self.first + chosen, self.scores.gather(1, chosen)
+        self.ancestors = torch.cat([above, itself], dim=-1)
+
+
+def _tree_of(levels: list[TreeLevel], ids: Tensor | None, drawing: Drawing | ChainDrawing | None) -> DraftTree:
+    """Return the tree of all candidates. Those of the last level were not expanded.
 
     Args:
-        tokens, parents, scores: [B, n] of each depth.
-        expanded: [B, E] node numbers of those that were expanded, depth by depth.
-        logits: [B, E, Vd] of their children.
+        levels: of each depth, the root's first.
         ids: as of :meth:`TreeSession._grow`.
+        drawing: what has drawn nodes; None: nothing.
     """
-    numbers, parent = torch.cat(expanded, 1), torch.cat(parents, 1)
-    rows = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
-    index = torch.full_like(parent, -1).scatter(1, numbers, rows)
-    return DraftTree(
-        torch.cat(tokens, 1),
-        parent,
-        torch.cat(scores, 1),
-        torch.cat(logits, 1),
-        index,
+    expanded = torch.cat([level.expanded for level in levels[:-1]], 1)
+    parents = torch.cat([level.parents for level in levels], 1)
+    rows = torch.arange(expanded.shape[1], device=expanded.device).expand_as(expanded)
+    tree = DraftTree(
+        torch.cat([level.tokens for level in levels], 1),
+        parents,
+        torch.cat([level.scores for level in levels], 1),
+        torch.cat([level.logits for level in levels[:-1]], 1),
+        torch.full_like(parents, -1).scatter(1, expanded, rows),
         ids,
-        depth_bound=len(tokens) - 1,
+        depth_bound=len(levels) - 1,
     )
+    if drawing is not None:
+        tree.q_scores = torch.cat(drawing.scores, 1)
+    if isinstance(drawing, Drawing):
+        tree.drawn = torch.cat([level.drawn for level in levels if level.drawn is not None], 1)
+        tree.fixed = torch.cat(drawing.fixed, 1)
+    return tree
