@@ -91,17 +91,9 @@ def our_logits(head: EagleHead, target: Target, call: dict[str, Tensor]) -> Tens
 
 
 def compare(
-    python: Path,
-    target: str | Path,
-    head: str | Path,
-    prompts: Sequence[Sequence[int]],
-    scratch: Path,
-    *,
-    new: int = 64,
-    drafted: int = 4,
-    dtype: str = "bfloat16",
-    plain: dict[str, Any] | None = None,
-) -> dict[str, Any]:
+    python: Path, target: str | Path, head: str | Path, prompts: Sequence[Sequence[int]], scratch: Path, *,
+    new: int = 64, drafted: int = 4, dtype: str = "bfloat16", plain: dict[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Decode in vLLM and here.
 
     Args:
@@ -134,17 +126,8 @@ def compare(
     if not own.eagle3:
         own.set_draft_ids(None)  # vLLM knows no reduced vocabulary there
     own.cast(loaded.dtype)
-    ours = our_logits(own, loaded, theirs["call"])
-    logits = theirs["call"]["logits"][: len(ours)].float()
-    finite = ours.isfinite() & logits.isfinite()
-    assert bool((ours.isfinite() == logits.isfinite()).all()), "the two draft over different tokens"
-    drafter = EagleDrafter(own, loaded, TreeShape(drafted, 1, drafted + 1), context_ids=False)
-    generation = FuzzyDecoder(loaded, drafter).generate(
-        [list(ids) for ids in prompts], max_new_tokens=new, do_sample=False, apply_chat_template=False
-    )
-    rounds = [run for record in generation.records for run in runs_of(record.sources)]
-    shares = accepted_shares(rounds, drafted)
     vllm = [count / max(theirs["drafts"], 1) for count in theirs["accepted"]]
+    logits, (ours, rounds) = _logits(own, loaded, theirs["call"]), _accepted(own, loaded, prompts, new, drafted)
     pairs = list(zip(theirs["answers"], plain["answers"], strict=True))
     exact = Target.from_pretrained(str(target), dtype=torch.float32) if any(a != b for a, b in pairs) else loaded
     return {
@@ -157,17 +140,38 @@ def compare(
         "tokens": sum(len(b) for _, b in pairs),
         "gaps": [gap(exact, ids, a, b) for ids, (a, b) in zip(prompts, pairs, strict=True) if a != b],
         "vllm": {"accepted": vllm, "rounds": theirs["drafts"]},
-        "ours": {"accepted": shares, "rounds": len(rounds)},
+        "ours": {"accepted": ours, "rounds": rounds},
         "tau_vllm": 1 + sum(vllm),
-        "tau_ours": 1 + sum(shares),
-        "logits": {
-            "positions": len(ours),
-            "difference": float((ours - logits)[finite].abs().max()),
-            "deviation": float(logits[finite].std()),
-            "same_argmax": float((ours.argmax(-1) == logits.argmax(-1)).float().mean()),
-        },
+        "tau_ours": 1 + sum(ours),
+        "logits": logits,
         "plain": plain,
     }
+
+
+def _logits(head: EagleHead, target: Target, call: dict[str, Tensor]) -> dict[str, float]:
+    """Compare the logits of vLLM's head with :func:`our_logits`, see :func:`compare`."""
+    ours = our_logits(head, target, call)
+    theirs = call["logits"][: len(ours)].float()
+    finite = ours.isfinite() & theirs.isfinite()
+    assert bool((ours.isfinite() == theirs.isfinite()).all()), "the two draft over different tokens"
+    return {
+        "positions": len(ours),
+        "difference": float((ours - theirs)[finite].abs().max()),
+        "deviation": float(theirs[finite].std()),
+        "same_argmax": float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()),
+    }
+
+
+def _accepted(
+    head: EagleHead, target: Target, prompts: Sequence[Sequence[int]], new: int, drafted: int
+) -> tuple[list[float], int]:
+    """Decode here: shares of rounds that accepted the first, second, … draft, and the number of rounds."""
+    drafter = EagleDrafter(head, target, TreeShape(drafted, 1, drafted + 1), context_ids=False)
+    generation = FuzzyDecoder(target, drafter).generate(
+        [list(ids) for ids in prompts], max_new_tokens=new, do_sample=False, apply_chat_template=False
+    )
+    rounds = [run for record in generation.records for run in runs_of(record.sources)]
+    return accepted_shares(rounds, drafted), len(rounds)
 
 
 @torch.no_grad()

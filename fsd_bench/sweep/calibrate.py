@@ -31,14 +31,9 @@ from fsd_infer.targets.target import Target
 
 
 def calibrate(
-    options: SweepOptions,
-    promise: Promise,
-    output: str | Path,
-    *,
-    confidence: float = 0.9,
-    verify: Sequence[str | Path] = (),
-    progress: bool = False,
-) -> dict[str, Any]:
+    options: SweepOptions, promise: Promise, output: str | Path, *, confidence: float = 0.9,
+    verify: Sequence[str | Path] = (), progress: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Find a setting, verify it, and write it beside the drafter, see :mod:`fsd_infer.decoder.calibrated`.
 
     Args:

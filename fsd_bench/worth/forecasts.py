@@ -125,8 +125,8 @@ def forecast(
     fixed = dict.fromkeys([*(rule for rule in tried if rule not in matching), *chain(*map(fixed_coefs, matching))])
     replays = _replays(fixed, deep, frozenset(decoder.target.eos_token_ids), temperature)
     temperatures = dict.fromkeys([*YARDSTICKS, *matching.values()], 0.0)
-    exact = next(iter(replays))  # from whose rounds come the facts about decoding
-    watch = Watch(replays[exact].add, temperature, max_new_tokens, torch.Generator().manual_seed(seed), temperatures)
+    first = next(iter(replays.values()))
+    watch = Watch(first.add, temperature, max_new_tokens, torch.Generator().manual_seed(seed), temperatures)
     options = {"drafter": deep, "callbacks": [watch], "apply_chat_template": chat}
     options |= decoding(temperature, max_new_tokens)
     decoded = _decode(decoder, prompts, replays, watch, seed, options, progress)
@@ -134,19 +134,16 @@ def forecast(
     seconds = _RoundSeconds(forwards, watch.draft_seconds / max(watch.steps, 1), decoded.rest / decoded.rounds)
     spent = {t: nats / watch.contexts for t, nats in watch.spent.items()}
     found = _by_rule(replays.values(), seconds)
-    shaped = {rule: found[rule] for rule in tried if rule in found}
-    shaped |= {rule: learned(rule, spent[t], found) for rule, t in matching.items()}
+    found |= {rule: learned(rule, spent[t], found) for rule, t in matching.items()}
     return Forecast(
-        rows=_rows({tried[rule]: of_rule for rule, of_rule in shaped.items()}),
+        rows=_rows({name: found[rule] for rule, name in tried.items()}),
         drafts=decoded.drafts.summary(),
         yardsticks={f"{t:g}": spent[t] for t in YARDSTICKS},
         decoded=deep.shape,
         tau=decoded.emitted / decoded.rounds,
         rounds=decoded.rounds,
         temperature=temperature,
-        forwards={str(count): taken for count, taken in zip(forwards.counts, forwards.seconds)},
-        draft_step=seconds.draft_step,
-        rest=seconds.rest,
+        **seconds.measured(),
     )
 
 
@@ -161,6 +158,11 @@ class _RoundSeconds:
     def of(self, depth: float, nodes: float) -> float:
         """Return the seconds of a round that drafts ``depth`` deep and verifies ``nodes`` nodes."""
         return depth * self.draft_step + self.forwards.at(nodes) + self.rest
+
+    def measured(self) -> dict[str, Any]:
+        """Return them as fields of a :class:`.Forecast`."""
+        forwards = dict(zip(map(str, self.forwards.counts), self.forwards.seconds))
+        return {"forwards": forwards, "draft_step": self.draft_step, "rest": self.rest}
 
 
 @dataclass
@@ -199,7 +201,7 @@ def _decode(
     decoded, exact = _Decoded(), next(iter(replays))
     jobs = [(rule, number) for rule in replays for number in range(len(prompts))]
     for rule, number in tqdm(jobs, desc="worth", unit="answer", disable=not progress):
-        watch.seen, prompt = replays[rule].add, prompts[number]
+        watch.replay, prompt = replays[rule].add, prompts[number]
         stats = decoder.generate([prompt], rule=rule, seed=seed + number, **options).stats
         if rule == exact:
             decoded.add(stats, len(decoder.encode(prompt, options["apply_chat_template"])))
