@@ -41,7 +41,7 @@ from benchmarks.recorded import BUILT_IN, parser_of, record_main
 from fsd_bench.intervals import mean_interval
 from fsd_bench.jobs import decoding
 from fsd_bench.score import read_references
-from fsd_bench.worth.replay import RecordedRound
+from fsd_bench.worth.replay import ExactRound
 from fsd_bench.worth.watch import Watch
 from fsd_core.files import append_json
 from fsd_core.tables import number, table
@@ -73,7 +73,7 @@ def gain(deviation: dict[str, Any]) -> int:
     return 1 + int(deviation["run"])
 
 
-def deviations(seen: RecordedRound) -> list[dict[str, Any]]:
+def deviations(seen: ExactRound) -> list[dict[str, Any]]:
     """Return what `tilted` would emit in a round of exact decoding in place of the target's choice, by price."""
     rules = [parse_rule(f"tilted:{price}:min_p=0.02") for price in PRICES]
     whole = tuple(range(len(seen.parents)))
@@ -89,7 +89,7 @@ def deviations(seen: RecordedRound) -> list[dict[str, Any]]:
     return [_described(seen, *pair, price) for pair, price in found.items() if price >= LEAST]
 
 
-def _described(seen: RecordedRound, node: int, child: int, price: float) -> dict[str, Any]:
+def _described(seen: ExactRound, node: int, child: int, price: float) -> dict[str, Any]:
     log_p = seen.logits[0].float().log_softmax(-1)
     token, here, run, below = seen.tokens[child], log_p[node], 0, child
     while agreeing := [c for c in seen.children.get(below, ()) if seen.tokens[c] == int(log_p[below].argmax())]:

@@ -16,7 +16,7 @@ from fsd_bench.sweep.candidates import forecast_rules
 from fsd_bench.sweep.settings import SweepOptions
 from fsd_bench.worth import Forecast, forecast
 from fsd_bench.worth.forecasts import fixed_coefs, learned
-from fsd_bench.worth.replay import RecordedRound, Replay, walk
+from fsd_bench.worth.replay import ExactRound, Replay, walk
 from fsd_bench.worth.result import RuleOnShape
 from fsd_bench.worth.run import WorthOptions, brief_text, recommended, verdict, worth_text
 from fsd_bench.worth.watch import Watch
@@ -92,9 +92,9 @@ def test_the_forecast_of_exact_is_measured(kind: str, temperature: float, decode
 
 
 @cache
-def seen_rounds(decoder: FuzzyDecoder, number: int) -> list[RecordedRound]:
+def seen_rounds(decoder: FuzzyDecoder, number: int) -> list[ExactRound]:
     """Of exact greedy decoding from that prompt."""
-    rounds: list[RecordedRound] = []
+    rounds: list[ExactRound] = []
     watch = Watch(rounds.append, 0.0, NEW, torch.Generator().manual_seed(0), {})
     decoder.generate([PROMPTS[number]], rule="exact", callbacks=[watch], **decoding(0.0, NEW))
     return rounds

@@ -26,8 +26,8 @@ Emitted = tuple[int, int, float, bool, bool]
 
 
 @dataclass
-class RecordedRound:
-    """One round of one answer: the tree, the target's logits on it, and the text before it.
+class ExactRound:
+    """One round of exact decoding: the tree, the target's logits on it, and the text before it.
 
     Attributes:
         tree: [1, N].
@@ -189,7 +189,7 @@ class Replay:
         self.eos = eos
         self.tallies = {(rule, shape): Tally() for rule in rules for shape in shapes}
 
-    def add(self, seen: RecordedRound) -> None:
+    def add(self, seen: ExactRound) -> None:
         """Replay one round of exact decoding."""
         cuts = {cell: seen.cut(cell[1], cell[0].draft_bonus(seen.greedy)) for cell in self.tallies}
         parts = {cell: (cell[0], seen.walked(cell[0], nodes)) for cell, nodes in cuts.items()}
@@ -203,7 +203,7 @@ class Replay:
             tally.depths += max(seen.depths[node] for node in cuts[cell])
             tally.nodes += len(cuts[cell])
 
-    def steps(self, seen: RecordedRound, nodes: Sequence[int], emitted: Sequence[Emitted]) -> list[tuple[float, bool]]:
+    def steps(self, seen: ExactRound, nodes: Sequence[int], emitted: Sequence[Emitted]) -> list[tuple[float, bool]]:
         """Return (nats, whether only another distribution lets it through) of each token that the round emits on
         ``nodes``.
         """
@@ -218,7 +218,7 @@ class Replay:
         raise AssertionError("a round ends with a token that is no draft")
 
 
-def walk(seen: RecordedRound, parts: Iterable[Part]) -> dict[Part, list[Emitted]]:
+def walk(seen: ExactRound, parts: Iterable[Part]) -> dict[Part, list[Emitted]]:
     """Return what each rule emits on its part of the tree."""
     walks, parts = {}, list(parts)
     narrow = [part for part in parts if seen.greedy and isinstance(part[0], Tilted) and part[0].gate is None]

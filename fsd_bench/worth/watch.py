@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fsd_bench.probe import Probe
-from fsd_bench.worth.replay import RecordedRound
+from fsd_bench.worth.replay import ExactRound
 from fsd_core.tensors import to_device
 from fsd_infer.engine import Callback, RoundReport
 from fsd_infer.engine.state import DecodeState
@@ -26,7 +26,7 @@ class Watch(Callback):
     """A callback of requests with one prompt each, and what it gathers over all answers.
 
     Attributes:
-        seen: called with each round's evidence.
+        replay: called with each round.
         temperature, limit: temperature and new tokens of the request.
         generator: of the replay's draws.
         spent: by temperature, Σ E[ln p(y*) - ln p(y)] in nats over the contexts of emitted tokens, with y drawn at
@@ -35,7 +35,7 @@ class Watch(Callback):
         contexts: number of contexts of emitted tokens.
     """
 
-    seen: Callable[[RecordedRound], None]
+    replay: Callable[[ExactRound], None]
     temperature: float
     limit: int
     generator: torch.Generator
@@ -48,7 +48,8 @@ class Watch(Callback):
     def on_start(self, state: DecodeState) -> None:
         self.device, self.text, self.emitted = state.device, state.texts.tokens[0].tolist()[: int(state.lengths[0])], 0
         tokenizer = state.target.tokenizer
-        self.ends = None if tokenizer is None else to_device(sentence_ends(tokenizer.get_vocab()), state.device)
+        ends = None if tokenizer is None else sentence_ends(tokenizer.get_vocab())
+        self.sentence_ends = None if ends is None else to_device(ends, state.device)
 
     def on_phase(self, phase: str) -> None:
         if phase in ("start", "draft"):
@@ -69,12 +70,10 @@ class Watch(Callback):
         if report.phase == "round":
             greedy, room = self.temperature == 0, self.limit - self.emitted
             scores = logits if greedy else logits.float() / self.temperature
-            text, emitted = [*self.text], self.emitted
-            self.seen(
-                RecordedRound(
-                    tree, logits, scores, greedy, self.temperature, text, emitted, room, self.generator, self.ends
-                )
-            )
+            self.replay(ExactRound(
+                tree, logits, scores, greedy, self.temperature, [*self.text], self.emitted, room, self.generator,
+                self.sentence_ends,
+            ))  # fmt: skip
             self.steps += tree.max_depth
         self.text += new
         self.emitted += len(new)
