@@ -15,13 +15,13 @@ from fsd_infer.trees.shape import TreeShape
 WIDTH = 100  # columns of a terminal
 
 
-def fitted_tables(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int = WIDTH) -> str:
-    """Return a table, cut into several that repeat the first column if a line would exceed ``width``."""
+def fitted_tables(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table, cut into several that repeat the first column if a line would exceed :data:`WIDTH`."""
     columns = list(zip(headers, *rows, strict=True))
     sizes = [max(map(len, column)) for column in columns]
     parts: list[list[int]] = [[]]
     for index in range(1, len(columns)):
-        if parts[-1] and sizes[0] + sum(2 + sizes[i] for i in [*parts[-1], index]) > width:
+        if parts[-1] and sizes[0] + sum(2 + sizes[i] for i in [*parts[-1], index]) > WIDTH:
             parts.append([])
         parts[-1].append(index)
     return "\n\n".join(

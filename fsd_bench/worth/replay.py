@@ -76,9 +76,8 @@ class ExactRound:
             return kept[: self._believed(kept, shape.stop_below, draft_bonus) + 1]
         if len(kept) > shape.nodes:
             part = self.tree.keep(torch.tensor([kept], device=self.scores.device))
-            held = (
-                0 if part.pinned is None else int(part.pinned[0].sum())
-            )  # drawn nodes stay, or the distribution would shift
+            # drawn nodes stay, or the distribution would shift
+            held = 0 if part.pinned is None else int(part.pinned[0].sum())
             nodes = max(shape.nodes, held + 1)
             best = select_nodes(part.scores, part.parents, shape.depth, draft_bonus, nodes, part.pinned)
             kept = sorted(kept[place] for place in best[0].tolist())

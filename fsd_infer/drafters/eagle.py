@@ -151,8 +151,8 @@ class EagleDrafter(TreeDrafter):
         """Run the head on [B, E] tokens, as :meth:`HeadModel.forward`, and return its outputs and :meth:`q_logits`."""
         if self.head.stack is not self._step_stack:  # a backend has changed it
             self._step_stack, self._fused_step = self.head.stack, self._find_fused_step()
-        more = None if vocabulary is None else vocabulary.more
-        found = self._fused_step and self._fused_step(cache, visible, tokens, features, positions, more)
+        extra_rows = None if vocabulary is None else vocabulary.extra_rows
+        found = self._fused_step and self._fused_step(cache, visible, tokens, features, positions, extra_rows)
         if found:
             outputs, logits = found
             return outputs, logits if vocabulary is None else vocabulary.masked(logits)
@@ -301,8 +301,7 @@ class EagleSession(CachedSession):
 
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         before = at_nodes(self._features, parents)
-        given = visible, tokens, before, positions
-        self._features, logits = self.drafter.step(self.cache, *given, self.vocabulary)
+        self._features, logits = self.drafter.step(self.cache, visible, tokens, before, positions, self.vocabulary)
         return logits
 
     def _read_frontier(self, frontier: Frontier, nodes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
@@ -343,7 +342,7 @@ def _concatenated(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, T
     """Join the arguments of several calls of :meth:`EagleSession.extend` to those of one."""
     if len(parts) == 1:
         return parts[0]
-    tokens, features = (torch.cat([part[place] for part in parts], 1) for place in (0, 1))
+    tokens, features = (torch.cat(column, 1) for column in list(zip(*parts))[:2])
     real = torch.cat([torch.arange(x.shape[1], device=x.device) < counts[:, None] for x, _, counts in parts], 1)
     counts = real.sum(1)
     order = real.sort(dim=1, descending=True, stable=True).indices[:, : int(counts.max())]  # real tokens first

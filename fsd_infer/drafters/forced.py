@@ -144,7 +144,7 @@ class ForcedSession(DraftSession):
 
     @property
     def _proposer(self) -> int:
-        """The guide's place among the proposers."""
+        """The guide's index among the proposers."""
         return len(self.drafter.main.proposers)
 
     def _forced_tree(self) -> DraftTree:
@@ -187,4 +187,4 @@ class ForcedSession(DraftSession):
 
 def _chain(tokens: list[int]) -> Nodes:
     """Return a chain of drafts with probability 1 under the first token."""
-    return tokens, [max(place - 1, 0) for place in range(len(tokens))], [0.0] * len(tokens)
+    return tokens, [max(node - 1, 0) for node in range(len(tokens))], [0.0] * len(tokens)

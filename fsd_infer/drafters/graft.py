@@ -175,7 +175,7 @@ class GraftedSession(DraftSession):
             return keep_nodes(union, main, self.growth.choose(union))
         most = drafter.nodes if self.shape is None else self.shape.nodes
         assert union.proposers is not None
-        # what only the side proposes is mostly copied from a text, and lossy rules test copies exactly by default
+        # the grafted drafter's own nodes are mostly copies of a text, which lossy rules test exactly by default
         bonus = self.draft_bonus * (union.proposers < len(drafter.main.proposers)) if self.draft_bonus else 0.0
         nodes = select_nodes(union.scores, union.parents, drafter.max_depth, bonus, most, union.pinned)
         nodes = nodes[:, : 1 + functional.host_max(union.is_draft.sum(1), nodes.shape[1] - 1)]  # without padding

@@ -143,8 +143,8 @@ class LMSession(CachedSession):
         self._node_positions: list[Tensor] = []  # [B, E] of each depth's expanded nodes, if layers have windows
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        places = self.lengths[:, None] + torch.arange(tokens.shape[1], device=self.device)
-        self.text.scatter_(1, places, tokens)  # padding is overwritten by the next tokens
+        positions = self.lengths[:, None] + torch.arange(tokens.shape[1], device=self.device)
+        self.text.scatter_(1, positions, tokens)  # padding is overwritten by the next tokens
         if self._moves_nodes:
             self._move_accepted(tokens, counts)
         self.lengths += counts
@@ -255,8 +255,8 @@ class LMSession(CachedSession):
         unread = self._uncached(frontier, nodes)
         _, tokens, positions, visible = frontier.forward_inputs(self.cache, self.lengths - 1, unread)
         logits = self._forward(tokens, positions, visible)
-        places = [[read.index(node) for node in wanted] for wanted, read in zip(nodes, unread, strict=True)]
-        return at_nodes(logits, to_device(padded(places).long(), self.device)), None
+        indices = [[read.index(node) for node in wanted] for wanted, read in zip(nodes, unread, strict=True)]
+        return at_nodes(logits, to_device(padded(indices).long(), self.device)), None
 
     def follow_beams(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
         super().follow_beams(frontier, nodes, grown)

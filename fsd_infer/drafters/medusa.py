@@ -1,6 +1,6 @@
 """Draft with Medusa heads (arXiv 2401.10774), in the layouts of their authors, text-generation-inference and vLLM.
 
-Head i estimates the token i + 2 places after the target's feature h, whatever lies between:
+Head i estimates the token i + 2 positions after the target's feature h, whatever lies between:
 
     y = h;  y ← y + SiLU(W_ij y + b_ij) for each of its blocks j;  logits = U_i y
 """
@@ -48,14 +48,14 @@ class MedusaHeads(nn.Module):
         )
         self.lm_heads = nn.ModuleList(nn.Linear(size, vocabulary, bias=False) for _ in range(lm_heads))
 
-    def logits(self, place: int, features: Tensor, target: Target) -> Tensor:
-        """Return the logits [..., V] of head ``place`` for the target's features [..., H]."""
-        part: Any = self.blocks[place]
-        for block in part:
+    def logits(self, index: int, features: Tensor, target: Target) -> Tensor:
+        """Return the logits [..., V] of head ``index`` for the target's features [..., H]."""
+        blocks: Any = self.blocks[index]
+        for block in blocks:
             features = features + silu(block(features))
         if not self.lm_heads:
             return target.lm_logits(features)
-        return self.lm_heads[min(place, len(self.lm_heads) - 1)](features)
+        return self.lm_heads[min(index, len(self.lm_heads) - 1)](features)
 
 
 @HEADS.register(MEDUSA)

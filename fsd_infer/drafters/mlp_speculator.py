@@ -72,11 +72,11 @@ class MLPSpeculator(nn.Module):
         """Return the first state [..., H] of the target's features [..., H]."""
         return rms(features) / math.sqrt(2.0) if self.scaled else features
 
-    def forward(self, place: int, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits [..., V] and states [..., D] after tokens [...] with states [..., H or D], at step i."""
+    def forward(self, index: int, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits [..., V] and states [..., D] after tokens [...] with states [..., H or D], at a step from 0."""
         keeps = 0.5 ** (0.5 / self.count)
         weight = math.sqrt((1.0 - keeps**2) * self.width / 2.0) / keeps
-        part, projection = min(place, len(self.emb) - 1), min(place, len(self.proj) - 1)
+        part, projection = min(index, len(self.emb) - 1), min(index, len(self.proj) - 1)
         state = self.proj[projection](state) + weight * self.emb[part](tokens)
         state = gelu(self.ln[part](state))
         return self.head[part](state), state

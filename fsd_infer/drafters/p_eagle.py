@@ -87,7 +87,7 @@ class ParallelEagleSession(EagleSession):
     """A session that estimates all depths before it grows a tree."""
 
     drafter: ParallelEagleDrafter
-    takes_rotary = False  # it is trained on tokens' places in the text, as block heads are
+    takes_rotary = False  # it is trained on tokens' positions in the text, as block heads are
 
     def _max_depth(self) -> int:
         return min(super()._max_depth(), self.drafter.depth)

@@ -215,7 +215,7 @@ class StepSession(TreeSession):
     def _read_frontier(self, frontier: Frontier, nodes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
         """Step from the last node above each that the target has read. Each of these nodes is a row of its own."""
         width, device = max(map(len, nodes)), self.device
-        paths, starts = [], []  # tokens of the nodes that are not read, and the place of the feature before them
+        paths, starts = [], []  # tokens of the nodes that are not read, and the index of the feature before them
         for row, wanted in enumerate(nodes):
             for node in [*wanted, *[0] * (width - len(wanted))]:
                 path = frontier.path(row, node)

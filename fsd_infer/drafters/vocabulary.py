@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fsd_core.tensors import to_device
 from fsd_infer.targets.target import Target
 
-LEAST = 16  # further ids for which recorded rounds have room
+MIN_ROOM = 16  # further ids for which recorded rounds have room
 NEVER = -1e4  # a logit whose q underflows to 0 in every dtype; -inf would make 0 · ln 0 NaN
 
 
@@ -49,7 +49,7 @@ class ContextVocabulary:
 
     def __init__(self, target: Target, draft_ids: Tensor, lm_head: nn.Module, drafted: bytearray, batch: int) -> None:
         self._target, self._draft_ids, self._lm_head, self._drafted = target, draft_ids, lm_head, drafted
-        self._extra: dict[int, int] = {}  # further ids and their places
+        self._extra: dict[int, int] = {}  # further ids and their columns
         self._own = torch.zeros(batch, 0, dtype=torch.bool)  # [B, X] on the CPU; whether an id is in the row's text
         self._further: _Further | None = None  # on the device; None: there are no further ids, or they have changed
         self._host_inputs: _Further | None = None  # of recorded rounds
@@ -62,12 +62,12 @@ class ContextVocabulary:
         if not found:
             return
         rows = torch.tensor([row for row, _ in found])
-        places = torch.tensor([self._extra.setdefault(token, len(self._extra)) for _, token in found])
+        columns = torch.tensor([self._extra.setdefault(token, len(self._extra)) for _, token in found])
         grown = len(self._extra) - self._own.shape[1]
         if grown:
             self._own = torch.nn.functional.pad(self._own, (0, grown))
-        if not self._own[rows, places].all():
-            self._own[rows, places] = True
+        if not self._own[rows, columns].all():
+            self._own[rows, columns] = True
             self._prepared = None
             self._further = None if grown or self._further is None else self._further._replace(foreign=self._foreign())
 
@@ -93,7 +93,7 @@ class ContextVocabulary:
         return logits
 
     @property
-    def more(self) -> Tensor | None:
+    def extra_rows(self) -> Tensor | None:
         """[X, H] in fp32, the rows of the further ids of the LM head."""
         further = self._read()
         return None if further is None else further.lm_head.weight
@@ -115,7 +115,7 @@ class ContextVocabulary:
             [1 + B, X] the ids and, for each row, whether they are foreign to it.
         """
         if self._prepared is None:
-            most = min(max(LEAST, 1 << (len(self._extra) - 1).bit_length()), self._drafted.count(0))
+            most = min(max(MIN_ROOM, 1 << (len(self._extra) - 1).bit_length()), self._drafted.count(0))
             every = (token for token, drafted in enumerate(self._drafted) if not drafted and token not in self._extra)
             ids = torch.tensor([*self._extra, *islice(every, most - len(self._extra))])
             own = torch.nn.functional.pad(self._own, (0, most - len(self._extra)))

@@ -185,11 +185,11 @@ class RoundRecorder:
             shape_key = tree.depth_bound, names
             state.on_phase("draft")
         key = shape_key, state.asks_host, *((x.shape, x.dtype) for x in inputs)
-        recording, is_new = recorded.recordings.get(key), key not in recorded.recordings
-        if recording is None:
-            recording = recorded.recordings[key] = Recording()
+        if is_new := key not in recorded.recordings:
+            recorded.recordings[key] = Recording()
             while len(recorded.recordings) > MAX_KEPT:
                 del recorded.recordings[next(iter(recorded.recordings))]
+        recording = recorded.recordings[key]
         if is_new and (tree is not None or state.asks_host):  # shapes may not recur; and nobody knows what rules ask
             result = self._eagerly(state, tree, inputs, recording)
         else:

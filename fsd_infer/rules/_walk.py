@@ -241,10 +241,10 @@ class _Walk:
 
     def _path(self, reached: Tensor, accepted: Tensor, end: Tensor, width: int) -> Tensor:
         """Return the reached nodes [B, N] in order, [B, ``width``], padded with the last, ``end`` [B, 1]."""
-        # scatter by depth; unreached nodes write the end to the end's place
-        places = torch.where(reached, self.tree.depths, accepted)
+        # scatter by depth; unreached nodes write the end to the end's column
+        columns = torch.where(reached, self.tree.depths, accepted)
         nodes = torch.where(reached, self.inputs.nodes, end)
-        return end.expand(-1, width).scatter(1, places, nodes)
+        return end.expand(-1, width).scatter(1, columns, nodes)
 
     def _faults(self) -> dict[str, Tensor]:
         """Return what may be wrong with the round, see :attr:`Verdict.faults`."""

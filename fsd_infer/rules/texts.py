@@ -80,14 +80,14 @@ class TokenHistory(Renamed):
 
     def last(self, count: int) -> Tensor:
         """Return the last tokens of each text in order, [B, count] on the device, -1 before its beginning."""
-        places = self.lengths[:, None] + torch.arange(-count, 0, device=self.lengths.device)
-        return self.tokens.gather(1, places.clamp_min(0)).masked_fill_(places < 0, _PADDING)
+        positions = self.lengths[:, None] + torch.arange(-count, 0, device=self.lengths.device)
+        return self.tokens.gather(1, positions.clamp_min(0)).masked_fill_(positions < 0, _PADDING)
 
     def append(self, tokens: Tensor, counts: Tensor) -> None:
         """Append tokens [B, K] of which the first ``counts`` [B] are real."""
         steps = torch.arange(tokens.shape[1], device=tokens.device)
-        places = self.lengths[:, None] + steps
-        self._buffer.scatter_(1, places, tokens.masked_fill(steps >= counts[:, None], _PADDING))
+        positions = self.lengths[:, None] + steps
+        self._buffer.scatter_(1, positions, tokens.masked_fill(steps >= counts[:, None], _PADDING))
         self.lengths += counts
 
     @property
@@ -193,8 +193,8 @@ def markers_of(rules: Sequence[Any], tokenizer: Any) -> dict[str, tuple[int, int
 def inside(texts: TokenHistory, tree: DraftTree, opening: int, closing: int) -> Tensor:
     """[B, N] bool; whether the token after each node is in the phase."""
     text, depths = texts.tokens, tree.depths
-    places = torch.arange(1, text.shape[1] + 1, device=text.device)
-    opened, closed = (pad(places * (text == token), (1, 0)).amax(1, keepdim=True) for token in (opening, closing))
+    positions = torch.arange(1, text.shape[1] + 1, device=text.device)
+    opened, closed = (pad(positions * (text == token), (1, 0)).amax(1, keepdim=True) for token in (opening, closing))
     of_text = opened > closed
     marks = (tree.tokens == token for token in (opening, closing))
     opened, closed = ((tree.ancestors * (depths * mark)[:, None]).amax(-1) for mark in marks)
@@ -229,8 +229,8 @@ def in_sentence(texts: TokenHistory, tree: DraftTree) -> Tensor:
         raise FsdError("lead: the texts know no ends of sentences; pass them to TokenHistory.")
     ends, text = texts.sentence_ends, texts.tokens
     last = len(ends) - 1
-    places = torch.arange(1, text.shape[1] + 1, device=text.device)
-    ended = (places * (ends[text.clamp(0, last)] & (text >= 0))).amax(1, keepdim=True)
+    positions = torch.arange(1, text.shape[1] + 1, device=text.device)
+    ended = (positions * (ends[text.clamp(0, last)] & (text >= 0))).amax(1, keepdim=True)
     marks = tree.ancestors & ends[tree.tokens.clamp(0, last)][:, None] & (tree.depths > 0)[:, None]
     on_path = (marks * tree.depths[:, None]).amax(-1)
     return torch.where(on_path > 0, tree.depths - on_path, texts.lengths[:, None] + tree.depths - ended)

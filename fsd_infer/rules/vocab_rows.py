@@ -33,9 +33,9 @@ class VocabRows:
         index = torch.arange(batch, device=nodes.device) if rows is None else rows
         return cls(inputs, index[:, None].expand(-1, len(nodes)).flatten(), nodes.repeat(len(index)), rows is None)
 
-    def subset(self, places: Tensor | None) -> VocabRows:
-        """The contexts at these places [R'] among the rows; the same object for None, which means all."""
-        return self if places is None else VocabRows(self.inputs, self.rows[places], self.nodes[places])
+    def subset(self, index: Tensor | None) -> VocabRows:
+        """The contexts at these indices [R'] among the rows; the same object for None, which means all."""
+        return self if index is None else VocabRows(self.inputs, self.rows[index], self.nodes[index])
 
     def of(self, values: Tensor) -> Tensor:
         """[B, N, ...] -> [R, ...]"""
@@ -169,8 +169,8 @@ class ReducedVocabRows(VocabRows):
         assert ids is not None
         return ids
 
-    def subset(self, places: Tensor | None) -> VocabRows:
-        return self if places is None else ReducedVocabRows(self.inputs, self.rows[places], self.nodes[places])
+    def subset(self, index: Tensor | None) -> VocabRows:
+        return self if index is None else ReducedVocabRows(self.inputs, self.rows[index], self.nodes[index])
 
     def reduced(self) -> VocabRows:
         return self

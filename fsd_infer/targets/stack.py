@@ -105,12 +105,12 @@ class HeadStep(Protocol):
         tokens: Tensor,
         features: Tensor,
         positions: Tensor,
-        more: Tensor | None = None,
+        extra_rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """Run one step. Arguments as of :meth:`fsd_infer.heads.head.HeadModel.forward`, and
 
         Args:
-            more: [X, H] in fp32, further rows of the LM head.
+            extra_rows: [X, H] in fp32, further rows of the LM head.
 
         Returns:
             The head's outputs [B, M, H] and their logits [B, M, V + X]; None for arguments that it does not take.

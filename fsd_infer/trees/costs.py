@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 NOISE, SAME_NOISE = 0.1, 0.3  # relative standard deviation of a measured cost, beside another one and alone
 PRIOR_SD = 0.8  # relative standard deviation of a prior slope
 MIN_FORWARD_SD = 0.04  # at least, of C's slopes: machines differ by more than their small ones
-PRIOR_CORRELATION = (
-    0.7  # correlation of these deviations, the first slope's excepted: slopes tend to be too high together
-)
+# correlation of these deviations, the first slope's excepted: slopes tend to be too high together
+PRIOR_CORRELATION = 0.7
 FORGETTING = 0.01  # share of the evidence that a round forgets
 RECENT = 5  # rounds whose median gives the present speed of the machine
 LAUNCH_COST = 0.05  # fixed cost of a small LM's forward, in forwards of the target

@@ -22,13 +22,13 @@ class MenuMasks:
     """
 
     def __init__(self, depth: int, width: int, menu: Sequence[TreeShape], device: torch.device) -> None:
-        places = torch.arange(width + (depth - 1) * width**2)
-        below = (places - width).clamp_min(0)
-        depths = torch.where(places < width, 1, 2 + below // width**2)
-        ranks = torch.maximum(places % width, below % width**2 // width)  # among siblings; of the expanded parent
+        candidates = torch.arange(width + (depth - 1) * width**2)
+        below = (candidates - width).clamp_min(0)
+        depths = torch.where(candidates < width, 1, 2 + below // width**2)
+        ranks = torch.maximum(candidates % width, below % width**2 // width)  # among siblings; of the expanded parent
         sizes = torch.tensor([[one.depth, one.width, one.max_nodes - 1] for one in menu])
         within = (depths <= sizes[:, :1]) & (ranks < sizes[:, 1:2])
-        most = min(int(sizes[:, 2].max()), len(places))
+        most = min(int(sizes[:, 2].max()), len(candidates))
         self.within = to_device(within.float(), device)  # [S, C]
         self.counted = to_device((torch.arange(most) < sizes[:, 2:]).float(), device)  # [S, K]
         self.last = to_device((depths == depth).float(), device)  # [C]

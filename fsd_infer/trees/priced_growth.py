@@ -64,9 +64,8 @@ class PricedGrowth:
         self.asked_grafted: bool | None = None
         self.is_choice = True
         self._probs: list[float] = []  # of acceptance, of all drafts of all rows, falling
-        self._frontier = [
-            [1.0] for _ in range(rows)
-        ]  # probability of acceptance of each row's nodes that may be expanded next
+        # probability of acceptance of each row's nodes that may be expanded next
+        self._frontier = [[1.0] for _ in range(rows)]
 
     def starts(self) -> bool:
         """Return whether this round drafts."""

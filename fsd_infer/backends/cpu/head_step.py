@@ -74,7 +74,7 @@ class CpuHeadStep:
         tokens: Tensor,
         features: Tensor,
         positions: Tensor,
-        more: Tensor | None = None,
+        extra_rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """Run one step, as :class:`fsd_infer.targets.stack.HeadStep` says."""
         stack, (batch, count, size) = self._stack, features.shape
@@ -85,7 +85,7 @@ class CpuHeadStep:
         embeds = None if self._embed is None else self._embed(tokens).to(features.dtype).contiguous()
         x, joined = features.new_empty(batch, count, self._width), features.new_empty(batch * count, fc.depth)
         inner = features.new_empty(batch * count, size - self._width) if size > self._width else None
-        extra = 0 if more is None else len(more)
+        extra = 0 if extra_rows is None else len(extra_rows)
         logits = features.new_empty(batch, count, lm_head.columns + extra)
         call = stack.call(x, positions, [visible] * stack.number, cache)
         step = HeadStepArguments(
@@ -94,7 +94,7 @@ class CpuHeadStep:
             features=features.data_ptr(),
             joined=joined.data_ptr(),
             inner=address_of(inner),
-            more=address_of(more),
+            more=address_of(extra_rows),
             extra=extra,
             logits=logits.data_ptr(),
         )

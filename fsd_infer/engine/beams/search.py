@@ -183,10 +183,8 @@ class Search:
         self.read = sum(node < self.read for node in nodes)
         self.live = [Beam(new_node[beam.node], beam.score) for beam in self.live]
         self.parents = [0, *(new_node[self.parents[node]] for node in nodes[1:])]
-        self.tokens, self.text_hashes = (
-            [self.tokens[node] for node in nodes],
-            [self.text_hashes[node] for node in nodes],
-        )
+        self.tokens = [self.tokens[node] for node in nodes]
+        self.text_hashes = [self.text_hashes[node] for node in nodes]
         self.successors = [self.successors[node] for node in nodes]
         self.children = {(self.parents[node], self.tokens[node]): node for node in range(1, len(nodes))}
 
