@@ -230,7 +230,7 @@ def steps_of(sizes: RunSizes, directory: Path) -> list[Stage]:
 
     bench = ["fsd_bench.cli", "run", "--methods", RULES, *sizes.prompts]
     drafter = ["--drafter", f"{directory}/tinyllama/head"]
-    eager = ["--no-capture"] if sizes.can_record else []
+    eager = ["--no-recording"] if sizes.can_record else []
     vllm = os.environ.get("VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else "")
     peer = ["--peers", "vllm", "--peer-python", f"vllm={vllm}", "--methods", RULES]
     no_vllm = "" if vllm else "no vLLM is installed, nor VLLM_PYTHON set"

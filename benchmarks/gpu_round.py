@@ -145,7 +145,7 @@ def decoded(place: Place, decoder: FuzzyDecoder, rule: str = "exact", batch: int
 def loaded(place: Place, tree: tuple[int, int, int] | None = None, graphs: bool | None = None) -> FuzzyDecoder:
     """A decoder of the random target, with a random EAGLE-3 head where there is a tree."""
     vocabulary = place.config.vocab_size
-    decoder = FuzzyDecoder.from_pretrained(place.model(), NoDrafter(vocabulary), weights="packed", capture=graphs)
+    decoder = FuzzyDecoder.from_pretrained(place.model(), NoDrafter(vocabulary), weights="packed", recording=graphs)
     if tree is not None:
         decoder.drafter = decoder.load_drafter(drafter_of(place, decoder, tree))
     return decoder

@@ -41,7 +41,7 @@ class ModelOptions:
         """Return the options in a record's JSON values. Absent ones take their default, unknown ones are left out."""
         known = {one.name: values[one.name] for one in fields(cls) if one.name in values}
         tree, former = known.get("tree"), {name: values[name] for name in FORMER & values.keys()}
-        runtime = known.get("runtime", retired.runtime_options(former, warn=False))
+        runtime = retired.runtime_options(known.get("runtime", former), warn=False)
         made = {"tree": TreeShape(**tree) if isinstance(tree, dict) else tree, "runtime": RuntimeConfig(**runtime)}
         return cls(**{**known, **made})
 

@@ -151,7 +151,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "--draft-weights": {
         "choices": ("fp8", "plain"), "default": "fp8", "help": "of a head, with our CPU kernels: in fp8, or as loaded"
     },
-    "--capture": {
+    "--recording": {
         "action": argparse.BooleanOptionalAction,
         "help": "record rounds as CUDA graphs and replay them (default: on a GPU)",
     },
@@ -159,8 +159,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "--no-quantize": {
         "action": Former, "nargs": 0, "dest": "draft_weights", "const": "plain", "help": argparse.SUPPRESS
     },
-    "--cuda-graphs": {"action": Former, "nargs": 0, "dest": "capture", "const": True, "help": argparse.SUPPRESS},
-    "--no-cuda-graphs": {"action": Former, "nargs": 0, "dest": "capture", "const": False, "help": argparse.SUPPRESS},
+    **{
+        f"--{no}{former}": {
+            "action": Former, "nargs": 0, "dest": "recording", "const": not no, "help": argparse.SUPPRESS
+        }
+        for former in ("capture", "cuda-graphs")
+        for no in ("", "no-")
+    },
     "--threads": {"type": thread_count, "metavar": "N", "help": "CPU threads (default: torch's)"},
 }  # fmt: skip
 SHARED: dict[str, dict[str, Any]] = {

@@ -135,7 +135,7 @@ def test_the_commands_for_a_gpu_are_commands(tmp_path: Path, monkeypatch: pytest
     parsers = {"fsd_bench.cli": build_parser(), "benchmarks.compare": compare.build_parser()}
     steps = [step for step in first_gpu.steps_of(sizes, tmp_path) if step.words[1] in parsers]
     read = {step.name: parsers[step.words[1]].parse_args(step.words[2:]) for step in steps}
-    assert len(read) == 5 and read["built-in-eager"].capture is False and read["tinyllama"].capture is None
+    assert len(read) == 5 and read["built-in-eager"].recording is False and read["tinyllama"].recording is None
     assert all(step.minutes <= 8 for step in first_gpu.steps_of(sizes, tmp_path))
     assert Path(read["tinyllama"].drafter) == tmp_path / "tinyllama" / "head"
     recipe = read_recipe(tmp_path / "recipe.yaml")

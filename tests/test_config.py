@@ -110,10 +110,10 @@ def test_a_saved_bias_is_read_and_malformed_files_are_named(tmp_path: Path, deco
 
 
 def test_a_runtime_is_saved_and_loaded(tmp_path: Path) -> None:
-    config = RuntimeConfig(weights="expanded", draft_weights="plain", capture=False, prefix_cache_bytes=1 << 20)
+    config = RuntimeConfig(weights="expanded", draft_weights="plain", recording=False, prefix_cache_bytes=1 << 20)
     config.save_pretrained(tmp_path / "new")
     assert RuntimeConfig.from_pretrained(tmp_path / "new") == config
-    assert RuntimeConfig.from_pretrained(tmp_path / "new", capture=None).capture is None
+    assert RuntimeConfig.from_pretrained(tmp_path / "new", recording=None).recording is None
     (tmp_path / "new" / "runtime_config.json").write_text('{"weight": "auto"}')
     with pytest.raises(FsdError, match="'weight'. Did you mean 'weights'"):
         RuntimeConfig.from_pretrained(tmp_path / "new")
@@ -134,7 +134,7 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (FuzzyConfig, {"measure_log_likelihood": 1}, "measure_log_likelihood is True or False, got 1"),
     (RuntimeConfig, {"weights": "plane"}, "auto, packed, expanded, plain, got 'plane'. Did you mean 'plain'?"),
     (RuntimeConfig, {"draft_weights": "bf16"}, "draft_weights is one of fp8, plain"),
-    (RuntimeConfig, {"capture": "yes"}, "capture is one of None, True, False"),
+    (RuntimeConfig, {"recording": "yes"}, "recording is one of None, True, False"),
     (RuntimeConfig, {"prefix_cache_bytes": 0}, "at least 1"),
 ]
 
@@ -233,7 +233,8 @@ def test_a_rule_as_second_argument_works_with_a_warning(decoder: FuzzyDecoder, u
         ({"pack": None, "expand": True}, {"weights": "expanded"}),
         ({"pack": False, "expand": True}, {"weights": "plain"}),
         ({"quantize": False}, {"draft_weights": "plain"}),
-        ({"cuda_graphs": False}, {"capture": False}),
+        ({"cuda_graphs": False}, {"recording": False}),
+        ({"capture": False}, {"recording": False}),
     ],
 )
 def test_former_names_of_a_runtime_mean_the_new_ones(former: dict[str, Any], now: dict[str, Any], unsaid: None) -> None:
@@ -241,6 +242,15 @@ def test_former_names_of_a_runtime_mean_the_new_ones(former: dict[str, Any], now
     with pytest.warns(FutureWarning) as said:
         made = FuzzyDecoder.from_pretrained(model, "none", **former)
     assert len(said) == 1 and made.config == RuntimeConfig(**now)
+
+
+def test_a_runtimes_former_field_is_read_and_given_with_one_warning(unsaid: None, tmp_path: Path) -> None:
+    with pytest.warns(FutureWarning) as said:
+        made = RuntimeConfig(capture=False)  # type: ignore[call-arg]
+        assert made.capture is made.recording is False and RuntimeConfig.from_dict({"capture": False}) == made
+    assert [str(one.message).partition(" works")[0] for one in said] == [
+        "RuntimeConfig(capture=...)", "RuntimeConfig.capture", "capture",
+    ]  # fmt: skip
 
 
 def test_names_that_moved_are_found_with_a_warning() -> None:
@@ -271,6 +281,6 @@ def test_former_options_of_a_command(capsys: pytest.CaptureFixture[str]) -> None
     parser = argparse.ArgumentParser()
     add_models(parser)
     args = parser.parse_args(["--expand", "--no-quantize", "--no-cuda-graphs"])
-    assert (args.weights, args.draft_weights, args.capture) == ("expanded", "plain", False)
-    assert "--no-cuda-graphs works until fsd-toolkit 0.2: write --no-capture." in capsys.readouterr().err
-    assert "--expand" not in parser.format_help() and parser.parse_args([]).capture is None
+    assert (args.weights, args.draft_weights, args.recording) == ("expanded", "plain", False)
+    assert "--no-cuda-graphs works until fsd-toolkit 0.2: write --no-recording." in capsys.readouterr().err
+    assert "--expand" not in parser.format_help() and parser.parse_args(["--capture"]).recording is True

@@ -25,11 +25,11 @@ class Backend:
 
     Attributes:
         name: for records and messages.
-        capture: whether forwards and rounds are recorded as graphs unless a caller says otherwise.
+        records: whether forwards and rounds are recorded as graphs unless a caller says otherwise.
     """
 
     name = "torch"
-    capture = False
+    records = False
 
     def describe(self) -> str | None:
         """Return which kernels run here: "amx", "avx512" …; None for plain torch.

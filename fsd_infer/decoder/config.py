@@ -17,7 +17,9 @@ from typing_extensions import Self, Unpack
 
 from fsd_core.errors import FsdError, ModelLoadError, shortened
 from fsd_core.files import read_json, write_json
+from fsd_core.former import Renamed, former_keywords
 from fsd_core.registry import did_you_mean, is_whole
+from fsd_infer.decoder import retired
 from fsd_infer.decoder.calibrated import CALIBRATED, QUALITY, with_quality
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.request.guide import Guide
@@ -199,7 +201,7 @@ def request_config(given: GenerationConfig | None, overrides: Mapping[str, Any])
 
 
 @dataclass(frozen=True, kw_only=True)
-class RuntimeConfig:
+class RuntimeConfig(Renamed):
     """How the models run. No field changes what `exact` answers, but for the rounding of other kernels.
 
     Attributes:
@@ -209,7 +211,7 @@ class RuntimeConfig:
             to bf16 first. "plain": torch's own layers, expanded, for target and drafter.
         draft_weights: of heads, with our CPU kernels. "fp8": with a scale per output, in half the bytes. "plain": as
             loaded. The target's weights stay, so `exact` stays exact.
-        capture: record whole rounds as CUDA graphs and replay them (default: on CUDA). False is for debugging.
+        recording: record whole rounds as CUDA graphs and replay them (default: on CUDA). False is for debugging.
         record: (rows, tokens) of requests whose greedy `exact` rounds are recorded at loading, so that none is recorded
             in traffic. Other requests of as many rows (in buckets) and tokens (to the next power of two) use the same;
             of other rules and temperatures, :func:`.record_rounds` records.
@@ -220,14 +222,16 @@ class RuntimeConfig:
         FsdError: a value that cannot be.
     """
 
+    former_members = {"capture": "recording"}
+
     weights: str = "auto"
     draft_weights: str = "fp8"
-    capture: bool | None = None
+    recording: bool | None = None
     record: Sequence[Sequence[int]] = ()
     prefix_cache_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name, known in (("weights", WEIGHTS), ("draft_weights", DRAFT_WEIGHTS), ("capture", (None, True, False))):
+        for name, known in (("weights", WEIGHTS), ("draft_weights", DRAFT_WEIGHTS), ("recording", (None, True, False))):
             value = getattr(self, name)
             if value not in known:
                 hint = did_you_mean(value, map(str, known))
@@ -247,6 +251,7 @@ class RuntimeConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Return the configuration in a file's or a record's values. Raises FsdError for unknown fields."""
+        values = retired.runtime_options(values)
         _refuse_unknown(values.keys(), [field.name for field in fields(cls)], "option of RuntimeConfig")
         return cls(**values)
 
@@ -266,6 +271,9 @@ class RuntimeConfig:
         if not isinstance(values, dict):
             raise FsdError(f"{directory}, runtime_config.json: expected an object of options.")
         return cls.from_dict({**values, **changes})
+
+
+RuntimeConfig.__init__ = former_keywords(capture="recording")(RuntimeConfig.__init__)  # type: ignore[method-assign]
 
 
 def runtime_config(given: RuntimeConfig | None, keywords: dict[str, Any]) -> tuple[RuntimeConfig, dict[str, Any]]:

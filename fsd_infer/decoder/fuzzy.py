@@ -141,7 +141,7 @@ class FuzzyDecoder:
         decoder = cls(wrapped, NoDrafter(wrapped.vocab_size), config)
         if config.packs(named):
             decoder.prepare(release=named)
-        if decoder.backend.capture if config.capture is None else config.capture:
+        if decoder.backend.records if config.recording is None else config.recording:
             decoder.use_graphs()
         decoder.drafter = decoder.load_drafter(drafter, tree)
         if config.record:
@@ -153,7 +153,7 @@ class FuzzyDecoder:
         """Record whole rounds as CUDA graphs and replay them, see :mod:`fsd_infer.engine.recording`.
 
         Launching the operations of a round takes the host longer than the GPU computes; a replay is one launch.
-        Recording slows the first round of a plan down, and KV memory is kept between requests. A model that cannot be
+        Recording slows the first round of a shape down, and KV memory is kept between requests. A model that cannot be
         recorded, such as many mixtures of experts, runs eagerly, with a warning in the log.
 
         Args:

@@ -17,6 +17,6 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
     if args.memory is not None:
         main = drafter or ("recycle" if shipped_drafter(args.target) is None else "shipped")
         drafter = f"{main.removesuffix('+memory')}+memory:{args.memory}"
-    runtime = RuntimeConfig(**picked(args, "weights draft_weights capture"))
+    runtime = RuntimeConfig(**picked(args, "weights draft_weights recording"))
     options = picked(args, "target dtype device target_kwargs")
     return {**options, "drafter": drafter, "tree": parse_tree(args.tree), "runtime": runtime}

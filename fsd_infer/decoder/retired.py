@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fsd_core.errors import FsdError
@@ -41,7 +41,7 @@ def request_options(
     return config, callbacks, made
 
 
-def runtime_options(options: dict[str, Any], warn: bool = True) -> dict[str, Any]:
+def runtime_options(options: Mapping[str, Any], warn: bool = True) -> dict[str, Any]:
     """Return the keywords of ``from_pretrained``, or options of a record, with former names translated."""
     made = dict(options)
     tell = say if warn else lambda old, new: None
@@ -53,9 +53,9 @@ def runtime_options(options: dict[str, Any], warn: bool = True) -> dict[str, Any
     if "quantize" in made:
         made["draft_weights"] = "fp8" if made.pop("quantize") else "plain"
         tell("quantize", f'write draft_weights="{made["draft_weights"]}"')
-    if "cuda_graphs" in made:
-        tell("cuda_graphs", "it is now capture")
-        made["capture"] = made.pop("cuda_graphs")
+    for old in {"cuda_graphs", "capture"} & made.keys():
+        tell(old, "it is now recording")
+        made["recording"] = made.pop(old)
     return made
 
 

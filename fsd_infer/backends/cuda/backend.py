@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class CudaBackend(Backend):
     """NVIDIA GPUs since Ampere. Without Triton, or with FSD_KERNELS=0, layers and row operations are torch's."""
 
-    name, capture = "cuda", True
+    name, records = "cuda", True
 
     def __init__(self) -> None:
         if uses_triton():
