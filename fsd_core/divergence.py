@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsd_core.errors import FsdError, VocabularyMismatchError
 from fsd_core.registry import Registry, read_int
+from fsd_core.tensors import is_host
 
 LN2 = math.log(2.0)
 ZERO = -1e30  # log-probabilities up to this mean probability 0; finite, to avoid inf - inf
@@ -150,7 +151,7 @@ class Divergence:
         if p.shape != q.shape:
             raise FsdError(f"divergence {self.name!r}: shapes {tuple(p.shape)} and {tuple(q.shape)} differ.")
         if chunk_size is None:
-            elements = 2**20 if p.device.type == "cpu" else 2**25
+            elements = 2**20 if is_host(p.device) else 2**25
             chunk_size = max(1, elements // p.shape[-1])
         elif chunk_size < 1:
             raise FsdError(f"chunk_size is {chunk_size}; it must be at least 1.")

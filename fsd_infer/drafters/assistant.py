@@ -144,8 +144,8 @@ class AssistantDrafter(StepDrafter):
             )
         return cls(head.to(target.device).eval().requires_grad_(False), target, shape)
 
-    def slots(self, longest: int) -> int:
-        return longest  # nodes have none
+    def slots(self, max_length: int) -> int:
+        return max_length  # nodes have none
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> AssistantSession:
         return AssistantSession(self, request)
@@ -170,7 +170,7 @@ class AssistantSession(StepSession):
 
 
 def _text_model(target: Target) -> Any:
-    """The part of the decoder that holds the layers; a decoder may hold what ancestors images, too."""
+    """Return the part of the decoder that holds the layers; a decoder may hold what sees images, too."""
     layer = target.layers([0])[0]
     parts = (part for part in target.decoder.modules() if layer in getattr(part, "layers", ()))
     return next(parts, target.decoder)
@@ -184,11 +184,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _sources(head: Any, target: Target) -> list[KeyValueSource]:
     """Return the target's layers whose keys the assistant reads. Raises ModelLoadError if it cannot."""
-    own, theirs, said = (
-        head.config.get_text_config(),
-        target.config,
-        f"this Gemma-4 assistant cannot draft for {target.name}",
-    )
+    own, theirs = head.config.get_text_config(), target.config
+    said = f"this Gemma-4 assistant cannot draft for {target.name}"
     modes = getattr(theirs, "kv_sharing_modes", None)
     if modes is None:
         raise ModelLoadError(f"{said}: it reads the keys of a Gemma-4 target, and this one is {theirs.model_type}.")

@@ -33,7 +33,7 @@ SUFFIX = ".memory"  # appended to the corpus's name for its index
 IDS = ("prompt_ids", "response_ids")  # fields with token ids, of files that `fsd-train regenerate` wrote
 TOGETHER = 512  # rows that are encoded at once
 EVERY = 5.0  # seconds between reports of progress
-MOST_TOKENS = 2**31 - 1  # places are of 32 bits
+MOST_TOKENS = 2**31 - 1  # indices are of 32 bits
 _ADVICE = "Delete it, and it is made again."
 
 

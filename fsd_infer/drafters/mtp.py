@@ -285,9 +285,7 @@ class MtpSession(EagleSession):
         super().__init__(drafter, request)
         self._chunk_end_output = self.root_output  # [B, K · H] outputs at the end of the chunk that was read last
         self._depth = 0  # of the nodes that were expanded last
-        self._node_positions: list[
-            Tensor
-        ] = []  # [B, E] positions of each depth's expanded nodes, if a layer needs them
+        self._node_positions: list[Tensor] = []  # [B, E] of each depth's expanded nodes, if a layer needs them
         if len(drafter.head.layers) > 1:
             self.max_step_unread = 0
 

@@ -136,8 +136,8 @@ class Translation:
         )
         self.own_of = torch.zeros(target.vocab_size, dtype=torch.long, device=model.device)
         self.own_of[self.ids] = self.own
-        place = {theirs.raw[token]: number for number, token in enumerate(shared) if token in theirs.raw}
-        self._twins = [part.to(model.device) for part in _twins(ours, place)]
+        index_of = {theirs.raw[token]: index for index, token in enumerate(shared) if token in theirs.raw}
+        self._twins = [pairs.to(model.device) for pairs in _twins(ours, index_of)]
         self._spelled: dict[int, list[int]] = {}
 
     def check_overlap(self) -> None:
@@ -155,7 +155,7 @@ class Translation:
         """Return ln q, up to a constant, of the shared tokens [..., I] in fp32, from the small LM's logits [..., W]."""
         logits = logits.float()
         shared = logits.index_select(-1, self.own)
-        for twins in self._twins:  # [2, D] ids, and the places to which they add
+        for twins in self._twins:  # [2, D] ids, and the indices to which they add
             sums = shared.index_select(-1, twins[1]).logaddexp(logits.index_select(-1, twins[0]))
             shared = shared.index_copy(-1, twins[1], sums)
         return shared
@@ -211,12 +211,13 @@ def _special_pairs(ours: Vocabulary, theirs: Vocabulary) -> dict[int, int]:
     return {token: own for token, own in pairs.items() if token < theirs.size and own < ours.size}
 
 
-def _twins(ours: Vocabulary, place: dict[bytes, int]) -> list[Tensor]:
-    """Return [2, D] each: our further tokens of shared bytes, and the places of these bytes, once in each."""
+def _twins(ours: Vocabulary, index_of: dict[bytes, int]) -> list[Tensor]:
+    """Return [2, D] each: our further tokens of shared bytes, and the indices of these bytes, once in each."""
     seen: Counter[int] = Counter()
     rounds: dict[int, list[tuple[int, int]]] = {}
     for token, raw in ours.raw.items():
-        if raw in place and ours.first[raw] != token:
-            rounds.setdefault(seen[place[raw]], []).append((token, place[raw]))
-            seen[place[raw]] += 1
+        if raw in index_of and ours.first[raw] != token:
+            index = index_of[raw]
+            rounds.setdefault(seen[index], []).append((token, index))
+            seen[index] += 1
     return [torch.tensor(pairs).T.contiguous() for pairs in rounds.values()]

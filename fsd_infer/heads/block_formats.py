@@ -95,12 +95,12 @@ class _Options:
         nested, layer = config.get("dflash_config") or {}, config.get(_TOP) or config
         if not isinstance(nested, Mapping) or not isinstance(layer, Mapping):
             raise CheckpointError(f"dflash_config or {_TOP} in its config.json is no object.")
-        self.places, self.layer = (nested, config, layer), layer
+        self._parts, self.layer = (nested, config, layer), layer
         told = f"{config.get('architectures')} {config.get('speculators_model_type')} {config.get('model_type')}"
         self.classes, self.of_speculators = told, "speculators_model_type" in config
 
     def get(self, name: str, default: Any = None) -> Any:
-        values = [place[name] for place in self.places if place.get(name) is not None]
+        values = [part[name] for part in self._parts if part.get(name) is not None]
         if any(value != values[0] for value in values):
             raise CheckpointError(f"config.json says {name} twice, {values[0]!r:.60} and {values[1]!r:.60}.")
         return values[0] if values else default

@@ -90,7 +90,7 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
     shapes = weights.shapes
     names = {name for name in shapes if not _IGNORED.fullmatch(name)}
     kind = described.get("model_type")
-    # speculators copies the target's M-RoPE into the config and trains on tokens' places in the text all the same
+    # speculators copies the target's M-RoPE into the config and trains on tokens' positions in the text all the same
     mrope = "speculators_model_type" not in config
     layer = plain_layer(described, kind if kind in EAGLE3_LAYERS else "llama", mrope)
     options: dict[str, Any] = {name: said_option(name, config, nested) or False for name in EAGLE3_FIELDS}

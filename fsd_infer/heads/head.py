@@ -123,7 +123,7 @@ class EagleHead(PreTrainedModel):
 
     @property
     def turns_as_target(self) -> bool:
-        """Whether tokens after images have the target's rotary positions (M-RoPE), not their places in the text."""
+        """Whether tokens after images have the target's rotary positions (M-RoPE), not their positions in the text."""
         return has_mrope(self.config.layer)
 
     @property
@@ -220,8 +220,8 @@ class EagleHead(PreTrainedModel):
                     config.dtype = dtype
                     config.save_pretrained(draft)
             for file in sorted(Path(draft).iterdir(), key=lambda file: file.name == CONFIG):
-                with replacing(directory / file.name) as place:
-                    os.replace(file, place)
+                with replacing(directory / file.name) as draft_file:
+                    os.replace(file, draft_file)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:  # type: ignore[override]
         """Upload as in transformers. Raises ModelLoadError, which names the repository, if the Hub refuses."""
@@ -271,8 +271,8 @@ class EagleHead(PreTrainedModel):
         x = self._fused(features) if self.eagle3 else self._joined(embeds, features)
         mask = attention_mask[:, 0] if isinstance(attention_mask, Tensor) else attention_mask  # packed rows have others
         visible = None if mask is None else {"full_attention": mask}
-        places = cache.rotary(position_ids) if isinstance(cache, SlotCache) else position_ids
-        return self.stack(x, places, visible, cache, embeds=embeds if self.eagle3 else None).final
+        rotary = cache.rotary(position_ids) if isinstance(cache, SlotCache) else position_ids
+        return self.stack(x, rotary, visible, cache, embeds=embeds if self.eagle3 else None).final
 
     def _fused(self, features: Tensor) -> Tensor:
         """Layout "eagle3": fc of the fused layers in [..., H_t·(1 + k)]; outputs of this head pass through."""

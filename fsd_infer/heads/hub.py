@@ -47,12 +47,12 @@ def find_published(source: str | os.PathLike[str], **hub: Any) -> tuple[str, Pat
 
     Arguments and errors as of :func:`find_head`.
     """
-    place = os.fspath(source)
-    if not is_hub_id(place):
+    name = os.fspath(source)
+    if not is_hub_id(name):
         directory = Path(source) / hub.get("subfolder", "")
         return _published(directory, None) if (directory / CONFIG).is_file() else None
-    check_mistyped(place, **hub)
-    return load_whole(source, lambda: _fetched_published(place, **hub), **hub)
+    check_mistyped(name, **hub)
+    return load_whole(source, lambda: _fetched_published(name, **hub), **hub)
 
 
 def _fetched_published(source: str, **hub: Any) -> tuple[str, Path, dict[str, Any]] | None:

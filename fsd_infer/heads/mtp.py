@@ -80,8 +80,8 @@ class MtpFiles:
 
     def _error(self, name: str, fault: str) -> ModelLoadError:
         files = self.weights.files
-        place = files.get(name) or files[next(iter(self._stored.values()), name)]
-        return ModelLoadError(f"{place}: {fault}{MTP_ADVICE}")
+        file = files.get(name) or files[next(iter(self._stored.values()), name)]
+        return ModelLoadError(f"{file}: {fault}{MTP_ADVICE}")
 
     def find(self, ours: str, layer: int) -> str | None:
         """Return the stored name of our ``ours`` of a layer, counted from 0; None if there is none."""

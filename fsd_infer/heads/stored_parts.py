@@ -107,14 +107,14 @@ def plain_layer(config: Mapping[str, Any], kind: str, mrope: bool = True) -> dic
     Args:
         config: of the layers.
         kind: their model type.
-        mrope: whether M-RoPE that the config names holds. Some heads are trained on tokens' places in the text,
+        mrope: whether M-RoPE that the config names holds. Some heads are trained on tokens' positions in the text,
             whatever they copied of their target's config.
     """
     known = {name: config[name] for name in (*LAYER_FIELDS, "rope_theta", "rope_scaling") if name in config}
     ropes = {name: known[name] for name in ("rope_parameters", "rope_scaling") if name in known}
     known |= {name: _plain_rope(rope) for name, rope in ropes.items()}
-    parts = [place[PARTIAL] for place in (config, *ropes.values()) if isinstance(place, Mapping) and PARTIAL in place]
-    if any(part not in (None, 1) for part in parts):
+    shares = [said[PARTIAL] for said in (config, *ropes.values()) if isinstance(said, Mapping) and PARTIAL in said]
+    if any(share not in (None, 1) for share in shares):
         logger.warning("the head turns all of its dimensions, as programs train it: its %s is not used.", PARTIAL)
     try:
         if "hidden_size" not in known:
