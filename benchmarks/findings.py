@@ -30,7 +30,9 @@ def record_of(sweep: Sweep) -> dict[str, Any]:
     """Return {"settings", "environment", "temperatures": {temperature: :func:`.summarise` of its answers}}."""
     settings = {key: value for key, value in sweep.head["settings"].items() if key != "examples"}
     found = {
-        f"{at.temperature:g}": summarise(at.turns, sweep.settings, settings["seed"]) for at in sweep.at if at.turns
+        f"{at.temperature:g}": summarise(at.comparisons, sweep.settings, settings["seed"])
+        for at in sweep.at
+        if at.comparisons
     }
     return {"settings": settings, "environment": sweep.head["environment"], "temperatures": found}
 

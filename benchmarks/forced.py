@@ -39,8 +39,8 @@ import torch
 
 from benchmarks.recorded import BUILT_IN, parser_of, record_main
 from fsd_bench.intervals import mean_interval
-from fsd_bench.jobs import decoding
 from fsd_bench.score import read_references
+from fsd_bench.trials import decoding
 from fsd_bench.worth.replay import ExactRound
 from fsd_bench.worth.watch import Watch
 from fsd_core.files import append_json

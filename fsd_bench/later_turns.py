@@ -37,7 +37,7 @@ def with_later_turns(rows: Sequence[PromptRow], most: int | None) -> tuple[list[
 
 @dataclass
 class TurnPrompts:
-    """The prompts of jobs. A later turn's holds the method's own answers to the turns before.
+    """The prompts of trials. A later turn's holds the method's own answers to the turns before.
 
     Args:
         rows: of :func:`with_later_turns`.
@@ -58,22 +58,22 @@ class TurnPrompts:
         places = [(place, (number, at)) for number, group in enumerate(self.groups) for at, place in enumerate(group)]
         self._places = dict(places)
 
-    def __call__(self, job: Trial, runs: Mapping[Trial, TimedRun]) -> list[list[int]]:
-        """Return the token ids of a job's prompts. Raises DataError for one that fills the context."""
+    def __call__(self, trial: Trial, runs: Mapping[Trial, TimedRun]) -> list[list[int]]:
+        """Return the token ids of a trial's prompts. Raises DataError for one that fills the context."""
         return [
-            self.encode.conversation(self.rows[place], self._turns(place, job, runs))
+            self.encode.conversation(self.rows[place], self._turns(place, trial, runs))
             if place in self.before
             else self.first[place]
-            for place in self.groups[job.group]
+            for place in self.groups[trial.group]
         ]
 
-    def _turns(self, place: int, job: Trial, runs: Mapping[Trial, TimedRun]) -> list[Message]:
+    def _turns(self, place: int, trial: Trial, runs: Mapping[Trial, TimedRun]) -> list[Message]:
         """Return the conversation up to a row's turn, with the method's answers."""
         messages = list(self.rows[place].messages)
         while place in self.before:
             place = self.before[place]
             group, at = self._places[place]
-            answer = runs[replace(job, group=group)].answers[at]
+            answer = runs[replace(trial, group=group)].answers[at]
             text = answer.text or self.encode.tokenizer.decode(answer.tokens or [], skip_special_tokens=True)
             messages = [*self.rows[place].messages, {"role": "assistant", "content": text}, *messages]
         return messages

@@ -83,19 +83,19 @@ QUANTITIES: dict[str, Value] = {  # of a method's summary
 }
 
 
-def pooled(name: str, turns: Sequence[Comparison], value: Value) -> float | None:
+def pooled(name: str, comparisons: Sequence[Comparison], value: Value) -> float | None:
     """Return Σ sums / Σ weights over a method's answers, or None without weights."""
-    pairs = list(sums(name, turns, value).values())
+    pairs = list(sums(name, comparisons, value).values())
     weights = sum(weight for _, weight in pairs)
     return sum(total for total, _ in pairs) / weights if weights else None
 
 
-def sums(name: str, turns: Sequence[Comparison], value: Value) -> dict[int, Pair]:
+def sums(name: str, comparisons: Sequence[Comparison], value: Value) -> dict[int, Pair]:
     """Return sums and weights by prompt over a method's answers."""
     found: dict[int, Pair] = {}
-    for turn in turns:
-        run = turn.runs[name]
-        for index, answer in zip(turn.prompts, run.answers, strict=True):
+    for comparison in comparisons:
+        run = comparison.runs[name]
+        for index, answer in zip(comparison.prompts, run.answers, strict=True):
             pair = value(run, answer)
             if pair is not None:
                 total, weights = found.get(index, (0.0, 0.0))
@@ -103,14 +103,14 @@ def sums(name: str, turns: Sequence[Comparison], value: Value) -> dict[int, Pair
     return found
 
 
-def intervals(name: str, turns: Sequence[Comparison], seed: int = 0) -> dict[str, Any]:
+def intervals(name: str, comparisons: Sequence[Comparison], seed: int = 0) -> dict[str, Any]:
     """Return mean and interval of each measured quantity of a method: {"mean", "low", "high", "prompts"}."""
-    measured = {quantity: sums(name, turns, value) for quantity, value in {**AVERAGES, **SUMS}.items()}
+    measured = {quantity: sums(name, comparisons, value) for quantity, value in {**AVERAGES, **SUMS}.items()}
     return {quantity: mean_interval(list(own.values()), seed=seed) for quantity, own in measured.items() if own}
 
 
 def against(
-    name: str, baseline: str, turns: Sequence[Comparison], seed: int = 0, rates: Mapping[str, Value] = SUMS
+    name: str, baseline: str, comparisons: Sequence[Comparison], seed: int = 0, rates: Mapping[str, Value] = SUMS
 ) -> dict[str, Any]:
     """Compare a method with a baseline in the quantities that were measured.
 
@@ -120,15 +120,15 @@ def against(
     """
     differences, ratios = {}, {}
     for quantity, value in AVERAGES.items():
-        own, other = _shared(name, baseline, turns, value)
+        own, other = _shared(name, baseline, comparisons, value)
         if own:
             differences[quantity] = mean_interval(own, other, seed)
     for quantity, value in rates.items():
-        own, other = _shared(name, baseline, turns, value)
+        own, other = _shared(name, baseline, comparisons, value)
         if any(total for total, _ in other):
             ratios[quantity] = ratio_interval(own, other, seed)
-    agreement = _agreement(name, baseline, turns, seed)
-    own, other = _shared(name, baseline, turns, AVERAGES["score"])
+    agreement = _agreement(name, baseline, comparisons, seed)
+    own, other = _shared(name, baseline, comparisons, AVERAGES["score"])
     return {"differences": differences, "ratios": ratios, "same_final_answer": agreement, "flips": flips(own, other)}
 
 
@@ -151,18 +151,20 @@ def flips(own: Sequence[Pair], other: Sequence[Pair]) -> dict[str, Any] | None:
     return {"lost": lost, "gained": gained, "p": min(1.0, 2 * tail)}
 
 
-def _agreement(name: str, baseline: str, turns: Sequence[Comparison], seed: int) -> dict[str, Any] | None:
+def _agreement(name: str, baseline: str, comparisons: Sequence[Comparison], seed: int) -> dict[str, Any] | None:
     same: dict[int, Pair] = {}
-    for turn in turns:
-        for index, own, other in zip(turn.prompts, turn.runs[name].answers, turn.runs[baseline].answers, strict=True):
+    for comparison in comparisons:
+        for index, own, other in zip(
+            comparison.prompts, comparison.runs[name].answers, comparison.runs[baseline].answers, strict=True
+        ):
             if other.final is not None:
                 total, weight = same.get(index, (0.0, 0.0))
                 same[index] = total + (own.final == other.final), weight + 1.0
     return mean_interval(list(same.values()), seed=seed) if same else None
 
 
-def _shared(name: str, baseline: str, turns: Sequence[Comparison], value: Value) -> tuple[list[Pair], list[Pair]]:
+def _shared(name: str, baseline: str, comparisons: Sequence[Comparison], value: Value) -> tuple[list[Pair], list[Pair]]:
     """Return both methods' sums over the prompts that both have."""
-    own, other = sums(name, turns, value), sums(baseline, turns, value)
+    own, other = sums(name, comparisons, value), sums(baseline, comparisons, value)
     both = [index for index in own if index in other]
     return [own[index] for index in both], [other[index] for index in both]

@@ -62,7 +62,7 @@ class BenchPrompt:
 def build_record(
     prompts: Sequence[BenchPrompt],
     methods: Mapping[str, dict[str, Any]],
-    turns: Sequence[Comparison],
+    comparisons: Sequence[Comparison],
     seed: int = 0,
     baselines: Sequence[str] = (),
     blocks: Mapping[int, int] | None = None,
@@ -72,25 +72,25 @@ def build_record(
     The module says what the quantities are.
 
     Args:
-        prompts: all prompts that the turns' indices refer to.
+        prompts: all prompts that the comparisons' indices refer to.
         methods: description of each method by name, in the order of the report.
-        turns: every group and repeat.
+        comparisons: every group and repeat.
         seed: seed of the bootstrap.
         baselines: methods to compare with, see :func:`choose_baselines`.
         blocks: block of each group; None: each group is a unit.
     """
     compared = choose_baselines(list(methods), baselines)
-    cells = {name: _cells(name, turns, blocks) for name in methods}
-    reference = _first_tokens(compared[0], turns)
+    cells = {name: _cells(name, comparisons, blocks) for name in methods}
+    reference = _first_tokens(compared[0], comparisons)
     by_category: dict[str, list[Comparison]] = {prompt.category: [] for prompt in prompts}
-    for turn in turns:
-        by_category[prompts[turn.prompts[0]].category].append(turn)
+    for comparison in comparisons:
+        by_category[prompts[comparison.prompts[0]].category].append(comparison)
     facts = {
-        name: _facts(name, description, turns, cells[name], reference, by_category, seed)
+        name: _facts(name, description, comparisons, cells[name], reference, by_category, seed)
         for name, description in methods.items()
     }
     beside = {
-        other: {name: _beside(name, other, turns, cells, seed) for name in methods if name != other}
+        other: {name: _beside(name, other, comparisons, cells, seed) for name in methods if name != other}
         for other in compared
     }
 
@@ -104,14 +104,14 @@ def build_record(
         "differences": table("differences"),
         "agreement": table("same_final_answer"),
         "flips": table("flips"),
-        "prompts": _prompt_rows(prompts, methods, turns),
+        "prompts": _prompt_rows(prompts, methods, comparisons),
     }
 
 
 def _facts(
     name: str,
     description: Mapping[str, Any],
-    turns: Sequence[Comparison],
+    comparisons: Sequence[Comparison],
     cells: Mapping[int, Cell],
     reference: Mapping[int, list[int] | None],
     by_category: Mapping[str, Sequence[Comparison]],
@@ -122,26 +122,28 @@ def _facts(
     Args:
         name: of the method.
         description: of its options.
-        turns: every group and repeat.
+        comparisons: every group and repeat.
         cells: its speeds by unit.
         reference: tokens of the first baseline's answers, by prompt.
-        by_category: the turns of each category.
+        by_category: the comparisons of each category.
         seed: of the bootstrap.
     """
     parts = {category: summary(name, of_category) for category, of_category in by_category.items()}
     return {
-        **summary(name, turns, cells),
+        **summary(name, comparisons, cells),
         "tau_category_mean": _mean([part["tau"] for part in parts.values()]),
-        "identical_to_baseline": _mean([_same(own, reference[i]) for i, own in _first_tokens(name, turns).items()]),
-        **_phases(name, turns),
+        "identical_to_baseline": _mean(
+            [_same(own, reference[i]) for i, own in _first_tokens(name, comparisons).items()]
+        ),
+        **_phases(name, comparisons),
         **description,
-        "intervals": intervals(name, turns, seed),
+        "intervals": intervals(name, comparisons, seed),
         "categories": {category: {key: part[key] for key in BY_CATEGORY} for category, part in parts.items()},
     }
 
 
 def _beside(
-    name: str, baseline: str, turns: Sequence[Comparison], cells: Mapping[str, Mapping[int, Cell]], seed: int
+    name: str, baseline: str, comparisons: Sequence[Comparison], cells: Mapping[str, Mapping[int, Cell]], seed: int
 ) -> dict[str, Any]:
     """Compare a method with a baseline: speeds unit by unit, everything else prompt by prompt."""
     speeds = {}
@@ -149,7 +151,7 @@ def _beside(
         pairs = [(own[quantity], cells[baseline][unit][quantity]) for unit, own in cells[name].items()]
         values = [b / a if quantity == "seconds_per_answer" else a / b for a, b in pairs if a and b]
         speeds[quantity] = interval(values, seed)
-    found = against(name, baseline, turns, seed, {**SUMS, "tau": RATES["tau"], "retention": AVERAGES["score"]})
+    found = against(name, baseline, comparisons, seed, {**SUMS, "tau": RATES["tau"], "retention": AVERAGES["score"]})
     return {**found, "ratios": {**speeds, **found["ratios"]}}
 
 
@@ -174,12 +176,12 @@ def _same(own: list[int] | None, other: list[int] | None) -> float | None:
     return None if own is None or other is None else float(own == other)
 
 
-def _cells(name: str, turns: Sequence[Comparison], blocks: Mapping[int, int] | None = None) -> dict[int, Cell]:
+def _cells(name: str, comparisons: Sequence[Comparison], blocks: Mapping[int, int] | None = None) -> dict[int, Cell]:
     """Return the method's speeds by unit."""
     units: dict[int, dict[int, list[TimedRun]]] = {}
-    for turn in turns:
-        unit = turn.group if blocks is None else blocks[turn.group]
-        units.setdefault(unit, {}).setdefault(turn.repeat, []).append(turn.runs[name])
+    for comparison in comparisons:
+        unit = comparison.group if blocks is None else blocks[comparison.group]
+        units.setdefault(unit, {}).setdefault(comparison.repeat, []).append(comparison.runs[name])
     found = {}
     for unit, repeats in units.items():
         speeds = [_speeds(runs) for runs in repeats.values()]
@@ -203,20 +205,20 @@ def _speeds(runs: Sequence[TimedRun]) -> Cell:
     }
 
 
-def summary(name: str, turns: Sequence[Comparison], cells: Mapping[int, Cell] | None = None) -> dict[str, Any]:
-    """Return the numbers of one method over these turns, with speeds from ``cells`` (default: one per group)."""
-    groups = _cells(name, turns)
+def summary(name: str, comparisons: Sequence[Comparison], cells: Mapping[int, Cell] | None = None) -> dict[str, Any]:
+    """Return the numbers of one method over these comparisons, with speeds from ``cells`` (default: one per group)."""
+    groups = _cells(name, comparisons)
     units = list((groups if cells is None else cells).values())
     drafts = FirstChoiceStats.pooled(
-        FirstChoiceStats(answer.regrets) for turn in turns for answer in turn.runs[name].answers
+        FirstChoiceStats(answer.regrets) for comparison in comparisons for answer in comparison.runs[name].answers
     )
     return {
-        "answers": len({index for turn in turns for index in turn.prompts}),
+        "answers": len({index for comparison in comparisons for index in comparison.prompts}),
         **{quantity: _median([cell[quantity] for cell in units]) for quantity in SPEEDS},
         "seconds_total": sum(cell["seconds"] or 0.0 for cell in groups.values()),
-        **{quantity: pooled(name, turns, value) for quantity, value in QUANTITIES.items()},
+        **{quantity: pooled(name, comparisons, value) for quantity, value in QUANTITIES.items()},
         "drafts": drafts.summary() if drafts else None,
-        "accepted_by_position": _by_position([a for turn in turns for a in turn.runs[name].answers]),
+        "accepted_by_position": _by_position([a for comparison in comparisons for a in comparison.runs[name].answers]),
     }
 
 
@@ -229,24 +231,24 @@ def _by_position(answers: Sequence[MeasuredAnswer]) -> list[float] | None:
 
 
 def _prompt_rows(
-    prompts: Sequence[BenchPrompt], methods: Iterable[str], turns: Sequence[Comparison]
+    prompts: Sequence[BenchPrompt], methods: Iterable[str], comparisons: Sequence[Comparison]
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
         {"id": p.id, "category": p.category, "where": p.where, "prompt_tokens": len(p.ids), "methods": {}}
         for p in prompts
     ]
-    for turn in sorted(turns, key=lambda turn: (turn.group, turn.repeat)):
+    for comparison in sorted(comparisons, key=lambda comparison: (comparison.group, comparison.repeat)):
         for name in methods:
-            run = turn.runs[name]
-            for index, answer in zip(turn.prompts, run.answers, strict=True):
-                rows[index]["methods"].setdefault(name, []).append(_answer_row(turn, run, answer))
+            run = comparison.runs[name]
+            for index, answer in zip(comparison.prompts, run.answers, strict=True):
+                rows[index]["methods"].setdefault(name, []).append(_answer_row(comparison, run, answer))
     return rows
 
 
-def _answer_row(turn: Comparison, run: TimedRun, answer: MeasuredAnswer) -> dict[str, Any]:
+def _answer_row(comparison: Comparison, run: TimedRun, answer: MeasuredAnswer) -> dict[str, Any]:
     """Return the figures of one repeat. Seconds are those of the whole batch."""
     return {
-        "repeat": turn.repeat,
+        "repeat": comparison.repeat,
         "batch": len(run.answers),
         "seconds": run.seconds,
         "prefill_seconds": run.prefill_seconds,
@@ -261,12 +263,12 @@ def _answer_row(turn: Comparison, run: TimedRun, answer: MeasuredAnswer) -> dict
     }
 
 
-def _phases(name: str, turns: Sequence[Comparison]) -> dict[str, Any]:
+def _phases(name: str, comparisons: Sequence[Comparison]) -> dict[str, Any]:
     """Return where the time of all runs went. Only the phases prefill, target and draft have a meaning here."""
     total: dict[str, float] = {}
     rounds = 0
-    for turn in turns:
-        run = turn.runs[name]
+    for comparison in comparisons:
+        run = comparison.runs[name]
         for phase, seconds in run.phases.items():
             total[phase] = total.get(phase, 0.0) + seconds
         # rows of a batch share their rounds, and the longest-lived row took part in all of them
@@ -285,13 +287,13 @@ def _phases(name: str, turns: Sequence[Comparison]) -> dict[str, Any]:
     }
 
 
-def _first_tokens(name: str, turns: Sequence[Comparison]) -> dict[int, list[int] | None]:
+def _first_tokens(name: str, comparisons: Sequence[Comparison]) -> dict[int, list[int] | None]:
     """Return each prompt's tokens in the first repeat."""
     return {
         index: answer.tokens
-        for turn in turns
-        if turn.repeat == 0
-        for index, answer in zip(turn.prompts, turn.runs[name].answers, strict=True)
+        for comparison in comparisons
+        if comparison.repeat == 0
+        for index, answer in zip(comparison.prompts, comparison.runs[name].answers, strict=True)
     }
 
 

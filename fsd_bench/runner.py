@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from fsd_bench.base import Comparison, MeasuredAnswer, Method, TimedRun
-from fsd_bench.jobs import RunSpec, Session, in_turns, rotated, run_jobs, turns_of
 from fsd_bench.later_turns import TurnPrompts, with_later_turns
 from fsd_bench.layouts import layout_of
 from fsd_bench.likelihood import mean_log_likelihoods
@@ -23,6 +22,7 @@ from fsd_bench.record import BenchPrompt, build_record, write_record
 from fsd_bench.runs import RunFile, Trial, alone, read_lines
 from fsd_bench.score import Reference, measure, read_references
 from fsd_bench.settings import RunOptions, set_threads
+from fsd_bench.trials import RunSpec, Session, comparisons_of, in_turns, rotated, run_trials
 from fsd_core.errors import FsdError
 from fsd_core.files import jsonable, writable
 from fsd_core.text.encoding import PromptRow
@@ -75,14 +75,14 @@ def run(
     references += [None] * len(before)
     groups = group_prompts(_categories(rows, before), settings.batch_size)
     names = [spec.name for spec in parse_methods(methods)]
-    jobs = in_turns(names, len(groups), {settings.temperature: settings.repeat})
+    trials = in_turns(names, len(groups), {settings.temperature: settings.repeat})
     file = RunFile(
         path, "bench", jsonable({**_measured(settings), "rows_sha256": rows_digest(rows)}),
-        {job: len(groups[job.group]) for job in jobs},
+        {trial: len(groups[trial.group]) for trial in trials},
         advice=("the same command with --resume continues it", "delete the file"),
     )  # fmt: skip
     with file.kept():
-        record = _measure(settings, models, rows, references, before, groups, jobs, file, progress)
+        record = _measure(settings, models, rows, references, before, groups, trials, file, progress)
         record["environment"] |= environment(command)
         record = jsonable(record)
         if path is not None:
@@ -132,7 +132,7 @@ def _measure(
     references: Sequence[Reference | None],
     before: Mapping[int, int],
     groups: Sequence[list[int]],
-    jobs: Sequence[Trial],
+    trials: Sequence[Trial],
     file: RunFile,
     progress: bool,
 ) -> dict[str, Any]:
@@ -141,26 +141,26 @@ def _measure(
     blocks = None if isolate is None else {group: group % isolate for group in range(len(groups))}
     with ExitStack() as stack:
         if blocks is not None:
-            sessions = isolated(settings, specs, jobs, blocks)
+            sessions = isolated(settings, specs, trials, blocks)
         else:
             methods = make_methods(settings.methods, models)
             for method in methods:
                 stack.callback(method.close)
-            sessions = [Session(names, lambda: methods, jobs)]
+            sessions = [Session(names, lambda: methods, trials)]
         encode = models.encoder(settings.raw)
         first = encode_rows(rows[: len(rows) - len(before)], encode)
         prompts = TurnPrompts(rows, before, groups, encode, first)
         asked = RunSpec(prompts, settings.max_new_tokens, settings.seed or 0, settings.warmup)
-        run_jobs(sessions, asked, file, title="bench", progress=progress)
-    turns = turns_of(file.runs, groups, names, settings.temperature)
-    answers = _with_prompts(turns, prompts, file.runs, settings.temperature)
+        run_trials(sessions, asked, file, title="bench", progress=progress)
+    comparisons = comparisons_of(file.runs, groups, names, settings.temperature)
+    answers = _with_prompts(comparisons, prompts, file.runs, settings.temperature)
     if settings.log_likelihood:
         _add_log_likelihoods(models.scorer(), models.tokenizer, answers, progress)
     for index, ids, answer in answers:
         measure(answer, models.tokenizer, ids, rows[index], references[index])
     listed = _listed(rows, before, {index: ids for index, ids, _ in reversed(answers)})
     described = {name: file.described[name] for name in names}
-    record = build_record(listed, described, turns, settings.seed or 0, settings.baselines, blocks)
+    record = build_record(listed, described, comparisons, settings.seed or 0, settings.baselines, blocks)
     record["settings"] = settings.to_dict()
     record["environment"] = {
         "dtype": settings.dtype,
@@ -181,14 +181,14 @@ def _listed(
 
 
 def isolated(
-    settings: RunOptions, specs: Sequence[MethodSpec], jobs: Sequence[Trial], blocks: Mapping[int, int]
+    settings: RunOptions, specs: Sequence[MethodSpec], trials: Sequence[Trial], blocks: Mapping[int, int]
 ) -> list[Session]:
     """Return a session per method and block of groups. The method that goes first rotates by block."""
     return [
         Session(
             [spec.name],
             partial(_start, settings, spec),
-            [job for job in jobs if job.method == spec.name and blocks[job.group] == block],
+            [trial for trial in trials if trial.method == spec.name and blocks[trial.group] == block],
         )
         for block in sorted(set(blocks.values()))
         for spec in rotated(specs, block)
@@ -214,15 +214,18 @@ def _categories(rows: Sequence[PromptRow], before: Mapping[int, int]) -> list[st
 
 
 def _with_prompts(
-    turns: Sequence[Comparison], prompts: TurnPrompts, runs: Mapping[Trial, TimedRun], temperature: float
+    comparisons: Sequence[Comparison], prompts: TurnPrompts, runs: Mapping[Trial, TimedRun], temperature: float
 ) -> list[tuple[int, list[int], MeasuredAnswer]]:
     """Return each answer with its prompt's index and token ids."""
     return [
         (index, ids, answer)
-        for turn in turns
-        for name, run in turn.runs.items()
+        for comparison in comparisons
+        for name, run in comparison.runs.items()
         for index, ids, answer in zip(
-            turn.prompts, prompts(Trial(name, turn.group, turn.repeat, temperature), runs), run.answers, strict=True
+            comparison.prompts,
+            prompts(Trial(name, comparison.group, comparison.repeat, temperature), runs),
+            run.answers,
+            strict=True,
         )
     ]
 

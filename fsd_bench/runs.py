@@ -39,12 +39,12 @@ class RunFile:
         path: file in an existing folder; None keeps runs in memory.
         kind: "bench" or "sweep".
         settings: JSON values that must be equal for a measurement to continue.
-        jobs: all jobs, and how many answers each gives.
+        trials: all trials, and how many answers each gives.
         facts: further facts of the first line.
         advice: how to continue after an error, and the alternative to equal settings.
 
     Attributes:
-        runs: runs by job.
+        runs: runs by trial.
         described: descriptions of the methods by name.
 
     Raises:
@@ -56,7 +56,7 @@ class RunFile:
         path: Path | None,
         kind: str,
         settings: dict[str, Any],
-        jobs: Mapping[Trial, int],
+        trials: Mapping[Trial, int],
         facts: dict[str, Any] | None = None,
         advice: tuple[str, str] = ("the same command continues it", "another name"),
     ) -> None:
@@ -67,9 +67,9 @@ class RunFile:
             return
         head = {kind: VERSION, "settings": settings, _DIGESTS: True, **(facts or {})}
         with alone(path):
-            self._open(path, kind, head, jobs, advice[1])
+            self._open(path, kind, head, trials, advice[1])
 
-    def _open(self, path: Path, kind: str, head: dict[str, Any], jobs: Mapping[Trial, int], otherwise: str) -> None:
+    def _open(self, path: Path, kind: str, head: dict[str, Any], trials: Mapping[Trial, int], otherwise: str) -> None:
         """Read a file that can be continued, and write it with the head and what was read."""
         settings = head["settings"]
         before = path.read_bytes().count(b"\n") if path.is_file() else 0
@@ -84,7 +84,7 @@ class RunFile:
             head["environment"] = environment  # of the first process
         kept = [head]
         for line in lines:
-            if not self._read(line, jobs):
+            if not self._read(line, trials):
                 break
             kept.append(line)
         if before > len(kept):
@@ -92,24 +92,24 @@ class RunFile:
             print(f"{path}: {lost}, so what follows is measured again.", file=sys.stderr)
         write_text(path, "".join(json.dumps(line) + "\n" for line in [head, *map(_signed, kept[1:])]))
 
-    def _read(self, line: dict[str, Any], jobs: Mapping[Trial, int]) -> bool:
+    def _read(self, line: dict[str, Any], trials: Mapping[Trial, int]) -> bool:
         """Take in a line. Return False if it does not belong to this measurement."""
         try:
             if "described" in line:
                 self.described.update(typed(line["described"], dict[str, dict[str, Any]]))
                 return True
-            job, run = read_run(line)
+            trial, run = read_run(line)
         except (TypeError, KeyError, ValueError):
             return False
-        if jobs.get(job) != len(run.answers):
+        if trials.get(trial) != len(run.answers):
             return False
-        self.runs[job] = run
+        self.runs[trial] = run
         return True
 
-    def add(self, job: Trial, run: TimedRun) -> None:
+    def add(self, trial: Trial, run: TimedRun) -> None:
         """Keep a finished run. It is on disk when this returns."""
-        self.runs[job] = run
-        self._append({"job": asdict(job), "run": asdict(run)})
+        self.runs[trial] = run
+        self._append({"job": asdict(trial), "run": asdict(run)})
 
     def describe(self, name: str, facts: dict[str, Any]) -> None:
         """Keep the description of a method."""
@@ -165,7 +165,7 @@ def _signed(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_run(line: dict[str, Any]) -> tuple[Trial, TimedRun]:
-    """Return the job and run of a line. Raises TypeError, KeyError or ValueError if it has none."""
+    """Return the trial and run of a line. Raises TypeError, KeyError or ValueError if it has none."""
     return typed(line["job"], Trial), typed(line["run"], TimedRun)
 
 

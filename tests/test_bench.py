@@ -100,13 +100,13 @@ def made(tokens: int, forwards: int, seconds: float, prefill: float) -> TimedRun
 
 def test_a_records_numbers_on_a_worked_example() -> None:
     prompts = [BenchPrompt(str(i), category, f"f:{i}", [1]) for i, category in enumerate("aab")]
-    turns = [
+    comparisons = [
         Comparison(0, 0, [0], {"plain": made(5, 4, 1.0, 0.2), "exact": made(5, 2, 0.5, 0.1)}),
         Comparison(0, 1, [0], {"plain": made(5, 4, 3.0, 0.2), "exact": made(5, 2, 0.5, 0.1)}),
         Comparison(1, 0, [1], {"plain": made(9, 8, 1.8, 0.2), "exact": made(9, 2, 0.45, 0.05)}),
         Comparison(2, 0, [2], {"plain": made(7, 6, 1.4, 0.2), "exact": made(7, 3, 2.8, 0.4)}),
     ]
-    record = build_record(prompts, {"plain": {}, "exact": {}}, turns)
+    record = build_record(prompts, {"plain": {}, "exact": {}}, comparisons)
     exact, plain = record["methods"]["exact"], record["methods"]["plain"]
     # by prompt: plain (5/1 + 5/3)/2, 5, 5 and exact 10, 20, 2.5 tokens per second
     assert plain["tokens_per_second"] == pytest.approx(5) and exact["tokens_per_second"] == pytest.approx(10)

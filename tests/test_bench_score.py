@@ -80,8 +80,8 @@ def test_means_and_paired_differences() -> None:
     prompts = [BenchPrompt(str(i), "a", f"f:{i}", [1]) for i in range(4)]
     ours, theirs = [1.0, 0.0, 1.0, None], [1.0, 1.0, 1.0, None]
     runs = [{"plain": scored(theirs[i], -1.0, 4), "lossy": scored(ours[i], -1.0 - i, 2 + i)} for i in range(4)]
-    turns = [Comparison(i, 0, [i], each) for i, each in enumerate(runs)]
-    record = build_record(prompts, {"plain": {}, "lossy": {}}, turns, seed=3)
+    comparisons = [Comparison(i, 0, [i], each) for i, each in enumerate(runs)]
+    record = build_record(prompts, {"plain": {}, "lossy": {}}, comparisons, seed=3)
     lossy, less = record["methods"]["lossy"], record["differences"]["plain"]["lossy"]
     assert record["methods"]["plain"]["score"] == 1.0 and lossy["intervals"]["score"]["prompts"] == 3
     assert lossy["intervals"]["score"]["mean"] == lossy["score"] == pytest.approx(2 / 3)

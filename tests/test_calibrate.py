@@ -67,38 +67,38 @@ def test_graded_scores_rarely_pass_either(whole: float, noise: float) -> None:
 
 def fake(losses: dict[str, float], prompts: int = 400, speeds: dict[str, float] | None = None) -> list[Comparison]:
     """Exact is always right; each setting is wrong on that share of the prompts."""
-    turns = []
+    comparisons = []
     for index in range(prompts):
         runs = {"exact": TimedRun(1.0, 0.1, [MeasuredAnswer([1] * 10, 5, 9, score=1.0)])}
         for name, share in losses.items():
             right = float(index >= share * prompts)
             seconds = 1.0 / (speeds or {}).get(name, 1.0)
             runs[name] = TimedRun(seconds, 0.1, [MeasuredAnswer([1] * 10, 5, 9, score=right, divergence_spent=1.0)])
-        turns.append(Comparison(index, 0, [index], runs))
-    return turns
+        comparisons.append(Comparison(index, 0, [index], runs))
+    return comparisons
 
 
 def test_a_list_ends_at_its_first_failure() -> None:
     """From careful to bold, for a promise of speed the other way round. A list has one level, whatever comes later."""
 
-    def certified(rules: list[str], turns: list[Comparison], promise: Promise) -> list[str]:
-        return [one["setting"] for one in certify(turns, parse_settings(rules), promise, 0.9)]
+    def certified(rules: list[str], comparisons: list[Comparison], promise: Promise) -> list[str]:
+        return [one["setting"] for one in certify(comparisons, parse_settings(rules), promise, 0.9)]
 
     losses = {"fuzzy:js:0.1": 0.0, "fuzzy:js:0.2": 0.2, "fuzzy:js:0.3": 0.0, "random:0.1": 0.3, "random:0.2": 0.0}
     rules = ["fuzzy:js:0.1/0.2/0.3", "random:0.1/0.2"]
     assert certified(rules, fake(losses), Promise(SCORE, 0.02)) == ["exact", "fuzzy:js:0.1"]
     speeds = {"fuzzy:js:0.1": 1.2, "fuzzy:js:0.2": 1.6, "fuzzy:js:0.3": 2.0}
-    turns = fake(dict.fromkeys(speeds, 0.0), 50, speeds)
-    assert certified(rules[:1], turns, Promise(SPEED, 1.5)) == ["fuzzy:js:0.3", "fuzzy:js:0.2"]
-    for turn in turns:
-        for name, run in turn.runs.items():
+    comparisons = fake(dict.fromkeys(speeds, 0.0), 50, speeds)
+    assert certified(rules[:1], comparisons, Promise(SPEED, 1.5)) == ["fuzzy:js:0.3", "fuzzy:js:0.2"]
+    for comparison in comparisons:
+        for name, run in comparison.runs.items():
             run.answers[0].copied_4grams = 0.2 + 0.1 * (name == "fuzzy:js:0.2")
             run.answers[0].repeated_4grams = 0.1
-    assert len(certified(rules[:1], turns, Promise(NATS, 9.0))) == 4
+    assert len(certified(rules[:1], comparisons, Promise(NATS, 9.0))) == 4
     bounded = Promise(NATS, 9.0, copies=0.2, repeats=0.2)
-    assert len(certified(rules[:1], turns, bounded)) == 4, "a rise of 10 points is allowed"
-    assert certified(rules[:1], turns, replace(bounded, copies=0.05)) == ["exact", "fuzzy:js:0.1"]
-    assert not check(turns, "fuzzy:js:0.2", Promise(NATS, 9.0, copies=0.05))["kept"]
+    assert len(certified(rules[:1], comparisons, bounded)) == 4, "a rise of 10 points is allowed"
+    assert certified(rules[:1], comparisons, replace(bounded, copies=0.05)) == ["exact", "fuzzy:js:0.1"]
+    assert not check(comparisons, "fuzzy:js:0.2", Promise(NATS, 9.0, copies=0.05))["kept"]
     with pytest.raises(FsdError, match="a bound on copied_4grams must be between 0 and 1"):
         Promise(NATS, 1.0, copies=2.0)
 
@@ -108,17 +108,17 @@ def test_a_quality_is_a_promise_of_its_own() -> None:
     losses = {"fuzzy:js:0.1": 0.0, "fuzzy:js:0.2": 0.03, "fuzzy:js:0.3": 0.07, "fuzzy:js:0.4@8x1x9": 0.0}
     speeds = {name: 1.2 + 0.2 * place for place, name in enumerate(losses)}
     settings = parse_settings(["fuzzy:js:0.1/0.2/0.3", "fuzzy:js:0.4@8x1x9"])
-    turns = fake(losses, speeds=speeds)
-    facts = summarise(turns, [setting.name for setting in settings])
+    comparisons = fake(losses, speeds=speeds)
+    facts = summarise(comparisons, [setting.name for setting in settings])
     promise = Promise(NATS, 9.0)
-    found = quality_levels(turns, settings, facts, promise, 0.9)
+    found = quality_levels(comparisons, settings, facts, promise, 0.9)
     assert [(one["quality"], one["rule"], round(one["speed"], 6)) for one in found] == [
         (0.99, "fuzzy:js:0.1", 1.2), (0.95, "fuzzy:js:0.2", 1.4), (0.9, "fuzzy:js:0.3", 1.6),
     ]  # fmt: skip
-    for turn in turns:
-        for run in turn.runs.values():
+    for comparison in comparisons:
+        for run in comparison.runs.values():
             run.answers[0].score = None
-    assert quality_levels(turns, settings, facts, promise, 0.9) == []
+    assert quality_levels(comparisons, settings, facts, promise, 0.9) == []
 
 
 # from prompts to a stored setting -------------------------------------------------------------------------------------
@@ -284,17 +284,17 @@ def test_every_setting_answers_every_prompt(toy: Toy, finished: Path) -> None:
     found = read_sweep(finished)
     assert found.settings == ["exact", "fuzzy:js:0.02", "fuzzy:js:0.3", "random:0.1", "random:0.25", "random:0.5"]
     for at in found.at:
-        assert len(at.turns) == 5
+        assert len(at.comparisons) == 5
         for name in found.settings:
-            for turn, answer in zip(at.turns, at.answers(name), strict=True):
+            for comparison, answer in zip(at.comparisons, at.answers(name), strict=True):
                 assert answer.trace is not None and answer.tokens is not None and answer.log_likelihood is not None
                 assert sum(answer.trace.rounds) == len(answer.tokens) == len(answer.trace.sources) <= 5
                 assert len(answer.trace.rounds) == answer.target_forwards + 1  # type: ignore[operator]
-                assert (answer.score is None) == (turn.group == 4) and answer.log_likelihood < 0
-                assert (answer.trace.pieces is not None) == (turn.group == 0)
+                assert (answer.score is None) == (comparison.group == 4) and answer.log_likelihood < 0
+                assert (answer.trace.pieces is not None) == (comparison.group == 0)
                 spent = sum(nats for _, nats in answer.trace.spent)
                 assert spent == pytest.approx(answer.divergence_spent, abs=1e-3) and (name != "exact" or spent == 0)
-        facts = summarise(at.turns, found.settings)
+        facts = summarise(at.comparisons, found.settings)
         assert facts["exact"]["ratios"]["speed"]["ratio"] == pytest.approx(1)
         assert facts["exact"]["differences"]["score"] == {"mean": 0, "low": 0, "high": 0, "prompts": 4}
         loose = facts["fuzzy:js:0.3"]
@@ -315,7 +315,7 @@ def test_prompts_decoded_together_are_answered_alike(toy: Toy, tmp_path: Path) -
     alone, together = (
         read_sweep(sweep(swept(toy, **same, batch_size=size), tmp_path / f"{size}.jsonl")) for size in (1, 2)
     )
-    assert [turn.prompts for turn in together.at[0].turns] == [[0, 1], [2, 3], [4]]
+    assert [comparison.prompts for comparison in together.at[0].comparisons] == [[0, 1], [2, 3], [4]]
     assert any(answer.divergence_spent for answer in together.at[0].answers(together.settings[1]))
     for name in together.settings:
         for one, other in zip(alone.at[0].answers(name), together.at[0].answers(name), strict=True):

@@ -25,7 +25,7 @@ def made(tokens: int, forwards: int, seconds: float, score: float, accepted: lis
 
 def test_numbers_on_a_worked_example() -> None:
     scores = [(1.0, 1.0), (1.0, 0.0), (1.0, 0.0), (0.0, 1.0), (0.0, 0.0), (1.0, 1.0)]
-    turns = [
+    comparisons = [
         Comparison(i, 0, [i], {
             "plain": made(9, 8, 1.8, plain, []),
             "exact@slow": made(9, 4, 1.2, plain, [4, 0]),
@@ -42,7 +42,7 @@ def test_numbers_on_a_worked_example() -> None:
         "tilted": {**DRAFTED, "rule": {"rule": "tilted"}},
     }
     prompts = [BenchPrompt(str(i), "a", f"f:{i}", [1]) for i in range(6)]
-    record = build_record(prompts, methods, turns, baselines=["plain", "exact", "exact@slow"])
+    record = build_record(prompts, methods, comparisons, baselines=["plain", "exact", "exact@slow"])
     record["settings"] = {"batch_size": 1, "target": "models/toy"}
     assert best_exact(record) == "exact"
     rows = {row["method"]: row for row in rows_of(record)}

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from fsd_bench.cli import main
-from fsd_bench.jobs import decoding
 from fsd_bench.sweep.candidates import forecast_rules
 from fsd_bench.sweep.settings import SweepOptions
+from fsd_bench.trials import decoding
 from fsd_bench.worth import Forecast, forecast
 from fsd_bench.worth.forecasts import fixed_coefs, learned
 from fsd_bench.worth.replay import ExactRound, Replay, walk

@@ -61,17 +61,17 @@ def calibrate(
     calibration, verification = split(options, verify, needs_score=promise.kind == SCORE, folder=named)
     options = _with_candidates(options, promise, progress)
     folder = writable(named / "record.json", "the record").parent
-    turns = _sweep(options, calibration, folder / "calibration.jsonl", progress)
+    comparisons = _sweep(options, calibration, folder / "calibration.jsonl", progress)
     settings = options.settings()
-    facts = summarise(turns, [setting.name for setting in settings], options.seed)
-    certified = certify(turns, settings, promise, confidence, options.seed)
+    facts = summarise(comparisons, [setting.name for setting in settings], options.seed)
+    certified = certify(comparisons, settings, promise, confidence, options.seed)
     chosen = _choose(settings, certified, facts, promise)
     evidence = {
         "confidence": confidence,
-        "calibration": check(turns, chosen.name, promise, options.seed),
+        "calibration": check(comparisons, chosen.name, promise, options.seed),
         "verification": _verified(options, chosen, promise, verification, folder / "verification.jsonl", progress),
     }
-    levels = quality_levels(turns, settings, facts, promise, confidence, options.seed)
+    levels = quality_levels(comparisons, settings, facts, promise, confidence, options.seed)
     file = write_calibrated(directory, target, _stored(options, chosen, promise, evidence, levels))
     record = {
         "promise": {**asdict(promise), "text": promise.text()},
@@ -100,13 +100,13 @@ def _verified(
     chosen: Setting,
     promise: Promise,
     prompts: Sequence[PromptRow],
-    turns: Path,
+    file: Path,
     progress: bool,
 ) -> dict[str, Any]:
     """Check a setting on prompts that did not choose it; exact needs none."""
     if chosen.name == EXACT:
         return {"prompts": 0, "kept": True}
-    found = _sweep(replace(options, rules=[chosen.name]), prompts, turns, progress)
+    found = _sweep(replace(options, rules=[chosen.name]), prompts, file, progress)
     return check(found, chosen.name, promise, options.seed)
 
 
@@ -174,7 +174,7 @@ def _text(row: PromptRow) -> str:
 def _sweep(options: SweepOptions, rows: Sequence[PromptRow], file: Path, progress: bool) -> list[Comparison]:
     found = read_sweep(sweep(options, file, progress=progress, rows=rows))
     write_page(file, file.with_suffix(".html"))
-    return found.at[0].turns
+    return found.at[0].comparisons
 
 
 def _choose(

@@ -68,7 +68,7 @@ class Promise:
 
 
 def certify(
-    turns: Sequence[Comparison], settings: Sequence[Setting], promise: Promise, confidence: float, seed: int = 0
+    comparisons: Sequence[Comparison], settings: Sequence[Setting], promise: Promise, confidence: float, seed: int = 0
 ) -> list[dict[str, Any]]:
     """Return the settings that keep the promise, in order of their tests: {"setting", "p"}."""
     families: dict[str, list[Setting]] = {}
@@ -79,7 +79,7 @@ def certify(
     passed = [] if promise.kind == SPEED else [{"setting": EXACT, "p": 0.0}]  # exact keeps every other promise
     for candidates in families.values():
         for setting in reversed(candidates) if promise.kind == SPEED else candidates:
-            p = p_value(turns, setting.name, promise, seed)
+            p = p_value(comparisons, setting.name, promise, seed)
             if p > level:
                 break
             passed.append({"setting": setting.name, "p": p})
@@ -87,7 +87,7 @@ def certify(
 
 
 def quality_levels(
-    turns: Sequence[Comparison], settings: Sequence[Setting], facts: dict[str, dict[str, Any]], promise: Promise,
+    comparisons: Sequence[Comparison], settings: Sequence[Setting], facts: dict[str, dict[str, Any]], promise: Promise,
     confidence: float, seed: int = 0,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return by quality the fastest rule that certainly keeps that share of exact's score, see ``Calibrated.levels``.
@@ -96,10 +96,10 @@ def quality_levels(
     their own are left out: a server has one tree. A quality whose rule a higher one has already is left out. No levels
     without scores, or where exact scores nothing.
     """
-    score, found = float(_scores(turns, EXACT).mean()), list[dict[str, Any]]()
+    score, found = float(_scores(comparisons, EXACT).mean()), list[dict[str, Any]]()
     for quality in QUALITIES if score > 0 else ():
         wanted = replace(promise, kind=SCORE, value=(1 - quality) * score)
-        names = {one["setting"] for one in certify(turns, settings, wanted, confidence, seed)}
+        names = {one["setting"] for one in certify(comparisons, settings, wanted, confidence, seed)}
         speeds = {one.name: float(facts[one.name]["ratios"]["speed"]["ratio"]) for one in settings if one.tree is None}
         best = max(names & speeds.keys(), key=lambda name: speeds[name])
         if best != EXACT and all(level["rule"] != best for level in found):
@@ -107,41 +107,43 @@ def quality_levels(
     return found
 
 
-def p_value(turns: Sequence[Comparison], name: str, promise: Promise, seed: int = 0) -> float:
+def p_value(comparisons: Sequence[Comparison], name: str, promise: Promise, seed: int = 0) -> float:
     """Return the p-value of the hypothesis that the setting breaks the promise: the largest over its parts."""
-    parts = [loss_p_value(-score_losses(turns, name, quality), most) for quality, most in promise.bounds().items()]
-    return max([_main_p_value(turns, name, promise, seed), *parts])
+    parts = [
+        loss_p_value(-score_losses(comparisons, name, quality), most) for quality, most in promise.bounds().items()
+    ]
+    return max([_main_p_value(comparisons, name, promise, seed), *parts])
 
 
-def _main_p_value(turns: Sequence[Comparison], name: str, promise: Promise, seed: int) -> float:
+def _main_p_value(comparisons: Sequence[Comparison], name: str, promise: Promise, seed: int) -> float:
     if promise.kind == NATS:  # enforced, answer by answer
         return 0.0
     if promise.kind == SCORE:
-        return loss_p_value(score_losses(turns, name), promise.value, score_scale(turns))
-    own, exact = (np.array(list(sums(one, turns, RATES["speed"]).values())) for one in (name, EXACT))
+        return loss_p_value(score_losses(comparisons, name), promise.value, score_scale(comparisons))
+    own, exact = (np.array(list(sums(one, comparisons, RATES["speed"]).values())) for one in (name, EXACT))
     draws = np.random.default_rng(seed).integers(len(own), size=(RESAMPLES, len(own)))
     ours, theirs = own[draws].sum(1), exact[draws].sum(1)  # [resamples, 2]: tokens and seconds
     ratios = (ours[:, 0] * theirs[:, 1]) / (ours[:, 1] * theirs[:, 0])
     return float((1 + (ratios < promise.value).sum()) / (1 + RESAMPLES))
 
 
-def score_losses(turns: Sequence[Comparison], name: str, quality: str = SCORE) -> np.ndarray:
+def score_losses(comparisons: Sequence[Comparison], name: str, quality: str = SCORE) -> np.ndarray:
     """Return exact's score, or another share, less the setting's [prompts], as means over repeats."""
-    return _scores(turns, EXACT, quality) - _scores(turns, name, quality)
+    return _scores(comparisons, EXACT, quality) - _scores(comparisons, name, quality)
 
 
-def score_scale(turns: Sequence[Comparison]) -> float:
+def score_scale(comparisons: Sequence[Comparison]) -> float:
     """Return the score that a whole answer of exact is worth: 1 if answers are right or wrong.
 
     For graded scores (ROUGE-L) it is their mean weighted by the scores themselves: Σ score² / Σ score.
     """
-    scores = _scores(turns, EXACT)
+    scores = _scores(comparisons, EXACT)
     return float((scores**2).sum() / scores.sum()) if scores.any() else 1.0
 
 
-def _scores(turns: Sequence[Comparison], name: str, quality: str = SCORE) -> np.ndarray:
+def _scores(comparisons: Sequence[Comparison], name: str, quality: str = SCORE) -> np.ndarray:
     """Return a setting's scores [prompts] as means over repeats. Answers too short for a 4-gram count 0."""
-    found = sums(name, turns, lambda run, answer: (getattr(answer, quality) or 0.0, 1.0))
+    found = sums(name, comparisons, lambda run, answer: (getattr(answer, quality) or 0.0, 1.0))
     return np.array([total / weight for total, weight in found.values()])
 
 
@@ -161,12 +163,13 @@ def loss_p_value(losses: np.ndarray, most: float, scale: float = 1.0) -> float:
     return float(max(normal, binom.cdf(max(math.ceil(round(total, 9)), 0), count, min(most, 1.0))))
 
 
-def check(turns: Sequence[Comparison], name: str, promise: Promise, seed: int = 0) -> dict[str, Any]:
+def check(comparisons: Sequence[Comparison], name: str, promise: Promise, seed: int = 0) -> dict[str, Any]:
     """Return what was measured of a setting on some prompts, and whether it kept the promise there."""
-    found = summarise(turns, [EXACT, name], seed)[name]
+    found = summarise(comparisons, [EXACT, name], seed)[name]
     score = found["differences"].get("score")
     rises = {
-        quality: -float(score_losses(turns, name, quality).mean()) for quality in ("copied_4grams", "repeated_4grams")
+        quality: -float(score_losses(comparisons, name, quality).mean())
+        for quality in ("copied_4grams", "repeated_4grams")
     }
     kept = {
         SCORE: score is not None and score["mean"] >= -promise.value,
@@ -174,7 +177,7 @@ def check(turns: Sequence[Comparison], name: str, promise: Promise, seed: int = 
         SPEED: found["ratios"]["speed"]["ratio"] >= promise.value,
     }[promise.kind] and all(rises[quality] <= most for quality, most in promise.bounds().items())
     return {
-        "prompts": len({at for turn in turns for at in turn.prompts}),
+        "prompts": len({at for comparison in comparisons for at in comparison.prompts}),
         "score_difference": score,
         "rises": rises,
         **{key: found["ratios"].get(key) for key in ("speed", "tau", "target_forwards", "answer_tokens")},

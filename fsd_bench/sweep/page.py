@@ -83,15 +83,15 @@ def render(sweep: Sweep) -> str:
     seed = sweep.head["settings"]["seed"]
     parts = []
     for at in sweep.at:
-        if not at.turns:
+        if not at.comparisons:
             continue
-        facts = summarise(at.turns, sweep.settings, seed)
+        facts = summarise(at.comparisons, sweep.settings, seed)
         families: dict[str, list[str]] = {}
         for name in sweep.settings:
             families.setdefault(sweep.head["families"][name], []).append(name)
         parts.append({
             "temperature": at.temperature,
-            "prompts": len({place for turn in at.turns for place in turn.prompts}),
+            "prompts": len({place for comparison in at.comparisons for place in comparison.prompts}),
             "rows": [[name, *(cell(facts[name]) for cell in COLUMNS.values())] for name in sweep.settings],
             "charts": [*_trade_offs(families, facts), *_lines(families, at), *_histograms(families, at)],
             "examples": _examples(sweep, at),
@@ -179,10 +179,12 @@ def _examples(
 ) -> list[tuple[dict[str, Any], MeasuredAnswer, list[tuple[str, MeasuredAnswer]]]]:
     """Return (prompt, exact's answer, the others by setting) of the prompts that are shown."""
     examples = []
-    for turn in at.turns:
-        for at_prompt, answers in zip(turn.prompts, zip(*(turn.runs[name].answers for name in sweep.settings))):
+    for comparison in at.comparisons:
+        for at_prompt, answers in zip(
+            comparison.prompts, zip(*(comparison.runs[name].answers for name in sweep.settings))
+        ):
             exact, *others = zip(sweep.settings, answers)
-            if turn.repeat == 0 and exact[1].trace is not None and exact[1].trace.pieces is not None:
+            if comparison.repeat == 0 and exact[1].trace is not None and exact[1].trace.pieces is not None:
                 examples.append((sweep.head["prompts"][at_prompt], exact[1], others))
     return examples
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from fsd_bench.base import Comparison, MeasuredAnswer, TimedRun
 from fsd_bench.engine import EngineMethod
-from fsd_bench.jobs import RunSpec, Session, in_turns, run_jobs, turns_of
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.models import Models
 from fsd_bench.prompts import encode_rows, rows_digest
 from fsd_bench.runs import RunFile, Trial, read_lines, read_run
 from fsd_bench.score import Reference, measure, read_references
 from fsd_bench.sweep.settings import SweepOptions
+from fsd_bench.trials import RunSpec, Session, comparisons_of, in_turns, run_trials
 from fsd_core.errors import FsdError
 from fsd_core.files import jsonable, usable_name, writable
 from fsd_core.text.encoding import PromptRow
@@ -45,19 +45,19 @@ def sweep(options: SweepOptions, path: str | Path, *, progress: bool = False, ro
     settings = options.settings()
     names = [setting.name for setting in settings]
     groups = groups_of(len(rows), options.batch_size)
-    jobs = in_turns(names, len(groups), {value: options.repeats if value else 1 for value in options.temperatures})
+    trials = in_turns(names, len(groups), {value: options.repeats if value else 1 for value in options.temperatures})
     facts = {
         "families": {setting.name: setting.family for setting in settings},
         "prompts": [_described(row, reference) for row, reference in zip(rows, references, strict=True)],
         "environment": environment(),
     }
     described = {**options.to_dict(), "rows_sha256": rows_digest(rows)}
-    counts = {job: len(groups[job.group]) for job in jobs}
+    counts = {trial: len(groups[trial.group]) for trial in trials}
     file = RunFile(writable(path, "the sweep's file"), "sweep", jsonable(described), counts, jsonable(facts))
     assert file.path is not None
-    if len(file.runs) < len(jobs) or not file.described.keys() >= set(names):
+    if len(file.runs) < len(trials) or not file.described.keys() >= set(names):
         with file.kept():
-            _run(options, rows, references, jobs, file, progress)
+            _run(options, rows, references, trials, file, progress)
     return file.path
 
 
@@ -80,7 +80,7 @@ def _run(
     options: SweepOptions,
     rows: Sequence[PromptRow],
     references: Sequence[Reference | None],
-    jobs: Sequence[Trial],
+    trials: Sequence[Trial],
     file: RunFile,
     progress: bool,
 ) -> None:
@@ -89,23 +89,25 @@ def _run(
     decoder, settings = models.decoder, options.settings()
     prompts = encode_rows(rows, models.encoder(options.raw))
     groups = groups_of(len(rows), options.batch_size)
-    asked = RunSpec(lambda job, runs: [prompts[at] for at in groups[job.group]], options.max_new_tokens, options.seed)
+    asked = RunSpec(
+        lambda trial, runs: [prompts[at] for at in groups[trial.group]], options.max_new_tokens, options.seed
+    )
 
     def start() -> list[EngineMethod]:
         return [EngineMethod(one.name, decoder, one.rule, models.load(None, one.tree), traced=True) for one in settings]
 
-    def finish(job: Trial, run: TimedRun) -> None:
-        for at, answer in zip(groups[job.group], run.answers, strict=True):
+    def finish(trial: Trial, run: TimedRun) -> None:
+        for at, answer in zip(groups[trial.group], run.answers, strict=True):
             measure(answer, decoder.tokenizer, prompts[at], rows[at], references[at])
             if answer.trace is not None and answer.tokens is not None and at < options.examples:
                 answer.trace.pieces = token_pieces(decoder.tokenizer, answer.tokens)
-        answered = [(prompts[at], one.tokens) for at, one in zip(groups[job.group], run.answers) if one.tokens]
+        answered = [(prompts[at], one.tokens) for at, one in zip(groups[trial.group], run.answers) if one.tokens]
         scored = mean_log_likelihoods(decoder.target, answered)
         for answer, log_likelihood in zip((one for one in run.answers if one.tokens), scored, strict=True):
             answer.log_likelihood = log_likelihood
 
-    session = Session([one.name for one in settings], start, jobs)
-    run_jobs([session], asked, file, finish, title="sweep", progress=progress)
+    session = Session([one.name for one in settings], start, trials)
+    run_trials([session], asked, file, finish, title="sweep", progress=progress)
 
 
 @dataclass
@@ -113,11 +115,11 @@ class TemperatureRuns:
     """One temperature: what every setting answered."""
 
     temperature: float
-    turns: list[Comparison]
+    comparisons: list[Comparison]
 
     def answers(self, name: str) -> list[MeasuredAnswer]:
         """Return a setting's answers."""
-        return [answer for turn in self.turns for answer in turn.runs[name].answers]
+        return [answer for comparison in self.comparisons for answer in comparison.runs[name].answers]
 
 
 @dataclass
@@ -149,5 +151,5 @@ def read_sweep(path: str | Path) -> Sweep:
         raise FsdError(f"{path} is damaged ({error}): repeat the sweep, which measures the lost answers.") from error
     groups = groups_of(len(head["prompts"]), settings.get("batch_size", 1))
     temperatures, rules = settings["temperatures"], settings["rules"]
-    at = [TemperatureRuns(value, turns_of(runs, groups, rules, value)) for value in temperatures]
+    at = [TemperatureRuns(value, comparisons_of(runs, groups, rules, value)) for value in temperatures]
     return Sweep(head, at)

@@ -16,7 +16,7 @@ POSITIONS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # where bins of position
 KEPT = ("tokens_per_second", "tau", "divergence_spent", "drafts", "gate_open_fraction")
 
 
-def summarise(turns: Sequence[Comparison], names: Sequence[str], seed: int = 0) -> dict[str, dict[str, Any]]:
+def summarise(comparisons: Sequence[Comparison], names: Sequence[str], seed: int = 0) -> dict[str, dict[str, Any]]:
     """Return by setting: means, and how they compare with exact's on the same prompts.
 
     ``means``, ``differences``, ``ratios`` (with ``speed`` and ``tau``) and ``same_final_answer`` are those of
@@ -25,11 +25,11 @@ def summarise(turns: Sequence[Comparison], names: Sequence[str], seed: int = 0) 
     """
     found = {}
     for name in names:
-        facts = summary(name, turns)
-        spent = [answer.divergence_spent for turn in turns for answer in turn.runs[name].answers]
+        facts = summary(name, comparisons)
+        spent = [answer.divergence_spent for comparison in comparisons for answer in comparison.runs[name].answers]
         found[name] = {
-            "means": intervals(name, turns, seed),
-            **against(name, EXACT, turns, seed, {**SUMS, **RATES}),
+            "means": intervals(name, comparisons, seed),
+            **against(name, EXACT, comparisons, seed, {**SUMS, **RATES}),
             **{key: facts[key] for key in KEPT},
             "nats_per_answer": {"mean": float(np.mean(spent)), "most": max(spent)},
         }

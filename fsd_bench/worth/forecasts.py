@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fsd_bench.jobs import decoding
+from fsd_bench.trials import decoding
 from fsd_bench.worth.replay import Replay, Tally
 from fsd_bench.worth.result import Forecast, ForecastRow, RuleOnShape
 from fsd_bench.worth.watch import YARDSTICKS, Forwards, Watch

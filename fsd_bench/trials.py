@@ -1,4 +1,4 @@
-"""The runner of bench, sweep and calibrate: methods answer job by job, and finished jobs are not repeated."""
+"""The runner of bench, sweep and calibrate: methods answer trial by trial, and finished trials are not repeated."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Session:
-    """Names of methods that are in memory together, and their jobs in order. ``start`` makes the methods."""
+    """Names of methods that are in memory together, and their trials in order. ``start`` makes the methods."""
 
     names: Sequence[str]
     start: Callable[[], Sequence[Method]]
-    jobs: Sequence[Trial]
+    trials: Sequence[Trial]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RunSpec:
     """The request to every method.
 
     Attributes:
-        prompts: returns the token ids of the prompts of a job, which may continue answers of earlier ``runs``.
+        prompts: returns the token ids of the prompts of a trial, which may continue answers of earlier ``runs``.
         max_new_tokens: new tokens per answer.
         seed: with group and repeat it determines the seed of a run.
         warmup: each method first gives a short answer that is not counted.
@@ -42,10 +42,10 @@ class RunSpec:
     seed: int = 0
     warmup: bool = True
 
-    def answer(self, method: Method, job: Trial, runs: Mapping[Trial, TimedRun], most: int | None = None) -> TimedRun:
+    def answer(self, method: Method, trial: Trial, runs: Mapping[Trial, TimedRun], most: int | None = None) -> TimedRun:
         """Return one run, of at most ``most`` tokens."""
-        options = decoding(job.temperature, min(self.max_new_tokens, most or self.max_new_tokens))
-        return method.answer(self.prompts(job, runs), options, self.seed + 1000 * job.group + job.repeat)
+        options = decoding(trial.temperature, min(self.max_new_tokens, most or self.max_new_tokens))
+        return method.answer(self.prompts(trial, runs), options, self.seed + 1000 * trial.group + trial.repeat)
 
 
 def decoding(temperature: float, max_new_tokens: int) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def decoding(temperature: float, max_new_tokens: int) -> dict[str, Any]:
 
 
 def in_turns(names: Sequence[str], groups: int, repeats: Mapping[float, int]) -> list[Trial]:
-    """Return jobs in which every method answers every group, ``repeats`` times at each temperature.
+    """Return trials in which every method answers every group, ``repeats`` times at each temperature.
 
     The method that goes first rotates, so that other load on the machine disturbs all methods alike.
     """
@@ -77,7 +77,7 @@ def rotated(things: Sequence[_T], by: int) -> list[_T]:
     return [*things[first:], *things[:first]]
 
 
-def run_jobs(
+def run_trials(
     sessions: Sequence[Session],
     asked: RunSpec,
     file: RunFile,
@@ -86,20 +86,20 @@ def run_jobs(
     title: str,
     progress: bool = False,
 ) -> None:
-    """Run the jobs that the file lacks, session by session. Methods are closed at the end of their session.
+    """Run the trials that the file lacks, session by session. Methods are closed at the end of their session.
 
     Args:
-        sessions: sessions without common jobs.
+        sessions: sessions without common trials.
         asked: prompts and options.
         file: receives the runs and the descriptions of their methods.
         finish: called with each run before it is kept.
         title: title of the progress bar.
         progress: show a progress bar with the remaining time.
     """
-    total = sum(len(session.jobs) for session in sessions)
+    total = sum(len(session.trials) for session in sessions)
     with tqdm(total=total, initial=len(file.runs), desc=title, unit="run", disable=not progress, smoothing=0.05) as bar:
         for session in sessions:
-            todo = [job for job in session.jobs if job not in file.runs]
+            todo = [trial for trial in session.trials if trial not in file.runs]
             if not todo and file.described.keys() >= set(session.names):
                 continue
             with ExitStack() as stack:
@@ -108,33 +108,33 @@ def run_jobs(
                     stack.callback(method.close)
                     if asked.warmup and todo:  # one-time compilation and allocation are not timed
                         asked.answer(method, todo[0], file.runs, WARMUP_TOKENS)
-                for job in todo:
-                    bar.set_postfix_str(job.method, refresh=False)
-                    run = asked.answer(methods[job.method], job, file.runs)
+                for trial in todo:
+                    bar.set_postfix_str(trial.method, refresh=False)
+                    run = asked.answer(methods[trial.method], trial, file.runs)
                     if finish is not None:
-                        finish(job, run)
-                    file.add(job, run)
+                        finish(trial, run)
+                    file.add(trial, run)
                     bar.update()
                 for name, method in methods.items():
                     if name not in file.described:
                         file.describe(name, method.describe())
 
 
-def turns_of(
+def comparisons_of(
     runs: Mapping[Trial, TimedRun], groups: Sequence[list[int]], names: Sequence[str], temperature: float
 ) -> list[Comparison]:
-    """Return the turns of a temperature: the groups and repeats that every method has answered.
+    """Return the comparisons at a temperature: the groups and repeats that every method has answered.
 
     Args:
-        runs: runs by job.
+        runs: runs by trial.
         groups: indices of each group's prompts.
         names: names of the methods.
-        temperature: temperature of the jobs.
+        temperature: temperature of the trials.
     """
     found: dict[tuple[int, int], dict[str, TimedRun]] = {}
-    for job, run in runs.items():
-        if job.temperature == temperature:
-            found.setdefault((job.group, job.repeat), {})[job.method] = run
+    for trial, run in runs.items():
+        if trial.temperature == temperature:
+            found.setdefault((trial.group, trial.repeat), {})[trial.method] = run
     return [
         Comparison(group, repeat, groups[group], {name: found[group, repeat][name] for name in names})
         for group, repeat in sorted(found)
