@@ -13,24 +13,23 @@ from fsd_core.text.encoding import PromptRow
 
 
 def with_later_turns(rows: Sequence[PromptRow], most: int | None) -> tuple[list[PromptRow], dict[int, int]]:
-    """Return the rows, then a row per second turn, per third and so on; and of those the place of the turn before.
+    """Return the rows, then a row per second turn, per third and so on; each with the index of the turn before.
 
     Args:
         rows: conversations up to their first turn to answer.
         most: user turns of a conversation that are asked; None: all.
     """
     found, before = list(rows), dict[int, int]()
-    asked = {place: row_exchanges(row.row, row.where) for place, row in enumerate(rows) if row.row.get("turns")}
-    last, number = {place: place for place in asked}, 2
+    exchanges = {index: row_exchanges(row.row, row.where) for index, row in enumerate(rows) if row.row.get("turns")}
+    last, number = {index: index for index in exchanges}, 2
     while number <= (most or number):
-        longer = [place for place, exchanges in asked.items() if len(exchanges) >= number]
+        longer = [index for index, of_row in exchanges.items() if len(of_row) >= number]
         if not longer:
             break
-        for place in longer:
-            row = rows[place]
-            before[len(found)], last[place] = last[place], len(found)
-            turn = asked[place][number - 1][0]
-            found.append(replace(row, id=f"{row.id}-{number}", messages=turn, where=f"{row.where}, turn {number}"))
+        for index in longer:
+            row, messages = rows[index], exchanges[index][number - 1][0]
+            before[len(found)], last[index] = last[index], len(found)
+            found.append(replace(row, id=f"{row.id}-{number}", messages=messages, where=f"{row.where}, turn {number}"))
         number += 1
     return found, before
 
@@ -42,7 +41,7 @@ class TurnPrompts:
     Args:
         rows: of :func:`with_later_turns`.
         before: of :func:`with_later_turns`.
-        groups: places of the rows that are decoded together; a turn's group comes before the next turn's.
+        groups: indices of the rows that are decoded together; a turn's group comes before the next turn's.
         encode: of the target.
         first: token ids of the rows that continue nothing, in order.
     """
@@ -52,28 +51,29 @@ class TurnPrompts:
     groups: Sequence[Sequence[int]]
     encode: Encoder
     first: Sequence[list[int]]
-    _places: dict[int, tuple[int, int]] = field(init=False)
+    _in_group: dict[int, tuple[int, int]] = field(init=False)  # by row, its group, and its index there
 
     def __post_init__(self) -> None:
-        places = [(place, (number, at)) for number, group in enumerate(self.groups) for at, place in enumerate(group)]
-        self._places = dict(places)
+        self._in_group = {
+            index: (group, at) for group, indices in enumerate(self.groups) for at, index in enumerate(indices)
+        }
 
     def __call__(self, trial: Trial, runs: Mapping[Trial, TimedRun]) -> list[list[int]]:
         """Return the token ids of a trial's prompts. Raises DataError for one that fills the context."""
         return [
-            self.encode.conversation(self.rows[place], self._turns(place, trial, runs))
-            if place in self.before
-            else self.first[place]
-            for place in self.groups[trial.group]
+            self.encode.conversation(self.rows[index], self._turns(index, trial, runs))
+            if index in self.before
+            else self.first[index]
+            for index in self.groups[trial.group]
         ]
 
-    def _turns(self, place: int, trial: Trial, runs: Mapping[Trial, TimedRun]) -> list[Message]:
+    def _turns(self, index: int, trial: Trial, runs: Mapping[Trial, TimedRun]) -> list[Message]:
         """Return the conversation up to a row's turn, with the method's answers."""
-        messages = list(self.rows[place].messages)
-        while place in self.before:
-            place = self.before[place]
-            group, at = self._places[place]
+        messages = list(self.rows[index].messages)
+        while index in self.before:
+            index = self.before[index]
+            group, at = self._in_group[index]
             answer = runs[replace(trial, group=group)].answers[at]
             text = answer.text or self.encode.tokenizer.decode(answer.tokens or [], skip_special_tokens=True)
-            messages = [*self.rows[place].messages, {"role": "assistant", "content": text}, *messages]
+            messages = [*self.rows[index].messages, {"role": "assistant", "content": text}, *messages]
         return messages

@@ -207,9 +207,9 @@ def _categories(rows: Sequence[PromptRow], before: Mapping[int, int]) -> list[st
     """Return the rows' categories. Each later turn has its own, since batches do not mix categories."""
     found = [category_of(row) for row in rows]
     numbers: dict[int, int] = {}
-    for place, earlier in before.items():
-        numbers[place] = numbers.get(earlier, 1) + 1
-        found[place] += f", turn {numbers[place]}"
+    for index, earlier in before.items():
+        numbers[index] = numbers.get(earlier, 1) + 1
+        found[index] += f", turn {numbers[index]}"
     return found
 
 
