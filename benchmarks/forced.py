@@ -2,8 +2,8 @@
 
     python -m benchmarks.forced --prompts made-instructions.jsonl --work runs/forced.jsonl --json forced.json
 
-Exact decoding is watched, round by round, and `tilted` at several prices says which draft it would emit in place of the
-target's choice. Each such draft is forced alone: the answer up to it, the draft, then exact decoding to the end. Scores
+Exact decoding is watched, round by round, and `tilted` with several KL coefficients says which draft it would emit in
+place of the target's choice. Each such draft is forced alone: the answer up to it, the draft, then exact decoding to the end. Scores
 are those of IFEval's checkers. So the record says which facts that are known when the draft is verified separate
 harmless deviations from harmful ones, and what each kind of promise keeps at equal gain:
 
@@ -18,8 +18,8 @@ count m                   the answer has fewer than m
 toll λ                    1 + run - 1 > λ·regret
 ========================  ==========================================================================================
 
-run is the number of drafts below it that are the target's own choices. A deviation's gain is 1 + run. The answers are
-right ones of exact decoding, which can only be lost: regression to the mean makes any change look harmful there, so
+regret is the deviation's log-probability gap, run the number of drafts below it that are the target's own choices. Its
+gain is 1 + run. The answers are right ones of exact decoding, which can only be lost: regression to the mean makes any change look harmful there, so
 compare kinds of deviations with each other and not with none. ``control`` forces the target's own choice: what changes
 then is due to the order of bf16 sums in batches.
 """
@@ -51,8 +51,8 @@ from fsd_infer.drafters import TreeShape
 from fsd_infer.rules import TokenOrigin, apply_rules, parse_rule
 from fsd_infer.rules.texts import sentence_ends
 
-PRICES = (4, 2, 1.2, 0.7)
-LEAST = 1.2  # drafts that only a lower price emits are not forced
+KL_COEFS = (4, 2, 1.2, 0.7)
+MIN_KL_COEF = 1.2  # drafts that only a lower one emits are not forced
 TREE = TreeShape(depth=6, width=2, nodes=12)
 Select = Callable[[dict[str, Any], float, int], bool]  # deviation, nats spent before, deviations before
 PROMISES: dict[str, tuple[Sequence[float], Callable[[float], Select]]] = {
@@ -65,7 +65,7 @@ PROMISES: dict[str, tuple[Sequence[float], Callable[[float], Select]]] = {
     "count": ((1, 2, 3, 4, 6, 8), lambda x: lambda d, spent, n: n < x),
     "toll": ((1.2, 1.5, 2, 3, 4, 6), lambda x: lambda d, spent, n: gain(d) - 1 > x * d["regret"]),
 }  # fmt: skip
-GAINS = (0.3, 0.5, 0.7)  # shares of the gain of price 2
+GAINS = (0.3, 0.5, 0.7)  # shares of the gain of KL coefficient 2
 
 
 def gain(deviation: dict[str, Any]) -> int:
@@ -74,28 +74,28 @@ def gain(deviation: dict[str, Any]) -> int:
 
 
 def deviations(seen: ExactRound) -> list[dict[str, Any]]:
-    """Return what `tilted` would emit in a round of exact decoding in place of the target's choice, by price."""
-    rules = [parse_rule(f"tilted:{price}:min_p=0.02") for price in PRICES]
+    """Return what `tilted` would emit in a round of exact decoding in place of the target's choice."""
+    rules = [parse_rule(f"tilted:{coef}:min_p=0.02") for coef in KL_COEFS]
     whole = tuple(range(len(seen.parents)))
     round, _ = seen.narrowed([whole] * len(rules))
     verdict, found = apply_rules(rules, round), dict[tuple[int, int], float]()
-    for row, price in enumerate(PRICES):
+    for row, coef in enumerate(KL_COEFS):
         path, sources = verdict.path[row].tolist(), verdict.sources[row].tolist()
         for step in range(int(verdict.accepted[row]) + 1):
             if sources[step] == TokenOrigin.GATE:
                 pair = path[step], path[step + 1]
-                found[pair] = max(found.get(pair, 0.0), price)
+                found[pair] = max(found.get(pair, 0.0), coef)
                 break
-    return [_described(seen, *pair, price) for pair, price in found.items() if price >= LEAST]
+    return [_described(seen, *pair, coef) for pair, coef in found.items() if coef >= MIN_KL_COEF]
 
 
-def _described(seen: ExactRound, node: int, child: int, price: float) -> dict[str, Any]:
+def _described(seen: ExactRound, node: int, child: int, kl_coef: float) -> dict[str, Any]:
     log_p = seen.logits[0].float().log_softmax(-1)
     token, here, run, below = seen.tokens[child], log_p[node], 0, child
     while agreeing := [c for c in seen.children.get(below, ()) if seen.tokens[c] == int(log_p[below].argmax())]:
         run, below = run + 1, agreeing[0]
     return {
-        "place": len(seen.text) + seen.depths[node], "token": token, "choice": int(here.argmax()), "price": price,
+        "place": len(seen.text) + seen.depths[node], "token": token, "choice": int(here.argmax()), "kl_coef": kl_coef,
         "regret": float(here.max() - here[token]), "p": float(here[token].exp()), "run": run,
         "entropy": float(-(here.exp() * here).nan_to_num(0.0).sum()), "rank": int((here > here[token]).sum()),
         "next_p": float(log_p[child].max().exp()),
@@ -168,7 +168,7 @@ def kept_by(answers: Sequence[Sequence[dict[str, Any]]], select: Select) -> tupl
 
 
 def promises(answers: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """Return by promise its points, and its harm at equal gain; both as multiples of price 2's."""
+    """Return by promise its points, and its harm at equal gain; both as multiples of those of KL coefficient 2."""
     base = kept_by(answers, lambda d, spent, n: gain(d) > 2 * d["regret"] and d["regret"] < 1.39)
     found = {}
     for name, (values, made) in PROMISES.items():

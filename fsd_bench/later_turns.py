@@ -13,7 +13,7 @@ from fsd_core.text.encoding import PromptRow
 
 
 def with_later_turns(rows: Sequence[PromptRow], most: int | None) -> tuple[list[PromptRow], dict[int, int]]:
-    """Return the rows, then a row per second turn, per third and so on; each with the index of the turn before.
+    """Return the rows and then one per later turn, and of each of these the index of the turn before.
 
     Args:
         rows: conversations up to their first turn to answer.
