@@ -3,9 +3,9 @@
     python -m benchmarks.forced --prompts made-instructions.jsonl --work runs/forced.jsonl --json forced.json
 
 Exact decoding is watched, round by round, and `tilted` with several KL coefficients says which draft it would emit in
-place of the target's choice. Each such draft is forced alone: the answer up to it, the draft, then exact decoding to the end. Scores
-are those of IFEval's checkers. So the record says which facts that are known when the draft is verified separate
-harmless deviations from harmful ones, and what each kind of promise keeps at equal gain:
+place of the target's choice. Each such draft is forced alone: the answer up to it, the draft, then exact decoding to
+the end. Scores are those of IFEval's checkers. So the record says which facts that are known when the draft is verified
+separate harmless deviations from harmful ones, and what each kind of promise keeps at equal gain:
 
 ========================  ==========================================================================================
 promise                   a deviation passes while
@@ -19,9 +19,9 @@ toll λ                    1 + run - 1 > λ·regret
 ========================  ==========================================================================================
 
 regret is the deviation's log-probability gap, run the number of drafts below it that are the target's own choices. Its
-gain is 1 + run. The answers are right ones of exact decoding, which can only be lost: regression to the mean makes any change look harmful there, so
-compare kinds of deviations with each other and not with none. ``control`` forces the target's own choice: what changes
-then is due to the order of bf16 sums in batches.
+gain is 1 + run. The answers are right ones of exact decoding, which can only be lost: regression to the mean makes any
+change look harmful there, so compare kinds of deviations with each other and not with none. ``control`` forces the
+target's own choice: what changes then is due to the order of bf16 sums in batches.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from fsd_infer.targets.target import Target
 
 ALONE, EXACT, NOISE = "alone", "exact", "noise:"
 FLAWLESS = 0.125  # nats: place of a drafter without mistakes in the picture
-SMALL = "1"  # nats: a mistake of a smaller regret is a near tie
+SMALL = "1"  # nats: a mistake with a smaller gap is a near tie
 # Equal quality: no further on the wrong side of exact's than this. Shares, but for nats per token of log-likelihood.
 BOUNDS = {"score": -0.02, "log_likelihood_per_token": -0.05, "copied_4grams": 0.02, "repeated_4grams": 0.02}
 
@@ -238,13 +238,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_figure(rungs: dict[str, Any], path: Path) -> None:
-    """Draw the gain in tokens per forward over the median regret, a line per rule. Hollow points: quality fell."""
+    """Draw the gain in tokens per forward over the median gap, a line per rule. Hollow points: quality fell."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 4.4), layout="constrained")
-    axes = figure.add_subplot(
-        xlabel="median regret of a wrong first draft, nats", ylabel="tokens per forward / exact's"
-    )
+    axes = figure.add_subplot(xlabel="median gap of a wrong first draft, nats", ylabel="tokens per forward / exact's")
     regrets = {name: rung["drafts"]["regret_median"] or FLAWLESS for name, rung in rungs.items()}
     for number_, rule in enumerate(dict.fromkeys(rule for rung in rungs.values() for rule in rung["rules"])):
         points = [(regrets[name], rung["rules"].get(rule, {})) for name, rung in rungs.items()]
@@ -299,8 +297,8 @@ def report(record: dict[str, Any]) -> str:
             rows.append([*row, number(found["tau"]), number(gain), equal])
     for outcome, found in record["correlations"].items():
         ranks.append([f"rank correlation with {outcome}", *map(number, found.values())])
-    text = table(["rung, rule", "agrees %", "median regret", "tau", "x exact", "equal"], rows)
-    names = ["", "rungs", "agreement", "median regret", "below 1 nat", "near ties"]
+    text = table(["rung, rule", "agrees %", "median gap", "tau", "x exact", "equal"], rows)
+    names = ["", "rungs", "agreement", "median gap", "below 1 nat", "near ties"]
     return f"{text}\n\n{table(names, ranks)}" if ranks else text
 
 
@@ -312,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         score=("auto", "kind of reference"), every=1, limit=None, max_new_tokens=96, depth=(8, "drafts per chain"),
         batch=48, temperature=0.0, seed=1, threads=None, forecast=(False, "add the forecasts of `fsd-bench worth`"),
         join=(None, "earlier record whose rungs to add"), work=(Path("runs/ladder"), "directory of the rungs' records"),
-        figure=(None, "picture of gain over regret"), json=...,
+        figure=(None, "picture of gain over the gap"), json=...,
         cost=(0.1, "of a drafted token, in target forwards"), routing=(None, "picture of score over speed"),
     )  # fmt: skip
     return record_main("benchmarks.ladder", parser, measure, report, argv)
