@@ -37,6 +37,7 @@ from fsd_infer.heads.weights import SINGLE
 from fsd_infer.targets.placing import parse_dtype
 from fsd_train.commands.export import target_facts
 from fsd_train.commands.head_checks import accepted_shares, runs_of
+from fsd_train.commands.vllm_head import common_length
 
 SCRIPT = Path(__file__).parent / "peers" / "run_vllm_head.py"
 TIMEOUT = 1800  # seconds of one run of vLLM
@@ -136,7 +137,7 @@ def compare(
         "dtype": dtype,
         "prompts": len(prompts),
         "same_answers": sum(a == b for a, b in pairs),
-        "same_tokens": sum(_common(a, b) for a, b in pairs),
+        "same_tokens": sum(common_length(a, b) for a, b in pairs),
         "tokens": sum(len(b) for _, b in pairs),
         "gaps": [gap(exact, ids, a, b) for ids, (a, b) in zip(prompts, pairs, strict=True) if a != b],
         "vllm": {"accepted": vllm, "rounds": theirs["drafts"]},
@@ -183,7 +184,7 @@ def gap(target: Target, prompt: Sequence[int], a: Sequence[int], b: Sequence[int
         numbers at the larger logit. Rounding decides a gap of one or two steps, because a forward over several drafts
         sums in another order than a forward over one token.
     """
-    place = _common(a, b)
+    place = common_length(a, b)
     if place == min(len(a), len(b)):
         raise FsdError("one answer is the beginning of the other: the two runs stop at different tokens.")
     features = target.features(torch.tensor([[*prompt, *a[:place]]]))
@@ -191,11 +192,6 @@ def gap(target: Target, prompt: Sequence[int], a: Sequence[int], b: Sequence[int
     pair = logits[[a[place], b[place]]]
     step = 2.0 ** (math.floor(math.log2(float(pair.abs().max()))) - 7)
     return {"place": place, "gap": float((pair[0] - pair[1]).abs()), "step": step}
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the common beginning."""
-    return next((place for place, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from fsd_core import functional
 from fsd_core.errors import CheckpointError, ModelLoadError, VocabularyMismatchError
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters.base import DraftRequest
-from fsd_infer.drafters.steps import HEADS, FeatureReader, StepDrafter, StepSession
+from fsd_infer.drafters.steps import HEADS, FeatureReader, FeatureSession, StepDrafter
 from fsd_infer.drafters.vocabulary import NEVER
 from fsd_infer.heads.kinds import ASSISTANT
 from fsd_infer.heads.layers import mask_for
@@ -151,16 +151,10 @@ class AssistantDrafter(StepDrafter):
         return AssistantSession(self, request)
 
 
-class AssistantSession(StepSession):
-    """A session with the target's keys and values. ``lengths`` counts a row's positions, without the root."""
+class AssistantSession(FeatureSession):
+    """A session with the target's keys and values."""
 
     drafter: AssistantDrafter
-
-    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        slots = self.lengths[:, None] + torch.arange(tokens.shape[1], device=self.device)
-        self.cache.set_write_slots(slots, None, 0)  # nothing attends
-        self.drafter.model.read(self.cache, features)
-        super().extend(tokens, features, counts)
 
     def _begin(self, roots: Tensor) -> Tensor:
         return self.last_features[:, None]

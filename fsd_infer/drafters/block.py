@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters.session import DraftRequest
-from fsd_infer.drafters.steps import HEADS, FeatureReader, StepDrafter, StepSession
+from fsd_infer.drafters.steps import HEADS, FeatureReader, FeatureSession, StepDrafter
 from fsd_infer.heads.block_formats import read_block_head
 from fsd_infer.heads.blocks import BlockHead
 from fsd_infer.heads.kinds import BLOCK
@@ -108,8 +108,8 @@ class BlockDrafter(StepDrafter):
         return {**super().describe(), "block_size": config.block_size, **correction}
 
 
-class BlockSession(StepSession):
-    """A session with the keys and values of the text's features. ``lengths`` counts a row's features."""
+class BlockSession(FeatureSession):
+    """A session with the keys and values of the text's features."""
 
     drafter: BlockDrafter
 
@@ -119,12 +119,6 @@ class BlockSession(StepSession):
             self._min_survival, self.shape = self.shape.stop_below, replace(self.shape, stop_below=0.0)
         self._block: Tensor  # [B, K, H] states of the slots that estimate, in this round
         self._base: Tensor  # [B, K, Vd] their logits
-
-    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        slots = self.lengths[:, None] + torch.arange(tokens.shape[1], device=self.device)
-        self.cache.set_write_slots(slots, None, 0)  # nothing attends
-        self.drafter.model.read(self.cache, features)
-        super().extend(tokens, features, counts)
 
     def _begin(self, roots: Tensor) -> Tensor:
         model, config = self.drafter.model, self.drafter.head.config

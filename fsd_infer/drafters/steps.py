@@ -237,3 +237,13 @@ class StepSession(TreeSession):
     def _can_draft_below(self, frontier: Frontier, row: int, node: int) -> bool:
         new = [above for above in frontier.path(row, node) if above >= frontier.read[row]]
         return len(new) <= self.drafter.depth
+
+
+class FeatureSession(StepSession):
+    """A session whose drafter's model is a :class:`FeatureReader`. ``lengths`` counts a row's features."""
+
+    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        slots = self.lengths[:, None] + torch.arange(tokens.shape[1], device=self.device)
+        self.cache.set_write_slots(slots, None, 0)  # nothing attends
+        self.drafter.model.read(self.cache, features)
+        super().extend(tokens, features, counts)

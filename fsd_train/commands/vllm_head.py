@@ -37,7 +37,7 @@ def main() -> None:
         (answer,) = llm.generate([{"prompt_token_ids": job["prompt"]}], params, use_tqdm=False)
         return list(answer.outputs[0].token_ids)
 
-    same = equal(decoded(len(job["answer"])), job["answer"])
+    same = common_length(decoded(len(job["answer"])), job["answer"])
     counts = counted(llm, job["drafted"])
     if 0 < same < len(job["answer"]):  # drafts of another text say nothing: once more, up to there
         decoded(same)
@@ -46,7 +46,7 @@ def main() -> None:
     Path(job["output"]).write_text(json.dumps(reply))
 
 
-def equal(first: Sequence[int], second: Sequence[int]) -> int:
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the length of the common beginning."""
     return next((place for place, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
 
