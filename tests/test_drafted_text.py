@@ -176,7 +176,7 @@ def few_letters() -> Any:
 @pytest.mark.parametrize("kind", [TextDrafter, TranslatedDrafter])
 def test_a_small_lm_that_cannot_spell_the_text(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds of which it reads nothing at all."""
-    monkeypatch.setattr("fsd_infer.drafters.translation.LEAST_SHARED", 0.01)
+    monkeypatch.setattr("fsd_infer.drafters.translation.MIN_SHARED", 0.01)
     target, words = model_of("pieces"), few_letters()
     drafter = kind(Target(noisy_model("llama", vocab_size=len(words)), words), target, TreeShape(3, 2, 6))
     silent = [token for token in range(target.vocab_size) if not drafter.translation.spell(token)]

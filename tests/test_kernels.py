@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.backends.cpu import stack as stack_module
-from fsd_infer.backends.cpu.kernels import MOST_ROWS, Kernels
+from fsd_infer.backends.cpu.kernels import MAX_ROWS, Kernels
 from fsd_infer.backends.cpu.packing import Packed, packed_of, packed_products
 from fsd_infer.backends.cpu.sets import SETS
 from fsd_infer.backends.cpu.stack import CpuStack
@@ -52,7 +52,7 @@ def assert_products(made: Packed, layer: torch.nn.Linear, x: Tensor, atol: float
 
 @in_each_set
 @pytest.mark.parametrize(
-    ("rows", "bias"), [(1, True), (5, True), (6, False), (7, True), (16, False), (33, True), (MOST_ROWS + 1, False)]
+    ("rows", "bias"), [(1, True), (5, True), (6, False), (7, True), (16, False), (33, True), (MAX_ROWS + 1, False)]
 )
 def test_products_of_bf16_and_of_fp8_weights(rows: int, bias: bool) -> None:
     layer = torch.nn.Linear(96, 192, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
@@ -61,7 +61,7 @@ def test_products_of_bf16_and_of_fp8_weights(rows: int, bias: bool) -> None:
     before = made.dense()
     assert made.native and torch.equal(before, layer.weight), "oneDNN's layout is the one they read"
     assert torch.equal(made(x.T.contiguous().T), made(x)) and torch.equal(made(x[None])[0], made(x)), "any strides"
-    if rows <= MOST_ROWS:  # beyond them oneDNN rounds otherwise
+    if rows <= MAX_ROWS:  # beyond them oneDNN rounds otherwise
         assert_products(made, layer, x, 1e-4)
     made.quantize()
     off, most = (made.dense().double() - before.double()).abs(), before.double().abs().amax(1, keepdim=True)
@@ -270,7 +270,7 @@ def test_long_prompts_are_read_by_torchs_attention(monkeypatch: pytest.MonkeyPat
     calls = calls_of_kernels(monkeypatch)
     expected = FuzzyDecoder(target, NoDrafter(VOCAB)).generate([prompt], max_new_tokens=4, do_sample=False)
     assert calls == [150, 1, 1, 1]
-    monkeypatch.setattr(stack_module, "MOST_SLOTS", dict.fromkeys(SETS, 100))
+    monkeypatch.setattr(stack_module, "MAX_SLOTS", dict.fromkeys(SETS, 100))
     calls.clear()
     found = FuzzyDecoder(target, NoDrafter(VOCAB)).generate([prompt], max_new_tokens=4, do_sample=False)
     assert calls == [1, 1, 1], "the prompt's forward is not among them"

@@ -19,7 +19,7 @@ from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.rules import Exact, RoundInput, Rule, RuleInputs, TokenHistory, apply_rules, parse_rule
 from fsd_infer.rules.optimal import clipped_distribution
 from fsd_infer.rules.texts import repeating_tokens, repeats_ngram
-from fsd_infer.rules.tilted import INITIAL_KL_COEF, LEAST_KL_COEF, Tilted, sampling_cost
+from fsd_infer.rules.tilted import INITIAL_KL_COEF, MIN_KL_COEF, Tilted, sampling_cost
 from fsd_infer.trees.tree import DraftTree
 from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, tree_round, verdict_of
 
@@ -286,7 +286,7 @@ def test_a_row_that_overspent_pays_its_own_fixed_price(shape: str, greedy: bool)
         round = any_round(shape, seed, greedy)
         kl_excess = torch.tensor(spent[: round.tree.tokens.shape[0]])
         made = apply_rules([learned] * len(kl_excess), replace(round, kl_excess=kl_excess))
-        coefs = [max(INITIAL_KL_COEF + float(nats), LEAST_KL_COEF) for nats in kl_excess]
+        coefs = [max(INITIAL_KL_COEF + float(nats), MIN_KL_COEF) for nats in kl_excess]
         fixed = [Tilted(kl_coef, learned.effective_min_p, exact_ngram_size=0) for kl_coef in coefs]
         assert_same(made, apply_rules(fixed, round))
         different += int((made.spent != apply_rules([fixed[2]] * len(fixed), round).spent).any())

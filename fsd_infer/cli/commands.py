@@ -212,7 +212,7 @@ def serve(args: argparse.Namespace) -> int:
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.decoder.recording import record_rounds
     from fsd_infer.serving.app import Limits, make_app
-    from fsd_infer.serving.jobs import MOST_WITH_IMAGES
+    from fsd_infer.serving.jobs import MAX_WITH_IMAGES
     from fsd_infer.targets.image_inputs import placeholders_of
 
     set_threads(args.threads)
@@ -220,7 +220,7 @@ def serve(args: argparse.Namespace) -> int:
     decoder = FuzzyDecoder.from_pretrained(**options, adapters=dict(args.adapter or ()))
     limits = Limits(args.max_batch, args.max_queue, args.max_new_tokens, seconds=args.seconds)
     if placeholders_of(decoder.target.model.config):
-        limits = dataclasses.replace(limits, max_bytes=MOST_WITH_IMAGES, image_folders=tuple(args.image_dir or ()))
+        limits = dataclasses.replace(limits, max_bytes=MAX_WITH_IMAGES, image_folders=tuple(args.image_dir or ()))
     elif args.image_dir:
         raise FsdError(f"--image-dir: {decoder.target.name} does not see. Leave it out.")
     if args.record:

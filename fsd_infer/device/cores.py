@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 SECONDS = 0.15  # from one look to the next
 STALE = 2.0  # seconds after which a look is too old to compare with
-LEAST = 0.35  # cores that others may take unnoticed; a process that shares a core with a spinning thread gets half
+UNNOTICED = 0.35  # cores that others may take unnoticed; a process that shares a core with a spinning thread gets half
 _COUNTS = Path("/proc/stat")
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # units of /proc/stat in a second
 _WORKING = (1, 2, 3, 6, 7)  # its columns: user, nice, system and both interrupts; neither idle nor stolen by a host
@@ -68,7 +68,7 @@ def cores_taken(before: CpuTimes, after: CpuTimes) -> float:
 
 def threads_beside(asked: int, cores: int, taken: float) -> int:
     """Return how many of the threads asked for find a core, where others take some of ``cores``."""
-    whole = math.ceil(taken - LEAST)
+    whole = math.ceil(taken - UNNOTICED)
     return asked if whole <= 0 else max(1, min(asked, cores - whole))
 
 

@@ -33,7 +33,7 @@ SUFFIX = ".memory"  # appended to the corpus's name for its index
 IDS = ("prompt_ids", "response_ids")  # fields with token ids, of files that `fsd-train regenerate` wrote
 TOGETHER = 512  # rows that are encoded at once
 EVERY = 5.0  # seconds between reports of progress
-MOST_TOKENS = 2**31 - 1  # indices are of 32 bits
+MAX_TOKENS = 2**31 - 1  # indices are of 32 bits
 _ADVICE = "Delete it, and it is made again."
 
 
@@ -146,8 +146,8 @@ def _tokens_of(source: Path, target: Target) -> NDArray[np.int32]:
         for ids in _encoded(forms, target):
             found.extend(ids)
             found.append(END)
-        if len(found) > MOST_TOKENS:
-            raise DataError(f"corpus {source} has more than {MOST_TOKENS:,} tokens: name a part of it.")
+        if len(found) > MAX_TOKENS:
+            raise DataError(f"corpus {source} has more than {MAX_TOKENS:,} tokens: name a part of it.")
         if time.monotonic() - reported >= EVERY:
             print(f"[{source.name}] read {check.read:,} rows, {len(found):,} tokens", file=sys.stderr, flush=True)
             reported = time.monotonic()

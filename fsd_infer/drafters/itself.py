@@ -15,7 +15,7 @@ from fsd_infer.targets.sharing import with_layers, with_rounded_weights
 from fsd_infer.targets.target import Target
 
 PREFIX = "self:"
-MOST_LAYERS = 4096
+MAX_LAYERS = 4096
 _FORM = "write self:layers=0-9,20-29, self:bits=3 or self:layers=0-9,20-29:bits=3"
 
 
@@ -61,7 +61,7 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
     numbers: list[int] = []
     for part in text.split(","):
         ends = [read_int(end) for end in part.split("-")]
-        if None in ends or not 1 <= len(ends) <= 2 or not 0 <= ends[0] <= ends[-1] < MOST_LAYERS:  # type: ignore[operator]
+        if None in ends or not 1 <= len(ends) <= 2 or not 0 <= ends[0] <= ends[-1] < MAX_LAYERS:  # type: ignore[operator]
             raise FsdError(f"{name}: {part!r} is neither a layer nor a range of layers; {_FORM}.")
         numbers += range(ends[0], ends[-1] + 1)  # type: ignore[operator, arg-type]
     if numbers != sorted(set(numbers)):

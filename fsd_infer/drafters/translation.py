@@ -15,7 +15,7 @@ from fsd_core.errors import VocabularyMismatchError
 from fsd_core.text.pieces import TokenBytes, special_names
 from fsd_infer.targets.target import Target
 
-LEAST_SHARED = 0.05  # of the target's tokens; the bytes alone are 0.8 % of 32 000
+MIN_SHARED = 0.05  # of the target's tokens; the bytes alone are 0.8 % of 32 000
 
 
 class Vocabulary:
@@ -142,12 +142,12 @@ class Translation:
 
     def check_overlap(self) -> None:
         """Raise VocabularyMismatchError if hardly any token is shared."""
-        least = math.ceil(LEAST_SHARED * len(self.theirs.raw))
+        least = math.ceil(MIN_SHARED * len(self.theirs.raw))
         if len(self.ids) < least:
             raise VocabularyMismatchError(
                 f"drafter {self.names[0]} and target {self.names[1]} share only {len(self.ids)} of "
                 f"{len(self.theirs.raw)} tokens by their bytes, and a drafter of another vocabulary needs {least} "
-                f'({LEAST_SHARED:.0%}). Let it draft text ("text:{self.names[0]}"), use a small model of a nearer '
+                f'({MIN_SHARED:.0%}). Let it draft text ("text:{self.names[0]}"), use a small model of a nearer '
                 'vocabulary or "lookup+recycle", or train a draft head for this target with fsd-train.'
             )
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
 
 LAYOUTS = ("fsd", "eagle", "eagle3")
-MOST = 2**31 - 1  # of any size, count or id
+MAX_INTEGER = 2**31 - 1  # of any size, count or id
 # The options of each layout, besides the fields that all layouts have.
 _OPTIONS = {
     "fsd": {"input_norm", "final_norm", "feature_scale", "fc_bias", "fused_layers"},
@@ -255,7 +255,7 @@ def check_known(kind: str, names: Iterable[Any], known: set[str]) -> None:
             raise CheckpointError(f"unknown {kind} {name!r:.60}.{hint} Known: {', '.join(sorted(known))}.")
 
 
-def _check_integer(name: str, value: Any, least: int, most: int = MOST) -> None:
+def _check_integer(name: str, value: Any, least: int, most: int = MAX_INTEGER) -> None:
     if not is_whole(value, least, most):
         raise CheckpointError(f"{name} must be a whole number from {least} to {most}, got {value!r:.60}.")
 

@@ -30,7 +30,7 @@ from fsd_infer.targets.checks import is_mtp_alone
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
 
-MOST_BYTES = 1 << 24  # of a config
+MAX_BYTES = 1 << 24  # of a config
 OURS, OLD, EAGLE, EAGLE_3 = "fsd", "fsd-eagle-head", "EAGLE-1/2", "EAGLE-3"
 NEWEST_OLD = 2  # last version of the format with the options under "head"
 
@@ -110,7 +110,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG
     if not path.is_file():
         raise CheckpointError(f"{directory} has no {CONFIG}: a drafter is a directory with {CONFIG} and weights.")
-    if path.stat().st_size > MOST_BYTES:
+    if path.stat().st_size > MAX_BYTES:
         raise CheckpointError(f"{path} has {path.stat().st_size / 1e6:.0f} MB: this is no config of a drafter. {AGAIN}")
     config = read_json(path, AGAIN, CheckpointError)
     if not isinstance(config, dict):

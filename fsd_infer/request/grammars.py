@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from fsd_core.errors import FsdError, imported
 from fsd_infer.request.grammar_child import STACK, TOO_DEEP
 
-MOST_TEXT = 1 << 20  # characters of a grammar
+MAX_TEXT = 1 << 20  # characters of a grammar
 SECONDS = 5.0  # that trying a grammar may take
 LEVELS = 1000  # rules or references that may always follow each other
 # llguidance's own bounds refuse 600 optional properties, or 2,000 alternatives; a mask stays within some 10 ms
@@ -46,8 +46,8 @@ def serialised(maker: str, text: str, what: str, options: str = "") -> str:
         FsdError: a grammar that is malformed, not supported or too large, or that no text ends.
     """
     llguidance()
-    if len(text) > MOST_TEXT:
-        raise FsdError(f"the {what} has {len(text):,} characters, more than {MOST_TEXT:,}: give a shorter one.")
+    if len(text) > MAX_TEXT:
+        raise FsdError(f"the {what} has {len(text):,} characters, more than {MAX_TEXT:,}: give a shorter one.")
     found = _CHILD.answer([maker, text, [LIMITS, *([json.loads(options)] if options else [])]])
     if "malformed" in found:
         raise FsdError(found["malformed"])

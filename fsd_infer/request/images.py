@@ -20,7 +20,7 @@ from fsd_core.text.conversations import check_messages
 from fsd_core.text.encoding import render_turns
 from fsd_core.text.templates import turns_for
 
-MOST_PIXELS = 1 << 26  # of an image, which a small file may hold
+MAX_PIXELS = 1 << 26  # of an image, which a small file may hold
 PARTS = ("image", "image_url")  # types of parts that hold an image
 _SOURCES = ("image", "url", "path", "base64", "image_url")  # fields of such parts
 
@@ -95,8 +95,8 @@ def _decoded(data: bytes, where: str) -> Any:
         raise FsdError("images need Pillow: pip install pillow.") from error
     try:
         image = Image.open(io.BytesIO(data))
-        if image.width * image.height > MOST_PIXELS:
-            raise FsdError(f"the image of {where:.80} has more than {MOST_PIXELS} pixels: make it smaller.")
+        if image.width * image.height > MAX_PIXELS:
+            raise FsdError(f"the image of {where:.80} has more than {MAX_PIXELS} pixels: make it smaller.")
         return ImageOps.exif_transpose(image).convert("RGB")
     except FsdError:
         raise

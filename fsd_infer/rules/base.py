@@ -131,7 +131,7 @@ class Rule(Renamed):
 for _old, _new in {**FORMER, "nats": "max_nats"}.items():
     setattr(Rule, _old, FormerName(Rule, _old, _new, f"{_old} of a rule"))
 
-MOST_TOKENS = 64  # of an n-gram
+MAX_TOKENS = 64  # of an n-gram
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class LossyRule(Rule):
     """
 
     budget: float | None = parameter(None, low=0, infinite=True, keyword=True)
-    exact_ngram_size: int = parameter(0, low=0, high=MOST_TOKENS, keyword=True)
+    exact_ngram_size: int = parameter(0, low=0, high=MAX_TOKENS, keyword=True)
     only_in: str | None = parameter(None, keyword=True)
     settle: int | None = parameter(None, low=0, high=2**31 - 1, keyword=True)
     lead: int | None = parameter(None, low=0, high=2**31 - 1, keyword=True)

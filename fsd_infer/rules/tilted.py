@@ -17,14 +17,14 @@ from fsd_core import functional
 from fsd_core.divergence import divergence
 from fsd_core.errors import FsdError
 from fsd_core.tensors import wide
-from fsd_infer.rules.base import MOST_TOKENS, RULES, LossyRule
+from fsd_infer.rules.base import MAX_TOKENS, RULES, LossyRule
 from fsd_infer.rules.distributions import OutputDistribution
 from fsd_infer.rules.fuzzy import check_gate, divergence_gate
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import parameter
 from fsd_infer.rules.vocab_rows import VocabRows
 
-LEAST_KL_COEF = 1e-3
+MIN_KL_COEF = 1e-3
 KL_COEF, TOLL, SETTLE = 2.0, 1.0, 48  # the defaults
 INITIAL_KL_COEF = 2.0  # an adaptive KL coefficient before any spending
 # min_p of an adaptive coefficient: the samples that it matches take such a token this many times less often
@@ -83,13 +83,13 @@ class Tilted(LossyRule):
         "benchmarks/results/rules-ifeval-odd.json. By default on 168 made instructions 1.07 times at +1.2 points (0.0 "
         "to +3.0): rules-made-late.json. At temperature 1 it gains nothing: rules-ifeval-odd-t1.json"
     )
-    kl_coef: float | None = parameter(None, low=LEAST_KL_COEF, infinite=True)
+    kl_coef: float | None = parameter(None, low=MIN_KL_COEF, infinite=True)
     min_p: float | None = parameter(None, low=0, high=1)
     gate: float | None = parameter(None, low=0, infinite=True)
     divergence: str = "js"
     match_temperature: float | None = parameter(None, above=0, keyword=True)
     toll: float | None = parameter(None, low=0, high=1e6, keyword=True)
-    exact_ngram_size: int = parameter(3, low=0, high=MOST_TOKENS, keyword=True)
+    exact_ngram_size: int = parameter(3, low=0, high=MAX_TOKENS, keyword=True)
     draw: bool = parameter(True, keyword=True)
 
     def __post_init__(self) -> None:
@@ -132,7 +132,7 @@ class Tilted(LossyRule):
         first = inputs.tree.tokens[:, :1].to(wide(inputs.tree.tokens.device)) * 0 + self.initial_kl_coef
         if self.match_temperature is None or kl_excess is None:
             return first
-        return (first + kl_excess[:, None]).clamp_min(LEAST_KL_COEF)
+        return (first + kl_excess[:, None]).clamp_min(MIN_KL_COEF)
 
     def kl_target(self, scores: Tensor, greedy: bool) -> Tensor | None:
         return None if self.match_temperature is None else sampling_cost(scores, self.match_temperature, greedy)

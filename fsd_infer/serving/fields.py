@@ -26,7 +26,7 @@ from fsd_infer.serving.tools import Tool
 GUIDED = "response_format, guided_json, guided_regex and guided_grammar"
 
 
-MOST_BIASES = 16_384
+MAX_BIASES = 16_384
 # Arguments of transformers' apply_chat_template, which would replace the template, its turns or what it returns.
 NOT_FOR_TEMPLATES = {
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "padding", "truncation",
@@ -91,8 +91,8 @@ def _one_prompt(value: Any) -> Any:
 
 
 def _bounded(biases: Any) -> Any:
-    if isinstance(biases, dict) and len(biases) > MOST_BIASES:
-        raise ValueError(f"logit_bias: at most {MOST_BIASES} tokens, got {len(biases)}.")
+    if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+        raise ValueError(f"logit_bias: at most {MAX_BIASES} tokens, got {len(biases)}.")
     return biases
 
 

@@ -24,7 +24,7 @@ from fsd_infer.serving.tools import CallReader, Tool, ToolFormat, tool_format
 from fsd_infer.targets.image_inputs import ImageInput
 
 AnyCompletionRequest = ChatCompletionRequest | TextCompletionRequest
-MOST_WITH_IMAGES = 1 << 25  # bytes of a request to a target that sees
+MAX_WITH_IMAGES = 1 << 25  # bytes of a request to a target that sees
 
 
 @dataclass(frozen=True)

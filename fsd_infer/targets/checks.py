@@ -27,7 +27,7 @@ from fsd_infer.targets.weights import shape_of, stay_plain
 
 log = logging.getLogger(__name__)
 
-MOST = 2**53  # of a whole number in a config, with room for sums in 64 bits
+MAX_INTEGER = 2**53  # of a whole number in a config, with room for sums in 64 bits
 _LAYER = re.compile(r"(?:(?:model|language_model|backbone|transformer)\.)*layers\.(\d+)\.")
 _TABLE = re.compile(r"(^|\.)(embed_tokens|embeddings|lm_head)\.weight$")
 _NOT_COUNTS = ("per_layer", "max_window_layers")  # sizes of Gemma 4; Qwen's first layer with a window, by default 28
@@ -92,13 +92,13 @@ def check_numbers(values: Any, where: str) -> None:
         check_numbers(value, where)
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        likely = isinstance(value, float) or abs(value) <= MOST
+        likely = isinstance(value, float) or abs(value) <= MAX_INTEGER
         if re.search(r"(^|_)(eps|epsilon)$", str(name)):
             likely = 0 <= value < 1
         elif name == "rope_theta":
             likely = 0 < value < math.inf
         elif name in ("max_position_embeddings", "n_positions"):
-            likely = 1 <= value <= MOST
+            likely = 1 <= value <= MAX_INTEGER
         if not likely:
             raise CheckpointError(f"{where}: {name} is {value!r:.40}, which no model has; correct config.json.")
 
@@ -138,7 +138,7 @@ def is_mtp_alone(names: Iterable[str], config: Mapping[str, Any]) -> bool:
     layers = (text if isinstance(text, dict) else config).get("num_hidden_layers")
     if any(name.endswith("layers.0.eh_proj.weight") for name in own):
         layers = 0
-    return bool(own) and all(is_mtp_name(name, layers if type(layers) is int else MOST) for name in own)
+    return bool(own) and all(is_mtp_name(name, layers if type(layers) is int else MAX_INTEGER) for name in own)
 
 
 def check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> None:

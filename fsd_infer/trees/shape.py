@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 AUTO = "auto"  # names trees that are chosen round by round
 
-MOST_DEPTH, MOST_NODES = 256, 1024  # of a tree; beyond, drafts are hopeless and forwards too slow
-MOST_CANDIDATES = 2**16  # of a round
+MAX_DEPTH, MAX_NODES = 256, 1024  # of a tree; beyond, drafts are hopeless and forwards too slow
+MAX_CANDIDATES = 2**16  # of a round
 
 
 def check_tree(name: str, depth: int, nodes: int, width: int = 1) -> None:
@@ -32,7 +32,7 @@ def check_tree(name: str, depth: int, nodes: int, width: int = 1) -> None:
         width: most children of a node.
     """
     for option, value, least, most in (
-        ("depth", depth, 1, MOST_DEPTH), ("nodes", nodes, 2, MOST_NODES), ("width", width, 1, MOST_DEPTH)
+        ("depth", depth, 1, MAX_DEPTH), ("nodes", nodes, 2, MAX_NODES), ("width", width, 1, MAX_DEPTH)
     ):  # fmt: skip
         if not is_whole(value, least, most):
             raise FsdError(f"{name} needs {option} from {least} to {most}, got {value!r}.")
@@ -63,10 +63,10 @@ class TreeShape:
 
     def __post_init__(self) -> None:
         check_tree("a draft tree", self.depth, self.nodes, self.width)
-        if self.candidates > MOST_CANDIDATES:
+        if self.candidates > MAX_CANDIDATES:
             raise FsdError(
                 f"a draft tree of depth {self.depth} and width {self.width} has {self.candidates} candidates, over "
-                f"{MOST_CANDIDATES}. Give a smaller width."
+                f"{MAX_CANDIDATES}. Give a smaller width."
             )
         if not 0 <= self.stop_below < 1:
             raise FsdError(f"stop_below must be a probability of at least 0 and below 1, got {self.stop_below}.")

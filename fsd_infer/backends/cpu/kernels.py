@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 PLAIN_DIVERGENCES = ("kl_qp", "kl_pq", "js", "ag", "tv")
 _KINDS = (*PLAIN_DIVERGENCES, "residual")  # numbered as ``Kind`` in statistics.h
 _FEW_NUMBERS = 2**18  # one thread reads these before a second one wakes up
-MOST_ROWS = 512  # above, oneDNN's products and torch's attention are as fast
+MAX_ROWS = 512  # above, oneDNN's products and torch's attention are as fast
 SIDES = (64, 32)  # columns of a packed weight's panels that the kernels know
 FEW_TOKENS = 64  # per text: forwards over at most this many agree bit by bit, whatever runs beside them
 

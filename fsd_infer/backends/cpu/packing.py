@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fsd_core.errors import ModelLoadError
 from fsd_infer.backends.cpu.blocks import blocks_of
-from fsd_infer.backends.cpu.kernels import MOST_ROWS, address_of, in_panels, kernels, panels_of
+from fsd_infer.backends.cpu.kernels import MAX_ROWS, address_of, in_panels, kernels, panels_of
 from fsd_infer.backends.cpu.pages import zeroed
 from fsd_infer.backends.cpu.structs import Linear
 from fsd_infer.device.memory import trim
@@ -99,7 +99,7 @@ class Packed:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b [..., out] of x [..., in]."""
-        few = x.numel() <= MOST_ROWS * x.shape[-1] or not self.weight.is_mkldnn
+        few = x.numel() <= MAX_ROWS * x.shape[-1] or not self.weight.is_mkldnn
         if self.products and self.kernels and few and x.dtype == torch.bfloat16 and x.shape[-1] == self.depth:
             return self.kernels.linear(x.contiguous(), self.products)[..., : self.columns]
         if not self.weight.is_mkldnn:

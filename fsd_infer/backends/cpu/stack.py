@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fsd_infer.backends.cpu.kernels import FEW_TOKENS, MOST_ROWS, Kernels, address_of, kernels
+from fsd_infer.backends.cpu.kernels import FEW_TOKENS, MAX_ROWS, Kernels, address_of, kernels
 from fsd_infer.backends.cpu.packing import packed_of
 from fsd_infer.backends.cpu.structs import Forward, Layer, StackStruct
 from fsd_infer.backends.families import FIXED_ANGLES, hooks_of, is_hooked, is_of_family
@@ -18,7 +18,7 @@ from fsd_infer.device.cores import team_size
 from fsd_infer.targets.stack import HeadParts, HeadStep, Outputs, Stack, StackOwner
 
 # most slots that many tokens may attend to, by set of kernels: above, torch is faster
-MOST_SLOTS = {"avx2": 2048, "avx512": 512, "amx": 2048}
+MAX_SLOTS = {"avx2": 2048, "avx512": 512, "amx": 2048}
 
 
 HeadSteps = Callable[["CpuStack", HeadParts, nn.Module, nn.Module], HeadStep | None]
@@ -116,7 +116,7 @@ class CpuStack(Stack):
     def takes(self, visible: Tensor) -> bool:
         """Return whether the kernels are fastest for a mask [B, M, S]; above their limits torch is."""
         batch, count, used = visible.shape
-        return batch * count <= MOST_ROWS and (count <= FEW_TOKENS or used <= MOST_SLOTS[self.kernels.name])
+        return batch * count <= MAX_ROWS and (count <= FEW_TOKENS or used <= MAX_SLOTS[self.kernels.name])
 
     def __call__(
         self,

@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_NEW = 64  # new tokens of a row; dense attention is faster for more
+MAX_NEW = 64  # new tokens of a row; dense attention is faster for more
 _HIDDEN = tl.constexpr(-1e30)  # the score of a slot that a node does not see; infinity would give NaN in exp(x - x)
 _LOG2E = tl.constexpr(1.4426950408889634)  # scores are in powers of two
 _PER_PROCESSOR = 3  # programs that keep one multiprocessor busy
-_MOST_SPLITS = 64
+_MAX_SPLITS = 64
 
 
 class Blocks(NamedTuple):
@@ -142,7 +142,7 @@ def _join(ACC, HIGH, TOTAL, OUT, SPLITS: tl.constexpr, D: tl.constexpr, BLOCK_D:
 
 def splits_for(programs: int, processors: int) -> int:
     """Return into how many parts, a power of two, slots are split if ``programs`` run without splitting."""
-    wanted = max(1, min(_MOST_SPLITS, _PER_PROCESSOR * processors // max(1, programs)))
+    wanted = max(1, min(_MAX_SPLITS, _PER_PROCESSOR * processors // max(1, programs)))
     return 1 << (wanted.bit_length() - 1)
 
 

@@ -26,7 +26,7 @@ def row_entropy(logits: Tensor, where: Tensor | None = None) -> Any:
 
 
 def topk_logprobs(logits: Tensor, k: int, where: Tensor | None = None) -> Any:
-    takes = _takes(logits) and k <= kernels.MOST_LIKELY
+    takes = _takes(logits) and k <= kernels.MAX_LIKELY
     return kernels.topk_logprobs(logits, k, where) if takes else NotImplemented
 
 

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from fsd_infer.backends.cuda.attention import MOST_NEW, tree_attention
+from fsd_infer.backends.cuda.attention import MAX_NEW, tree_attention
 
 NAME = "fsd_tree"
 
@@ -37,7 +37,7 @@ def attend(
     if (
         attention_mask is None
         or attention_mask.dtype != torch.bool
-        or count > MOST_NEW
+        or count > MAX_NEW
         or width != value.shape[-1]
         or others.get("position_bias") is not None
         or torch.is_grad_enabled()

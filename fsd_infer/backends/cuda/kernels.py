@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_LIKELY = 32  # top-k by extracting one maximum after the other; torch's selection is faster for more
+MAX_LIKELY = 32  # top-k by extracting one maximum after the other; torch's selection is faster for more
 _CHUNK = 4096  # numbers of a program
-_LEAST = tl.constexpr(-(2**63))
+_MIN = tl.constexpr(-(2**63))
 
 
 @triton.jit
@@ -50,11 +50,11 @@ def _read(
     tl.store(SUMS + 3 * out, high)
     tl.store(SUMS + 3 * out + 1, tl.sum(weight, 0))
     tl.store(SUMS + 3 * out + 2, tl.sum(weight * tl.where(weight > 0, shifted, 0.0), 0))
-    keys = tl.where(inside, _keys(x, ids), _LEAST)
+    keys = tl.where(inside, _keys(x, ids), _MIN)
     for rank in tl.static_range(COUNT):
         best = tl.max(keys, 0)
         tl.store(KEYS + out * COUNT + rank, best)
-        keys = tl.where(keys == best, _LEAST, keys)
+        keys = tl.where(keys == best, _MIN, keys)
 
 
 @triton.jit
@@ -80,12 +80,12 @@ def _join(WHERE, KEYS, SUMS, VALUES, IDS, TOTALS, chunks, COUNT: tl.constexpr, C
     mean = tl.sum(weight * (moment + shift * total), 0) / whole
     tl.store(TOTALS + 2 * row, highest + tl.log(whole))
     tl.store(TOTALS + 2 * row + 1, tl.log(whole) - mean)
-    keys = tl.load(KEYS + row * chunks * COUNT + place, mask=place < chunks * COUNT, other=_LEAST)
+    keys = tl.load(KEYS + row * chunks * COUNT + place, mask=place < chunks * COUNT, other=_MIN)
     for rank in tl.static_range(COUNT):
         best = tl.max(keys, 0)
         tl.store(VALUES + row * COUNT + rank, _numbers(best))
         tl.store(IDS + row * COUNT + rank, tl.where(known, 0x7FFFFFFF - (best & 0x7FFFFFFF), 0))
-        keys = tl.where(keys == best, _LEAST, keys)
+        keys = tl.where(keys == best, _MIN, keys)
 
 
 def row_pass(logits: Tensor, count: int, where: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsd_infer.backends.cuda.attention import MOST_NEW, tree_attention
+from fsd_infer.backends.cuda.attention import MAX_NEW, tree_attention
 from fsd_infer.backends.cuda.fused import can_fuse, fused
 from fsd_infer.backends.cuda.layer import add_norm, rotate_and_store, silu_mul
 from fsd_infer.backends.families import FIXED_ANGLES, hooks_of, is_hooked, is_of_family
@@ -69,7 +69,7 @@ class CudaStack(Stack):
         keep: int = 0,
     ) -> Outputs:
         """Run one forward, as :class:`fsd_infer.targets.stack.Stack` says."""
-        many = inputs.shape[1] > MOST_NEW
+        many = inputs.shape[1] > MAX_NEW
         if visible is None or many or not isinstance(cache, SlotCache) or is_hooked(self._hooks):
             return self.fallback(inputs, positions, visible, cache, capture=capture, embeds=embeds, keep=keep)
         attended: Tensor | None = None

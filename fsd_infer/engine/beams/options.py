@@ -18,14 +18,14 @@ from fsd_infer.engine import Request
 from fsd_infer.rules import Exact, Rule
 from fsd_infer.trees.shape import of_device
 
-_MOST = 2**16
+_MAX = 2**16
 _RANGES = {
-    "depth": (0, _MOST),
-    "spread": (1, _MOST),
-    "nodes": (0, _MOST),
+    "depth": (0, _MAX),
+    "spread": (1, _MAX),
+    "nodes": (0, _MAX),
     "confidence": (1e-6, 1),
-    "min_width": (1, _MOST),
-    "join_every": (2, _MOST),
+    "min_width": (1, _MAX),
+    "join_every": (2, _MAX),
 }
 
 
