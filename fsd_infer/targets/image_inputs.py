@@ -23,8 +23,8 @@ from fsd_core.tensors import to_device
 from fsd_infer.device.cache import SlotCache, cache_argument
 
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")  # fields of configs
-_BOTH_WAYS = ("paligemma",)  # families that read a prompt with an image so
-_OF_TEXT = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # inputs of the text's length
+READS_BOTH_WAYS = ("paligemma",)  # families that read a prompt with an image so
+OF_TEXT = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # inputs of the text's length
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class ImageInput:
         """A negative number that tells these images from others."""
         found = hashlib.sha256(repr(self.text).encode())
         for name, value in sorted(self.inputs.items()):
-            if name not in _OF_TEXT:
+            if name not in OF_TEXT:
                 held = value.detach().cpu().contiguous() if isinstance(value, Tensor) else None
                 what = repr(value) if held is None else f"{held.dtype}{list(held.shape)}"
                 found.update(f"{name}{what}".encode())
@@ -89,7 +89,7 @@ def image_input_of(name: str, config: Any, inputs: Mapping[str, Any], prompt: Se
             f"the prompt has images but no token of {name} that stands for one: it does not see, reads images "
             "otherwise than as tokens of its prompt, or its chat template leaves them out. Use another target."
         )
-    return ImageInput(left, known, tuple(prompt) if config.model_type in _BOTH_WAYS else ())
+    return ImageInput(left, known, tuple(prompt) if config.model_type in READS_BOTH_WAYS else ())
 
 
 def places_images(model: Any) -> bool:
@@ -114,12 +114,12 @@ class ImagePrompt:
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
-        """The inputs on the model's device, pixels in its dtype."""
+        """The inputs on the tokens' device, pixels in the model's dtype."""
 
         def moved(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            value = to_device(value, self.model.device)
+            value = to_device(value, self.tokens.device)
             return value.to(self.model.dtype) if value.is_floating_point() else value
 
         return {name: moved(value) for name, value in self.image_input.inputs.items()}

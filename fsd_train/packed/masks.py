@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from fsd_core.tensors import to_device
+from fsd_infer.targets.image_inputs import ImagePrompt
 
 BLOCK = 128  # queries and keys of a block of FlexAttention
 
@@ -174,7 +175,13 @@ def _most(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TextMask(PackedMask):
-    """Causal attention within each conversation: a document mask."""
+    """Causal attention within each conversation: a document mask.
+
+    Attributes:
+        shown: the conversations with images by number.
+    """
+
+    shown: Mapping[int, ImagePrompt] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -184,6 +191,17 @@ class TextMask(PackedMask):
     def positions(self) -> Tensor:
         """[1, M] position of each token in its conversation."""
         return (torch.arange(len(self.starts), device=self.device) - self._starts)[None]
+
+    @cached_property
+    def rotary(self) -> Tensor:
+        """Where heads with M-RoPE place tokens: :attr:`positions`, or [3, 1, M] if images move the target's."""
+        made = {number: prompt.positions for number, prompt in self.shown.items()}
+        if not any(places.dim() == 3 for places in made.values()):
+            return self.positions
+        parts = list(self.positions.expand(3, 1, -1).split(list(self.lengths), dim=-1))
+        for number, places in made.items():
+            parts[number] = places.view(-1, 1, places.shape[-1]).expand(3, 1, -1)
+        return torch.cat(parts, dim=-1)
 
     def mask_mod(self, window: int | None) -> MaskMod:
         starts = self._starts
