@@ -336,7 +336,8 @@ class DistillationModule(RunModule, ABC):
         if self._frozen.full_lm_head is None or self._frozen.full_lm_head.weight.device != self.device:
             self._frozen.full_lm_head = LMHead.of(self.target)
         agreement = compare(drafts, self._frozen.full_lm_head, drafts.target_lm_head.ids, self.validation.divergences)
-        self.validation.update(agreement, drafts.rows, out.loss)
+        places = TextMask(tuple(batch["lengths"].tolist()), self.device).positions[0]  # [M]
+        self.validation.update(agreement, drafts.rows, out.loss, places)
 
     def on_validation_epoch_end(self) -> None:
         for name, value in self.validation.compute().items():  # exchanges counts, so every rank computes
