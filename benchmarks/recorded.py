@@ -15,7 +15,7 @@ from benchmarks.workplace import shown_command
 from fsd_bench import run
 from fsd_bench.record import write_record
 from fsd_core.errors import FsdError
-from fsd_core.files import append_json, jsonable
+from fsd_core.files import append_json, jsonable, write_text
 from fsd_infer.environment import environment
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,7 +87,10 @@ class Finished(dict[str, Any]):
         self._file = file and file.with_name(file.name + ".partial.jsonl")
         self._settings = jsonable(settings)
         if self._file is not None and self._file.exists():
-            rows = map(json.loads, self._file.read_text("utf-8").splitlines())
+            whole, newline, torn = self._file.read_text("utf-8").rpartition("\n")
+            if torn:  # by a kill
+                write_text(self._file, whole + newline)
+            rows = map(json.loads, whole.splitlines())
             super().update({row["name"]: row["part"] for row in rows if row["settings"] == self._settings})
 
     def __setitem__(self, name: str, part: Any) -> None:
