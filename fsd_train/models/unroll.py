@@ -104,11 +104,11 @@ def unroll(
         outputs = [hidden]
         if steps == 1:
             return outputs
-        root = to_device(roots, embeds.device)  # [K]
-        hidden, positions = hidden.index_select(1, root), mask.positions.index_select(1, root)  # [1, K, H], [1, K]
+        place = to_device(roots, embeds.device)  # [K] of the roots
+        hidden, positions = hidden.index_select(1, place), mask.positions.index_select(1, place)  # [1, K, H], [1, K]
         for step in range(1, steps):
-            tokens = embeds.index_select(1, (root + step).clamp_max(embeds.shape[1] - 1))  # [1, K, E]
-            visible = mask.chains(roots, step, root)
+            tokens = embeds.index_select(1, (place + step).clamp_max(embeds.shape[1] - 1))  # [1, K, E]
+            visible = mask.chains(roots, step, place)
             hidden = head(tokens, hidden, positions + step, attention_mask=visible)  # [1, K, H]
             outputs.append(hidden)
     return outputs
