@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from fsd_bench.jobs import decoding
+from fsd_bench.trials import decoding
 from fsd_core.errors import DataError
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import NoDrafter, TreeShape

@@ -44,7 +44,7 @@ class _Frozen:
     def __init__(self) -> None:
         self.target: Target | None = None
         self.lm_head: LMHead | None = None  # the target's over the draft vocabulary
-        self.full_lm_head: LMHead | None = None  # and over its own
+        self.full_lm_head: LMHead | None = None  # the same over its own vocabulary
         self.reference: Any = None  # the reference drafter of DraftBatch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Frozen:
@@ -300,6 +300,12 @@ class DistillationModule(RunModule, ABC):
         shown = image_prompts(self.target, batch["input_ids"], lengths, batch.get("images", {}))
         return TextMask(lengths, self.device, shown=shown)
 
+    def full_lm_head(self) -> LMHead:
+        """The target's LM head over its own vocabulary, on the module's device."""
+        if self._frozen.full_lm_head is None or self._frozen.full_lm_head.weight.device != self.device:
+            self._frozen.full_lm_head = LMHead.of(self.target)
+        return self._frozen.full_lm_head
+
     def _target_features(self, batch: dict[str, Any], mask: TextMask) -> Tensor:
         """Return the target's features [1, M, F]."""
         cached: Tensor | None = batch.get("features")  # [1, M, F]
@@ -352,10 +358,9 @@ class DistillationModule(RunModule, ABC):
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         drafts = self.draft(batch, self.depths)
         out = self.loss(drafts)
-        if self._frozen.full_lm_head is None or self._frozen.full_lm_head.weight.device != self.device:
-            self._frozen.full_lm_head = LMHead.of(self.target)
-        agreement = compare(drafts, self._frozen.full_lm_head, drafts.target_lm_head.ids, self.validation.divergences)
-        self.validation.update(agreement, drafts.rows, out.loss)
+        agreement = compare(drafts, self.full_lm_head(), drafts.target_lm_head.ids, self.validation.divergences)
+        places = TextMask(tuple(batch["lengths"].tolist()), self.device).positions[0]  # [M]
+        self.validation.update(agreement, drafts.rows, out.loss, places)
 
     def on_validation_epoch_end(self) -> None:
         for name, value in self.validation.compute().items():  # exchanges counts, so every rank computes
