@@ -9,13 +9,15 @@ differ from their places in the text by an offset, which the KV cache keeps (:at
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from fsd_core.errors import FsdError
@@ -143,13 +145,34 @@ def set_offset(cache: SlotCache, positions: Tensor) -> None:
         cache.offsets.copy_(offset_of(positions))
 
 
-def read_with_images(target: Any, cache: SlotCache, prompt: ImagePrompt) -> tuple[Tensor, Tensor]:
+@contextmanager
+def _between_layers(model: nn.Module, call: Callable[[], None]) -> Iterator[None]:
+    """Call ``call`` in this thread before each layer that a forward of the model runs within the block."""
+    thread = threading.get_ident()
+
+    def before(module: nn.Module, arguments: Any) -> None:
+        if threading.get_ident() == thread:  # others may run the same module
+            call()
+
+    layers = [layer for part in model.modules() if isinstance(part, nn.ModuleList) for layer in part]
+    hooks = [layer.register_forward_pre_hook(before) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def read_with_images(
+    target: Any, cache: SlotCache, prompt: ImagePrompt, on_layer: Callable[[], None] = lambda: None
+) -> tuple[Tensor, Tensor]:
     """Read a prompt of P tokens with its images in one forward.
 
     Args:
         target: a :class:`~fsd_infer.targets.target.Target`.
         cache: of one row.
         prompt: with images.
+        on_layer: called before every layer, also of what reads the images; its exceptions end the reading.
 
     Returns:
         Features [1, P, F] and logits [1, 1, V] at its last token.
@@ -166,7 +189,11 @@ def read_with_images(target: Any, cache: SlotCache, prompt: ImagePrompt) -> tupl
     )
     if not target.plain_stack.takes_keep:
         del given["logits_to_keep"]
-    with target.dynamic_rope.of_texts(cache.prefilled), target.plain_stack.captured(target.captured_layers) as found:
+    with (
+        target.dynamic_rope.of_texts(cache.prefilled),
+        target.plain_stack.captured(target.captured_layers) as found,
+        _between_layers(model, on_layer),
+    ):
         logits = model(**given).logits[:, -1:]
     features: Tensor = target.joined(*found)
     if features.shape[1] != count:
