@@ -164,6 +164,17 @@ def training(record: Record) -> str:
     return columns(header, [sizes + times])
 
 
+def trainers(record: Record) -> str:
+    """A step of the head's training here and by speculators, without the target."""
+    own, peer = record["parts_ms"], record["speculators"]
+    ours = sum(own.values()) - own["target"]
+    rows = [
+        ["here", plain(ours, 0), plain(record["trained_parameters"] / 1e6, 1), "1"],
+        [peer["version"], plain(peer["ms"], 0), plain(peer["trained_parameters"] / 1e6, 1), plain(peer["ms"] / ours)],
+    ]
+    return columns(["trainer", "ms a step", "million trained parameters", "× the time"], rows)
+
+
 def kinds(record: Record) -> str:
     """Quantised weights in their libraries and in our kernels."""
     rows = []
@@ -211,7 +222,7 @@ def by_place(record: Record) -> str:
 FORMS: dict[str, Callable[[Record], str]] = {
     "fresh": fresh, "deviations": deviations, "ladder": ladder, "sweep": sweep_tables, "run": run, "losses": losses,
     "acceptance": acceptance, "drawing": drawing, "memory": memory, "kinds": kinds, "training": training,
-    "tuned": tuned, "ties": ties, "choices": choices, "by_place": by_place,
+    "trainers": trainers, "tuned": tuned, "ties": ties, "choices": choices, "by_place": by_place,
 }  # fmt: skip
 
 
