@@ -296,8 +296,8 @@ class DistillationModule(RunModule, ABC):
 
     def _text_mask(self, batch: dict[str, Any]) -> TextMask:
         """Return the mask of a batch, with its conversations that have images."""
-        lengths = tuple(batch["lengths"].tolist())
-        shown = image_prompts(self.target, batch["input_ids"], lengths, batch.get("images", {}))
+        lengths, images = tuple(batch["lengths"].tolist()), batch.get("images")
+        shown = image_prompts(self.target, batch["input_ids"], lengths, images) if images else {}
         return TextMask(lengths, self.device, shown=shown)
 
     def full_lm_head(self) -> LMHead:

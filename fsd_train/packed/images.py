@@ -22,8 +22,6 @@ def image_prompts(
     target: Target, ids: Tensor, lengths: Sequence[int], images: Mapping[int, Inputs]
 ) -> dict[int, ImagePrompt]:
     """Return the conversations with images by number, given ids [1, M], lengths, and the images' inputs by number."""
-    if not images:
-        return {}
     texts, known = ids.split(list(lengths), dim=1), placeholders_of(target.model.config)
     return {number: ImagePrompt(target.model, texts[number], ImageInput(of, known)) for number, of in images.items()}
 
