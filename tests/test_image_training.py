@@ -16,10 +16,12 @@ from fsd_core.text.row_check import LISTING, RowCheck
 from fsd_infer import FuzzyDecoder, TreeShape
 from fsd_infer.decoder.image_prompts import encode_with_images
 from fsd_infer.drafters.eagle import EagleSession
+from fsd_infer.drafters.mtp import MtpSession
 from fsd_infer.engine import Callback
 from fsd_train.cli import main as cli
 from fsd_train.data import FeatureStore, collate, read_answers
 from fsd_train.data.images import ImageReader
+from fsd_train.models import MtpModule
 from fsd_train.models.unroll import supervised
 from tests.covering import fast_only
 from tests.families import recorded_drafts
@@ -123,10 +125,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "have <image> 1 times, and the row has 2 images",
     ),
     "no turn": ({"image": SMALL, "data": ["a", "b"]}, "images go with messages, conversations or the text of a prompt"),
-    "unread turn": ({"messages": [*TEXT["messages"], asked({"type": "image", "path": SMALL})]}, "none in the turns"),
-    "private": ({"image": SMALL, "messages": [{"role": "user", "content": "\uf8fd"}, END]}, "private character U+F8FD"),
+    "unread": ({"messages": [*TEXT["messages"], asked({"type": "image", "path": SMALL})]}, "none in the turns"),
+    "private": ({"image": SMALL, "prompt": "\uf8fd", "response": "a"}, "the private character U+F8FD"),
     "ids of text": ({"image": SMALL, **TEXT, "prompt_ids": [5, 6], "response_ids": [7]}, "0 tokens that stand for"),
-    "video": ({"messages": [asked({"type": "image", "path": SMALL}, {"type": "video"}), END]}, "a part of the type 'video'"),
+    "video": ({"messages": [asked({"type": "image", "path": SMALL}, {"type": "video"}), END]}, "of the type 'video'"),
 }  # fmt: skip
 
 
@@ -160,8 +162,10 @@ class Prefilled(Callback):
             self.features: Tensor = report.tensors.features.clone()
 
 
-@pytest.mark.parametrize("layout", ["eagle3", "eagle"])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen2_5_vl", "eagle"), ("qwen2_5_vl", "eagle3"), ("qwen3_5", "mtp"), ("smolvlm", "eagle3"), ("gemma3", "eagle")],
+)
 def test_features_and_drafts_are_those_of_decoding(
     family: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,19 +174,25 @@ def test_features_and_drafts_are_those_of_decoding(
     The row's answer is the target's token, and a path of the tree that decoding drafts behind it.
     """
     save_seeing(tmp_path / "target", family, with_processor=True)
-    head = {"layout": layout, "own_lm_head": False} if layout == "eagle3" else {"layout": layout}
-    module = ready(eagle_module(tmp_path, head=head, unroll_steps=3, loss="kl_pq")).eval()
+    options: dict[str, Any] = {"unroll_steps": 3, "loss": "kl_pq"}
+    if layout == "mtp":
+        module = ready(MtpModule(str(tmp_path / "target"), new=True, **options)).eval()
+    else:
+        head = {"layout": layout, **({"own_lm_head": False} if layout == "eagle3" else {})}
+        module = ready(eagle_module(tmp_path, head=head, **options)).eval()
     with torch.no_grad():
         for parameter in module.head.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     target = module.target
     decoder = FuzzyDecoder(target, module.make_drafter(target, TreeShape(3, 2, 6)))
     [*_, (row, messages)] = layouts(pictures(tmp_path)).values()
-    seen = recorded_drafts(EagleSession, lambda session: session.cache.offsets is not None, monkeypatch)
+    seen = recorded_drafts(
+        MtpSession if layout == "mtp" else EagleSession, lambda session: session.cache.offsets is not None, monkeypatch
+    )
     made = decoder.generate(messages, callbacks=[prefilled := Prefilled()], **LIMITS)
     assert made.sequences == [expected_of(decoder, messages)]
     turns, tree = seen[0]
-    assert turns == (family == "qwen2_5_vl")
+    assert turns == (family.startswith("qwen") and layout != "eagle3")  # new EAGLE-3 heads count tokens
     node = int(tree.is_draft[0].nonzero()[-1])
     path = tree.ancestors[0, node].nonzero()[:, 0].tolist()  # the root, and nodes below it
     ids = encode_with_images(target, messages)[0]
@@ -204,9 +214,10 @@ def test_features_and_drafts_are_those_of_decoding(
         drafted = tree.q_logits[0, tree.q_index[0, place]]
         torch.testing.assert_close(logits[number], drafted, rtol=1e-4, atol=1e-4)
     assert len(path) > 2
-    log_q, log_p = logits.log_softmax(-1), module.lm_head()(features[position + 1]).log_softmax(-1)
-    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
-    torch.testing.assert_close(module.loss(drafts).loss, kl.mean(), rtol=1e-5, atol=1e-6)
+    log_q, p = logits.log_softmax(-1), module.lm_head()(features[position + 1, : target.hidden_size]).softmax(-1)
+    kl = (p * (p.log() - log_q)).sum(-1)
+    weights = module.step_decay**drafts.rows.step
+    torch.testing.assert_close(module.loss(drafts).loss, (kl * weights).sum() / weights.sum(), rtol=1e-5, atol=1e-6)
     wanted = [int(each.sum()) for each in supervised(batch["loss_mask"][0], 3)]
     assert drafts.rows.step.bincount().tolist() == wanted
 
@@ -228,36 +239,33 @@ def test_a_run_on_images_ends_in_a_head_that_decodes(tmp_path: Path, capsys: pyt
     decoder = seeing_decoder("qwen2_5_vl")
     made = [json.loads(line) for line in answers.read_text().splitlines()]
     shown = [row for row in made if isinstance(row["messages"][-1]["content"], list)]
-    assert len(shown) == 18 and shown[0]["response_ids"] == expected_of(
-        decoder, shown[0]["messages"], max_new_tokens=10
-    )
+    expected = expected_of(decoder, shown[0]["messages"], max_new_tokens=10)
+    assert len(shown) == 18 and shown[0]["response_ids"] == expected
     model = {
-        "target": target, "head": {"layout": "eagle3"}, "draft_vocab_size": 64, "unroll_steps": 2, "lr": 5e-3,
+        "target": target, "head": {"fused_layers": [0, 1]}, "draft_vocab_size": 64, "unroll_steps": 2, "lr": 5e-3,
         "warmup_steps": 1, "loss": "kl_pq",
     }  # fmt: skip
     data = {"train_files": [str(answers)], "validation_fraction": 0.3, "batch_tokens": 128, "tokenizer": target}
     callbacks = [in_recipe("ExportHead"), in_recipe("DecodedTau", rules=["exact"], prompts=4, max_new_tokens=6)]
 
-    def fit(name: str, steps: int, **more: Any) -> Path:
+    def fit(name: str, after: Path | None = None, **more: Any) -> list[float]:
         out = tmp_path / name
-        checkpoints = in_recipe("ModelCheckpoint", dirpath=str(out / "ckpt"), every_n_train_steps=4, save_last=True)
-        trainer = {"max_steps": steps, "callbacks": [*callbacks, checkpoints], "precision": "32-true",
+        checkpoints = in_recipe("ModelCheckpoint", dirpath=str(out / "ckpt"), every_n_train_steps=4, save_top_k=-1)
+        trainer = {"max_steps": 8, "callbacks": [*callbacks, checkpoints], "precision": "32-true",
                    "logger": in_recipe("CSVLogger", save_dir=str(out)), "log_every_n_steps": 1}  # fmt: skip
-        extra = [f"--ckpt_path={out / 'ckpt/last.ckpt'}"] if (out / "ckpt").exists() else []
-        assert cli([*fit_command(out, trainer, model, {**data, **more}), *extra]) == 0
-        return out
+        resumed = [] if after is None else [f"--ckpt_path={after}"]
+        assert cli([*fit_command(out, trainer, model, {**data, **more}), *resumed]) == 0
+        return logged(out, "loss")
 
-    fit("plain", 4)
-    plain = logged(fit("plain", 8) / "lightning_logs/version_1", "loss")
-    recorded = fit("recorded", 8, record_features=str(tmp_path / "features"))
-    assert logged(recorded, "loss")[4:] == pytest.approx(plain, rel=0.02)
+    plain = fit("plain")
+    assert fit("resumed", next((tmp_path / "plain").rglob("*step=4.ckpt"))) == pytest.approx(plain[4:], rel=1e-5)
+    assert fit("recorded", record_features=str(tmp_path / "features")) == pytest.approx(plain, rel=0.02)
     cached = ["--target", target, "--data", str(answers), "--output", str(tmp_path / "cache"), "--dtype", "float32"]
     assert cli(["cache-features", *cached, "--layers", *map(str, FeatureStore(tmp_path / "features").layers)]) == 0
     store = FeatureStore(tmp_path / "cache")
     assert len(store) == 26, "equal ids with other images have features of their own"
-    again = fit("cached", 8, features=str(tmp_path / "cache"))
-    assert logged(again, "loss")[4:] == pytest.approx(plain, rel=0.02)
-    assert logged(again, "decoded_tau/exact")[-1] >= 1
+    assert fit("cached", features=str(tmp_path / "cache")) == pytest.approx(plain, rel=0.02)
+    assert logged(tmp_path / "cached", "decoded_tau/exact")[-1] >= 1
     head = next((tmp_path / "plain").rglob("config.json")).parent
     tuned = FuzzyDecoder.from_pretrained(target, str(head), dtype="fp32", device="cpu")
     messages = [asked({"type": "image", "path": str(tmp_path / TALL)}, text("what is 3"))]
