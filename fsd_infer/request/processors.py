@@ -138,16 +138,16 @@ class TreeProcessors:
         return _processed([self._of_row(p, row, len(texts)) for p in self.processors], texts, scores)
 
     def drafts(self, tree: DraftTree, vocab_size: int, texts: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor:
-        """Return the drafter's processed scores at the inner nodes, [B, I, V]; -inf outside the draft vocabulary."""
+        """Return the drafter's processed scores at nodes with q, [B, I, V]; -inf outside the draft vocabulary."""
         q_logits = expand_draft(tree.q_logits.float(), tree.draft_ids, vocab_size)
         if not self.contextual:
             return self.context_free(q_logits) if self.processors else q_logits
-        # processors take scores at every node: nodes without q borrow any, and only inner nodes are read back
+        # processors take scores at every node: nodes without q borrow any, and only those with q are read back
         own = tree.q_index.clamp_min(0)[..., None].expand(-1, -1, vocab_size)
         processed = self.nodes(q_logits.gather(1, own), tree, texts, rows)
         count = q_logits.shape[1]
-        place = torch.where(tree.q_index >= 0, tree.q_index, count)[..., None].expand_as(processed)
-        return torch.nn.functional.pad(q_logits, (0, 0, 0, 1)).scatter(1, place, processed)[:, :count]
+        q_row = torch.where(tree.q_index >= 0, tree.q_index, count)[..., None].expand_as(processed)
+        return torch.nn.functional.pad(q_logits, (0, 0, 0, 1)).scatter(1, q_row, processed)[:, :count]
 
     def _of_row(self, processor: Any, row: int, count: int) -> Any:
         """The processor for ``count`` contexts of one row of the request, which it would take for separate rows."""
@@ -174,9 +174,9 @@ def _levels(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[list[in
         paths.append([*paths[parent], token] if node else [token])
         if len(paths[node]) > len(levels):
             levels.append(([], []))
-        level, ways = levels[len(paths[node]) - 1]
+        level, level_paths = levels[len(paths[node]) - 1]
         level.append(node)
-        ways.append(paths[node])
+        level_paths.append(paths[node])
     return levels
 
 
