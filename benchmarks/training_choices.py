@@ -217,7 +217,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for name, arm in arms.items():
                 if f"{name}, {seed}" in done:
                     continue
-                steps = max(round(args.seconds / done[name]), 2)
+                steps = max(round(args.seconds / done[name]), 3)  # the first two are not timed
                 found, cost = train(arm, seed, steps, place)
                 run = {"arm": name, "seed": seed, "steps": steps, "cpu_seconds_per_step": cost, **found}
                 print(run, file=sys.stderr, flush=True)
