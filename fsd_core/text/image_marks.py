@@ -79,7 +79,7 @@ def set_image_tokens(tokenizer: Any, tokens: ImageTokens) -> None:
     vars(tokenizer)[_KEPT] = tokens
 
 
-def in_parts(tokenizer: Any, turns: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def in_parts(tokenizer: Any, turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return turns in a template's form with a list of parts in place of each text with marks."""
     if vars(tokenizer).get(_KEPT) is None:
         return list(turns)

@@ -177,8 +177,7 @@ class BlockModule(DistillationModule):
             on_host(batch, "loss_mask")[0], self.block_size, self.blocks, self.step_decay, self._root_generator()
         )
         rows, roots = plan.rows.to(self.device), to_device(plan.roots, self.device)
-        mask = self._text_mask(batch)
-        features = self._target_features(batch, mask)  # [1, M, F]
+        features, mask = self._target_features(batch)  # [1, M, F]
         hidden, previous = self._blocks(batch["input_ids"][0], features, mask, roots)  # [B, K, H], [B, K]
         estimates, weight = self._with_markov(hidden, previous)  # [B, K, H + r], [Vd, H + r]
         output = to_device(plan.output, self.device)  # [R]
