@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 from fsd_core.errors import DataError
@@ -107,6 +108,30 @@ def test_rows_are_read_as_decoding_reads_prompts(family: str, tmp_path: Path) ->
     assert len(short.seen[0].sources) == 1 and short.keys[0] != rows.keys[4]
 
 
+@pytest.mark.parametrize("marked", [False, True], ids=["plain", "generation markers"])
+def test_a_processor_begins_texts_with_special_tokens(marked: bool, tmp_path: Path) -> None:
+    """As LLaVA's does, whose template writes no bos and marks answers; users' names of special tokens stay text."""
+    decoder = seeing_decoder("llava")
+    tokenizer = decoder.tokenizer
+    says = "{% generation %}{{ m['content'] }}<|end|>{% endgeneration %}" if marked else "{{ m['content'] }}<|end|>"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}:\n{% if m['content'] is string %}{% if m['role'] == 'assistant' %}"
+        + says
+        + "{% else %}{{ m['content'] }}{% endif %}{% else %}{% for p in m['content'] if p['type'] == 'image' %}<image>"
+        "\n{% endfor %}{% for p in m['content'] if p['type'] == 'text' %}{{ p['text'] }} {% endfor %}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
+    )
+    bos = ("<|start|>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|start|> $A", special_tokens=[bos])
+    [*_, (row, messages)] = layouts(pictures(tmp_path)).values()
+    rows = read(ImageReader.of(decoder.target), tmp_path, [row])
+    whole, (ids, _) = rows.texts[0].tolist(), encode_with_images(decoder.target, messages)
+    assert ids[0] == bos[1] and ids.count(bos[1]) == 1 and whole[: len(ids)] == ids
+    item = rows[0]
+    said = tokenizer.decode(item["input_ids"][item["loss_mask"].bool()])
+    assert said == "it is the mat<|end|>the end<|end|>"
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "missing": ({"messages": [asked({"type": "image", "path": "no.png"}), END]}, "no.png' of at most 64 MiB"),
     "cut off": ({"image": "cut.png", **TEXT}, "cut.png holds no image that can be read"),
@@ -201,7 +226,7 @@ def test_features_and_drafts_are_those_of_decoding(
     rows = read(ImageReader.of(target), tmp_path, [TEXT, row])
     batch: Any = collate([rows[0], rows[1]])
     drafts = module.draft(batch, 3)
-    features, first = module._target_features(batch, module._text_mask(batch))[0], rows.lengths[0]
+    features, first = module._target_features(batch)[0][0], rows.lengths[0]
     torch.testing.assert_close(
         features[first : first + len(ids)], prefilled.features[0, : len(ids)], rtol=1e-5, atol=1e-5
     )

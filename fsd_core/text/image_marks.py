@@ -79,11 +79,11 @@ def set_image_tokens(tokenizer: Any, tokens: ImageTokens) -> None:
     vars(tokenizer)[_KEPT] = tokens
 
 
-def in_parts(tokenizer: Any, turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def in_parts(tokenizer: Any, turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return turns in a template's form with a list of parts in place of each text with marks."""
     if vars(tokenizer).get(_KEPT) is None:
-        return [{**turn} for turn in turns]
-    return [{**turn, "content": _parts(turn["content"])} if _marked(turn) else {**turn} for turn in turns]
+        return list(turns)
+    return [{**turn, "content": _parts(turn["content"])} if _marked(turn) else turn for turn in turns]
 
 
 def _text(turn: Mapping[str, Any]) -> str:

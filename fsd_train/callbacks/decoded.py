@@ -13,7 +13,6 @@ from fsd_core.errors import DataError
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import NoDrafter, TreeShape
 from fsd_infer.rules import parse_rule
-from fsd_infer.targets.image_inputs import ImageInput
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks.export import ExportHead, averaged
 from fsd_train.callbacks.progress import TokenRate
@@ -148,7 +147,12 @@ class DecodedTau(Curves):
         """Return the values by name for the current weights."""
         target = self._target(pl_module)
         decoder = FuzzyDecoder(target, pl_module.make_drafter(target, self.tree))  # type: ignore[operator]
-        prompts, images = self._prompts(trainer, target)
+        numbered = self._numbered(trainer, target)
+        rows = trainer.datamodule.validation_set  # type: ignore[attr-defined]
+        prompts, images = (
+            [ids for _, ids in numbered],
+            [rows.prompt_images(number, len(ids)) for number, ids in numbered],
+        )
         options = decoding(self.temperature, self.max_new_tokens)
         values = {}
         for rule in self.rules:
@@ -171,21 +175,19 @@ class DecodedTau(Curves):
             FuzzyDecoder(self._full, NoDrafter(self._full.vocab_size)).prepare()
         return self._full
 
-    def _prompts(self, trainer: Any, target: Target) -> tuple[list[list[int]], list[ImageInput | None] | None]:
-        """Return the prompts, and the images of each if any has some."""
+    def _prompts(self, trainer: Any, target: Target) -> list[list[int]]:
+        return [ids for _, ids in self._numbered(trainer, target)]
+
+    def _numbered(self, trainer: Any, target: Target) -> list[tuple[int, list[int]]]:
+        """Return the prompts with the numbers of their rows. Raises DataError if none fits the context."""
         rows = trainer.datamodule.validation_set
         room = math.inf if target.max_positions is None else target.max_positions - self.max_new_tokens
-        prompts: list[tuple[int, list[int]]] = []  # with the row's number
-        for number in range(len(rows)):
-            first = rows.prompt_length(number)
-            if 0 < first <= room:
-                prompts.append((number, rows.texts[number][:first].tolist()))
-        if not prompts:
+        lengths = [(number, rows.prompt_length(number)) for number in range(len(rows))]
+        fitting = [(number, rows.texts[number][:first].tolist()) for number, first in lengths if 0 < first <= room]
+        if not fitting:
             raise DataError(
                 f"no validation prompt leaves room for {self.max_new_tokens} tokens in the context of {target.name}. "
                 "Lower DecodedTau's max_new_tokens."
             )
-        count = min(self.prompts, len(prompts))
-        chosen = [prompts[number * len(prompts) // count] for number in range(count)]
-        images = [rows.prompt_images(number, len(ids)) for number, ids in chosen]
-        return [ids for _, ids in chosen], images if any(images) else None
+        count = min(self.prompts, len(fitting))
+        return [fitting[number * len(fitting) // count] for number in range(count)]

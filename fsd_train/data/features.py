@@ -30,7 +30,7 @@ from fsd_core.files import lock_for_run, open_safetensors, read_json, replacing,
 from fsd_infer.engine import Callback, RoundReport
 from fsd_infer.targets.target import Target
 from fsd_train.data.sampler import PackingSampler
-from fsd_train.packed import Inputs, TextMask, image_prompts, target_features
+from fsd_train.packed import Inputs, TextMask, features_with_images, forward_packed, image_prompts
 
 FORMAT = "fsd-features"
 VERSION = 3
@@ -281,7 +281,10 @@ def _write_shard(
             tuple(map(len, ids)), target.device, shown=image_prompts(target, whole, list(map(len, ids)), inputs)
         )
         with torch.inference_mode():
-            out = target_features(target, whole, mask)
+            if mask.shown:
+                out = features_with_images(target, whole, mask)
+            else:
+                out = forward_packed(target.features, target.model, whole, mask)
         parts = out[0].to(torch.bfloat16).cpu().split(mask.lengths)
         rows.update({keys[row]: made.clone() for row, made in zip(batch, parts, strict=True)})
         bar.update(sum(mask.lengths))

@@ -176,8 +176,8 @@ class BlockModule(DistillationModule):
         plan = plan_blocks(
             on_host(batch, "loss_mask")[0], self.block_size, self.blocks, self.step_decay, self._root_generator()
         )
-        rows, mask = plan.rows.to(self.device), self._text_mask(batch)
-        features = self._target_features(batch, mask)  # [1, M, F]
+        rows = plan.rows.to(self.device)
+        features, mask = self._target_features(batch)  # [1, M, F]
         hidden, previous = self._blocks(batch["input_ids"][0], features, mask, plan.roots)  # [B, K, H], [B, K]
         estimates, weight = self._with_markov(hidden, previous)  # [B, K, H + r], [Vd, H + r]
         output = to_device(plan.output, self.device)  # [R]

@@ -31,7 +31,7 @@ from fsd_train.models.optim import WarmupCosine
 from fsd_train.models.run import RunModule
 from fsd_train.models.slim import load_slim, move
 from fsd_train.models.work import Operations
-from fsd_train.packed import TextMask, image_prompts, supports_packing, target_features
+from fsd_train.packed import TextMask, features_with_images, forward_packed, image_prompts, supports_packing
 from fsd_train.strategies import ShardedStrategy
 from fsd_train.types import ChainSteps, EvalSteps, Seed, Share
 
@@ -294,40 +294,40 @@ class DistillationModule(RunModule, ABC):
             self._frozen.lm_head = self._new_lm_head()
         return self._frozen.lm_head
 
-    def _text_mask(self, batch: dict[str, Any]) -> TextMask:
-        """Return the mask of a batch, with its conversations that have images."""
-        lengths, images = tuple(batch["lengths"].tolist()), batch.get("images")
-        shown = image_prompts(self.target, batch["input_ids"], lengths, images) if images else {}
-        return TextMask(lengths, self.device, shown=shown)
-
     def full_lm_head(self) -> LMHead:
         """The target's LM head over its own vocabulary, on the module's device."""
         if self._frozen.full_lm_head is None or self._frozen.full_lm_head.weight.device != self.device:
             self._frozen.full_lm_head = LMHead.of(self.target)
         return self._frozen.full_lm_head
 
-    def _target_features(self, batch: dict[str, Any], mask: TextMask) -> Tensor:
-        """Return the target's features [1, M, F]."""
-        cached: Tensor | None = batch.get("features")  # [1, M, F]
+    def _target_features(self, batch: dict[str, Any]) -> tuple[Tensor, TextMask]:
+        """Return the target's features [1, M, F], and the batch's mask, which knows its conversations with images."""
+        ids, lengths, images = batch["input_ids"], batch["lengths"].tolist(), batch.get("images")
+        shown = image_prompts(self.target, ids, lengths, images) if images else {}
+        mask = TextMask(tuple(lengths), self.device, shown=shown)
+        cached: Tensor | None = batch.get("features")
         if cached is not None:
-            return cached
-        if any(parameter.is_meta for parameter in self.target.model.parameters()):
+            return cached, mask
+        target = self.target
+        if any(parameter.is_meta for parameter in target.model.parameters()):
             raise DataError(
                 "a batch has no cached features, and the target was loaded without its layers. Set data.features to "
                 "null, or cache the features of all rows."
             )
-        target = self.target
         layers: Sequence[nn.Module] = ()
-        eager = bool(mask.shown or self.target_kwargs)
+        eager = bool(shown or self.target_kwargs)
         if self.is_compiled and not eager and supports_packing(target.features, target.model):
             layers = target.layers(range(int(target.config.num_hidden_layers)))
         with self._running_compiled(layers):
-            features = target_features(target, batch["input_ids"], mask)
+            if shown:
+                features = features_with_images(target, ids, mask)
+            else:
+                features = forward_packed(target.features, target.model, ids, mask)
         writer: FeatureWriter | None = getattr(self._datamodule, "writer", None)
         if writer is not None:
-            texts = on_host(batch, "input_ids")[0].split(batch["lengths"].tolist())
+            texts = on_host(batch, "input_ids")[0].split(lengths)
             writer.add(texts[: len(batch["ids"])], features, batch.get("digests", ()))
-        return features
+        return features, mask
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         drafts = replace(self.draft(batch, self.unroll_steps), progress=self.progress, step=self.global_step)

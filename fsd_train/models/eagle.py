@@ -159,8 +159,7 @@ class EagleModule(DistillationModule):
             supervised_rows=batch.get("supervised") if self.training else None, static_shapes=self.is_compiled,
         )  # fmt: skip
         rows = plan.rows.to(self.device)
-        mask = self._text_mask(batch)
-        features = self._target_features(batch, mask)  # [1, M, F]
+        features, mask = self._target_features(batch)  # [1, M, F]
         inputs = self._inputs(head, features)  # [1, M, F']
         with torch.no_grad():  # of the next token, [1, M, E]; the last one's is never read
             embeds = self.target.embed(batch["input_ids"].roll(-1, 1)).to(inputs.dtype)

@@ -158,8 +158,8 @@ class LMModule(DistillationModule):
             on_host(batch, "loss_mask")[0], steps, self.step_decay,
             supervised_rows=batch.get("supervised") if self.training else None, static_shapes=self.is_compiled,
         ).to(self.device)  # fmt: skip
-        ids, mask = batch["input_ids"], TextMask(tuple(batch["lengths"].tolist()), self.device)
-        features = self._target_features(batch, mask)[0, :, : self.target.hidden_size]  # [M, H]
+        ids, (read, mask) = batch["input_ids"], self._target_features(batch)
+        features = read[0, :, : self.target.hidden_size]  # [M, H]
         places = rows.position + 1  # either model predicts token i+2 there: one position after a head's input
         compares = self.training and self.reference is not None
         return DraftBatch(

@@ -119,8 +119,7 @@ class MtpModule(DistillationModule):
             supervised_rows=batch.get("supervised") if self.training else None, static_shapes=self.is_compiled,
         )  # fmt: skip
         rows = plan.rows.to(self.device)
-        mask = self._text_mask(batch)
-        features = self._target_features(batch, mask)  # [1, M, F]
+        features, mask = self._target_features(batch)  # [1, M, F]
         final = features[..., : self.target.hidden_size].to(head.layers[0].eh_proj.weight.dtype)  # [1, M, H]
         with torch.no_grad():  # of the next token, [1, M, H]; the last one's is never read
             embeds = self.target.embed(batch["input_ids"].roll(-1, 1)).to(final.dtype)

@@ -99,7 +99,7 @@ def unroll(
         positions beyond their conversation are undefined.
     """
     mask = mask if steps == 1 else mask.with_cache()
-    positions = mask.rotary if getattr(head, "turns_as_target", False) else mask.positions  # [1, M], or [3, 1, M]
+    positions = mask.rotary if mask.shown and head.turns_as_target else mask.positions  # [1, M], or [3, 1, M]
     with use_packed_attention(head):
         hidden = head(embeds, features, positions, attention_mask=mask)  # [1, M, H]
         outputs = [hidden]

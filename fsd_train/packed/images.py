@@ -26,14 +26,12 @@ def image_prompts(
     return {number: ImagePrompt(target.model, texts[number], ImageInput(of, known)) for number, of in images.items()}
 
 
-def target_features(target: Target, ids: Tensor, mask: TextMask) -> Tensor:
+def features_with_images(target: Target, ids: Tensor, mask: TextMask) -> Tensor:
     """Return the target's features [1, M, F] of a packed sequence of ids [1, M].
 
     Conversations with images are read one by one as prompts in decoding, with a cache of keys and values; the others
     are packed. Raises DataError if the target's layers are sharded, because other ranks may have no images.
     """
-    if not mask.shown:
-        return forward_packed(target.features, target.model, ids, mask)
     if target.is_sharded:
         raise DataError("rows with images need whole layers of the target. Set trainer.strategy to auto or ddp.")
     texts = ids.split(list(mask.lengths), dim=1)
