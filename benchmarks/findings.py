@@ -11,7 +11,6 @@ the nats that answers spent.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,17 +22,24 @@ from fsd_bench.record import write_record
 from fsd_bench.sweep.runner import Sweep, read_sweep
 from fsd_bench.sweep.summary import summarise
 from fsd_core.errors import FsdError
-from fsd_core.files import jsonable
+from fsd_core.files import jsonable, misshapen, read_json
+
+ADVICE = "Give a record of `fsd-bench run` with scores and exact, or the file of a sweep and a name for its record."
 
 
 def record_of(sweep: Sweep) -> dict[str, Any]:
-    """Return {"settings", "environment", "temperatures": {temperature: :func:`.summarise` of its answers}}."""
+    """Return {"settings", "environment", "temperatures": {temperature: :func:`.summarise` of its answers}}.
+
+    Raises FsdError for a sweep without a prompt that every setting has answered.
+    """
     settings = {key: value for key, value in sweep.head["settings"].items() if key != "examples"}
     found = {
         f"{at.temperature:g}": summarise(at.comparisons, sweep.settings, settings["seed"])
         for at in sweep.at
         if at.comparisons
     }
+    if not found:
+        raise FsdError("no prompt has been answered under every setting yet: continue the sweep.")
     return {"settings": settings, "environment": sweep.head["environment"], "temperatures": found}
 
 
@@ -49,12 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.write_text(filled(results.read_text("utf-8")), encoding="utf-8")
             return 0
         if args.record is None:
-            print(beside_exact(json.loads(args.sweep.read_text("utf-8"))))
+            with misshapen(args.sweep, ADVICE):
+                print(beside_exact(read_json(args.sweep, ADVICE)))
             return 0
-        record = record_of(read_sweep(args.sweep))
+        with misshapen(args.sweep, ADVICE):
+            record = record_of(read_sweep(args.sweep))
+            tables = sweep_tables(record)
         write_record(args.record, jsonable(record))
-        print(sweep_tables(record))
-    except FsdError as error:
+        print(tables)
+    except (FsdError, OSError) as error:
         print(f"findings: {error}", file=sys.stderr)
         return 2
     return 0

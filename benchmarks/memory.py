@@ -257,29 +257,23 @@ class Oracle:
 # the record -----------------------------------------------------------------------------------------------------------
 
 
-def partial_of(args: argparse.Namespace) -> Path:
-    """Where the answers of finished methods wait for the others."""
-    return args.json.with_name(args.json.name + ".partial.jsonl")
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """{method: [answers]}: a process for each group of workloads and method, in turns. A killed run goes on with the
     one that it was at."""
-    from fsd_core.files import append_json
+    from benchmarks.recorded import Finished
 
     groups: dict[str, str] = {}
     for row in rows_of(args):
         name = "prompts" if row["workload"] in ("chat", "rag", "summaries", "replay") else row["workload"]
         groups[name] = groups.get(name, "") + json.dumps(row) + "\n"
-    partial = partial_of(args)
-    lines = partial.read_text(encoding="utf-8").splitlines() if partial.exists() else []
-    done = {(row["method"], row["asked"]): row["answers"] for row in map(json.loads, lines)}
+    done = Finished(args.json)
     found: dict[str, list[Any]] = {}
     for (group, given), text in product(groups.items(), args.methods.split(",")):
         name, _, drafter = text.partition("=")
         words = [drafter.partition("@")[0], args.target, args.tree, str(args.threads), str(args.max_new_tokens)]
         asked = hashlib.sha256(" ".join([given, *words]).encode()).hexdigest()
-        if (name, asked) not in done:
+        part = f"{name} {asked}"
+        if part not in done:
             print(f"[{group}: {name}]", file=sys.stderr, flush=True)
             checkout = args.before if drafter.endswith("@before") else ROOT
             if checkout is None:
@@ -287,9 +281,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             command = [sys.executable, str(Path(__file__).resolve()), "--answer", *words]
             environment = {**os.environ, "PYTHONPATH": str(checkout.resolve())}
             ended = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True, env=environment, check=True)
-            done[name, asked] = [json.loads(line) for line in ended.stdout.splitlines()]
-            append_json(partial, {"method": name, "asked": asked, "answers": done[name, asked]})
-        found.setdefault(name, []).extend(done[name, asked])
+            done[part] = [json.loads(line) for line in ended.stdout.splitlines()]
+        found.setdefault(name, []).extend(done[part])
+    done.remove()
     return found
 
 
@@ -348,7 +342,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings.pop("before", None)
         record = {"settings": settings, "baseline": baseline}
         record |= {"workloads": summary(answers, baseline), "answers": answers}
-        partial_of(args).unlink()
         return record
 
     return record_main("benchmarks.memory", build_parser(), run, report, argv)

@@ -20,9 +20,8 @@ from typing import Any
 
 from benchmarks.memory import TARGET, TARGETS, build_parser, report, rows_of, summary
 from benchmarks.peers import HERE, vllm_variables
-from benchmarks.recorded import record_main
+from benchmarks.recorded import Finished, record_main
 from fsd_bench.process import ProcessMethod
-from fsd_core.files import append_json
 from fsd_infer.targets.loading import load_tokenizer, resolve_target
 
 METHODS = {"vllm": [], "vllm ngram": ["--drafts", "ngram"], "vllm suffix": ["--drafts", "suffix"]}
@@ -56,9 +55,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for row in rows_of(args):
         target = TARGETS.get(row["workload"], TARGET) if args.target == TARGET else args.target
         groups.setdefault(target, []).append(row)
-    partial = args.json.with_name(args.json.name + ".partial.jsonl")
-    lines = partial.read_text(encoding="utf-8").splitlines() if partial.exists() else []
-    done = {row["asked"]: row["answers"] for row in map(json.loads, lines)}
+    done = Finished(args.json)
     found: dict[str, list[Any]] = {name: [] for name in args.methods.split(",")}
     for (target, rows), name in itertools.product(groups.items(), found):
         asked = hashlib.sha256(json.dumps([name, target, args.max_new_tokens, args.threads, rows]).encode()).hexdigest()
@@ -69,9 +66,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             method = ProcessMethod(name, command, vllm_variables(args.vllm.absolute(), args.threads))
             done[asked] = list(answers_of(method, load_tokenizer(directory), rows, args.max_new_tokens))
             method.close()
-            append_json(partial, {"asked": asked, "answers": done[asked]})
         found[name] += done[asked]
-    partial.unlink(missing_ok=True)
+    done.remove()
     baseline = next(iter(found))
     return {"baseline": baseline, "workloads": summary(found, baseline), "answers": found}
 

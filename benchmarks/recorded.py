@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 import warnings
@@ -14,7 +15,7 @@ from benchmarks.workplace import shown_command
 from fsd_bench import run
 from fsd_bench.record import write_record
 from fsd_core.errors import FsdError
-from fsd_core.files import jsonable
+from fsd_core.files import append_json, jsonable, write_text
 from fsd_infer.environment import environment
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,6 +73,36 @@ def run_resumed(prompts: Path | str, methods: Sequence[str], file: Path | None, 
     partial = file and file.with_name(file.name + ".partial.jsonl")
     resume = partial is not None and partial.exists()
     return run(prompts, methods, json_path=file, resume=resume, overwrite=True, progress=True, **options)
+
+
+class Finished(dict[str, Any]):
+    """Parts of a benchmark by name. Those of a stopped run are there again when the same command runs anew.
+
+    Args:
+        file: of the record; the parts are in FILE.partial.jsonl until :meth:`remove`. None: they are nowhere.
+        settings: what the parts depend on beside their names; those of other settings do not count.
+    """
+
+    def __init__(self, file: Path | None, settings: Any = None) -> None:
+        self._file = file and file.with_name(file.name + ".partial.jsonl")
+        self._settings = jsonable(settings)
+        if self._file is not None and self._file.exists():
+            whole, newline, torn = self._file.read_text("utf-8").rpartition("\n")
+            if torn:  # by a kill
+                write_text(self._file, whole + newline)
+            rows = map(json.loads, whole.splitlines())
+            super().update({row["name"]: row["part"] for row in rows if row["settings"] == self._settings})
+
+    def __setitem__(self, name: str, part: Any) -> None:
+        super().__setitem__(name, part)
+        if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            append_json(self._file, {"name": name, "settings": self._settings, "part": jsonable(part)})
+
+    def remove(self) -> None:
+        """Remove the file."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
 
 
 def record_main(

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from benchmarks.tables import beside_exact, difference, ratio, sweep_tables
@@ -163,6 +164,17 @@ def training(record: Record) -> str:
     return columns(header, [sizes + times])
 
 
+def trainers(record: Record) -> str:
+    """A step of the head's training here and by speculators, without the target."""
+    own, peer = record["parts_ms"], record["speculators"]
+    ours = sum(own.values()) - own["target"]
+    rows = [
+        ["here", plain(ours, 0), plain(record["trained_parameters"] / 1e6, 1), "1"],
+        [peer["version"], plain(peer["ms"], 0), plain(peer["trained_parameters"] / 1e6, 1), plain(peer["ms"] / ours)],
+    ]
+    return columns(["trainer", "ms a step", "million trained parameters", "× the time"], rows)
+
+
 def kinds(record: Record) -> str:
     """Quantised weights in their libraries and in our kernels."""
     rows = []
@@ -181,10 +193,36 @@ def drawing(record: Record) -> str:
     return columns(["children", "× acceptance"], [[name, ratio(facts)] for name, facts in found.items()])
 
 
+def choices(record: Record) -> str:
+    """Choices in training: means over seeds, and each seed's τ; by place in long chats where they were measured."""
+    arms: dict[str, list[Record]] = {}
+    for one in record["runs"]:
+        arms.setdefault(one["arm"], []).append(one)
+    places = [name for name in record["runs"][0] if name.startswith("val_tau_from_")]
+    rows = []
+    for name, runs in arms.items():
+        row = [name, "–".join(dict.fromkeys(str(one["steps"]) for one in runs))]
+        row += [plain(mean(one["val_tau"] for one in runs)), ", ".join(plain(one["val_tau"]) for one in runs)]
+        row += [percent(mean(one[f"val_agreement_{step}"] for one in runs)) for step in (0, 3)]
+        row += [plain(mean(one[place] for one in runs) if place in runs[0] else None) for place in places]
+        rows.append(row)
+    header = ["arm", "steps", "τ", "by seed", "first draft agrees", "fourth"]
+    return columns([*header, *(f"τ from {place.rpartition('_')[2]}" for place in places)], rows)
+
+
+def by_place(record: Record) -> str:
+    """Decoding in chats of growing length."""
+    rows = [
+        [name, "–".join(map(str, cell["prompt_tokens"])), plain(cell["tau"]), ratio(cell["ratio"])]
+        for name, cell in record["places"].items()
+    ]
+    return columns(["earlier turns, at least", "tokens before the answer", "τ", "× without"], rows)
+
+
 FORMS: dict[str, Callable[[Record], str]] = {
     "fresh": fresh, "deviations": deviations, "ladder": ladder, "sweep": sweep_tables, "run": run, "losses": losses,
     "acceptance": acceptance, "drawing": drawing, "memory": memory, "kinds": kinds, "training": training,
-    "tuned": tuned, "ties": ties,
+    "trainers": trainers, "tuned": tuned, "ties": ties, "choices": choices, "by_place": by_place,
 }  # fmt: skip
 
 

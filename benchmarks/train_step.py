@@ -16,12 +16,16 @@ optimizer  AdamW
 =========  =============================================================================================================
 
 Beside a step stand what the host plans before each one, and what interrupts steps now and then: a batch of validation,
-an export of the head, and a checkpoint, the latter two to a temporary directory.
+an export of the head, and a checkpoint, the latter two to a temporary directory. ``--speculators ENVIRONMENT`` trains
+a head of the same shape on the same sequences with speculators, which is installed there. It reads features from disk,
+so its step compares with ours without the target.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,9 +39,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.peers import HERE, TRAINERS, install
 from benchmarks.recorded import parser_of, record_main
 from fsd_bench.planned import planned_target
 from fsd_bench.roofline import peak_of
+from fsd_core.errors import FsdError
 from fsd_core.tables import table
 from fsd_infer import Target
 from fsd_train.data.packs import collate, keep_on_host, on_host
@@ -46,7 +52,7 @@ from fsd_train.models.unroll import plan_chains
 from fsd_train.models.work import real_tokens
 
 PROMPT, ANSWER = 140, 110  # mean tokens of a conversation's prompt and answer
-DRAFTED, UNROLLED = 32000, 5  # as in recipes/llama-3.1-8b.yaml
+DRAFTED, UNROLLED, DECAY = 32000, 5, 0.8  # as in recipes/llama-3.1-8b.yaml
 PARTS = ("target", "head", "loss", "backward", "optimizer")
 
 
@@ -59,9 +65,12 @@ class Bench:
         layers: of the target; None: the shape's own.
         tokens: of a packed sequence.
         compile: as of the module.
+        drafted: tokens of the draft vocabulary; None: the recipe's, for a target with more than twice as many.
     """
 
-    def __init__(self, shape: str, device: str, layers: int | None, tokens: int, compile: bool | None) -> None:
+    def __init__(
+        self, shape: str, device: str, layers: int | None, tokens: int, compile: bool | None, drafted: int | None
+    ) -> None:
         self.device, self.tokens = torch.device(device), tokens
         changes = {} if layers is None else {"num_hidden_layers": layers}
         config = planned_target(shape, changes).config
@@ -69,14 +78,14 @@ class Bench:
         torch.manual_seed(0)
         with torch.device(self.device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
-        drafted = DRAFTED if config.vocab_size > 2 * DRAFTED else None
-        fused = sorted({min(2, config.num_hidden_layers - 1), config.num_hidden_layers // 2})
+        self.config, self.drafted = config, drafted or (DRAFTED if config.vocab_size > 2 * DRAFTED else None)
+        self.fused = sorted({min(2, config.num_hidden_layers - 1), config.num_hidden_layers // 2})
         self.module = EagleModule(
-            shape, HeadOptions(layout="eagle3", fused_layers=fused), draft_vocab_size=drafted, loss="kl_pq",
-            unroll_steps=UNROLLED, step_decay=0.8, compile=compile,
+            shape, HeadOptions(layout="eagle3", fused_layers=self.fused), draft_vocab_size=self.drafted,
+            loss="kl_pq", unroll_steps=UNROLLED, step_decay=DECAY, compile=compile,
         )  # fmt: skip
         self.module._frozen.target = Target(model, name=shape)
-        self.module.target.capture_layers(fused)
+        self.module.target.capture_layers(self.fused)
         self.module.configure_model()
         self.module.to(self.device)
         self.optimizer = torch.optim.AdamW(self.module.head.parameters(), lr=1e-4)
@@ -155,7 +164,7 @@ class Bench:
         with TemporaryDirectory() as scratch:
             state = Path(scratch) / "state.ckpt"
             done: dict[str, Callable[[], Any]] = {
-                "plan": lambda: plan_chains(mask, UNROLLED, 0.8, static_shapes=module.is_compiled),
+                "plan": lambda: plan_chains(mask, UNROLLED, DECAY, static_shapes=module.is_compiled),
                 "validation batch": validate,
                 "export": lambda: module.export(Path(scratch) / "head"),
                 "checkpoint": lambda: torch.save([module.state_dict(), self.optimizer.state_dict()], state),
@@ -183,10 +192,36 @@ class Bench:
         self._spent[name] += time.perf_counter() - start
 
 
+def by_speculators(bench: Bench, batches: Sequence[dict[str, Any]], environment: Path) -> dict[str, Any]:
+    """Return the seconds of a step of speculators on the same sequences, and how many parameters it trains.
+
+    Raises FsdError with the end of its log if it fails.
+    """
+    peer = TRAINERS["speculators"]
+    job = {
+        "config": bench.config.to_dict(), "drafted": bench.drafted, "inputs": len(bench.fused), "unrolled": UNROLLED,
+        "decay": DECAY, "device": bench.device.type, "threads": torch.get_num_threads(),
+        "batches": [
+            {
+                "ids": batch["input_ids"][0].tolist(), "mask": batch["loss_mask"][0].tolist(),
+                "lengths": batch["lengths"].tolist(),
+            }
+            for batch in batches
+        ],
+    }  # fmt: skip
+    command = [str(install(peer, environment)), str(HERE / peer.script)]
+    done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise FsdError(f"speculators failed with status {done.returncode}:\n{done.stderr[-2000:]}")
+    reply: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    seconds = sum(reply.pop("seconds")) / len(batches)
+    return {"version": peer.requirements[0], "ms": 1e3 * seconds, **reply}
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Measure a step; return a part of the record."""
     compile = {"auto": None, "on": True, "off": False}[args.compile]
-    bench = Bench(args.shape, args.device, args.layers or None, args.tokens, compile)
+    bench = Bench(args.shape, args.device, args.layers or None, args.tokens, compile, args.drafted or None)
     batches = [bench.batch(seed) for seed in range(args.steps)]
     for batch in batches:  # kernels are made, and all shapes met
         bench.step(batch)
@@ -202,12 +237,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     real = sum(map(real_tokens, batches)) / len(batches)
     name = torch.cuda.get_device_name() if bench.device.type == "cuda" else "cpu"
     peak = peak_of(name)
+    trained = sum(weight.numel() for weight in bench.module.head.parameters() if weight.requires_grad)
+    peer = by_speculators(bench, batches, Path(args.speculators)) if args.speculators else None
     return {
         "device": name, "compiled": bench.module.is_compiled, "ms": 1e3 * seconds, "tokens_per_s": real / seconds,
         "fill": real / args.tokens, "mfu": None if peak is None else sum(tera.values()) * 1e12 / seconds / peak,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if bench.device.type == "cuda" else None,
         "teraflop": tera, "parts_ms": {part: 1e3 * median(each[part] for each in parts) for part in PARTS},
         "beside_ms": {name: 1e3 * value for name, value in bench.beside(batches[0]).items()},
+        "trained_parameters": trained, "speculators": peer,
     }  # fmt: skip
 
 
@@ -220,6 +258,11 @@ def report(record: dict[str, Any]) -> str:
         "MFU": "unknown" if record["mfu"] is None else f"{record['mfu']:.1%}",
         "peak memory": "unknown" if record["peak_gb"] is None else f"{record['peak_gb']:.1f} GB",
     }  # fmt: skip
+    if peer := record.get("speculators"):
+        own = sum(record["parts_ms"].values()) - record["parts_ms"]["target"]
+        facts["step without the target"] = f"{own:.1f} ms, {record['trained_parameters'] / 1e6:.1f} M parameters"
+        trained = f"{peer['trained_parameters'] / 1e6:.1f} M parameters"
+        facts[f"step of {peer['version']}"] = f"{peer['ms']:.1f} ms, {trained}; {peer['ms'] / own:.2f} times"
     tables = [table(["what", "measured"], [[*each] for each in facts.items()])]
     for title in ("parts_ms", "beside_ms"):
         tables.append(
@@ -235,7 +278,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "benchmarks.train_step", __doc__, shape=("llama-3.1-8b", "name of a shape, or a directory with a config.json"),
         device=(device, "cuda or cpu"), layers=(0, "layers of the target, for a smaller machine; 0: all"),
         tokens=(8192, "tokens of a packed sequence"), steps=(5, "timed steps, each of another batch"),
-        compile=("auto", "model.compile: auto, on or off"), json=None,
+        compile=("auto", "model.compile: auto, on or off"),
+        drafted=(0, "tokens of the draft vocabulary; 0: as the recipe has it"),
+        speculators=("", "environment with speculators, made if missing"), json=None,
     )  # fmt: skip
     return record_main("benchmarks.train_step", parser, measure, report, argv)
 

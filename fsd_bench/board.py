@@ -11,8 +11,9 @@ from typing import Any
 
 from jinja2 import Template
 
+from fsd_bench.base import typed
 from fsd_core.errors import DataError
-from fsd_core.files import read_json, write_text
+from fsd_core.files import misshapen, read_json, write_text
 
 ADVICE = "Give records of `fsd-bench run --json`, or results of SpecForge's benchmarks."
 SERVER = {"batch_size", "steps", "topk", "num_draft_tokens", "metrics"}  # of an entry of SpecForge's results
@@ -59,13 +60,18 @@ class BoardRow:
 
 
 def read_rows(file: Path) -> list[BoardRow]:
-    """Read a record's rows. Raises DataError for a file that is neither of the two kinds."""
+    """Read a record's rows. Raises DataError for a file that is neither of the two kinds, or damaged."""
     found = read_json(file, ADVICE)
-    if isinstance(found, dict) and isinstance(found.get("methods"), dict) and isinstance(found.get("settings"), dict):
-        return list(_of_record(file.name, found))
-    if isinstance(found, dict) and any(_is_served(value) for value in found.values()):
-        return list(_of_server(file.name, found))
-    raise DataError(f"{file}: holds no measurements that the board knows. {ADVICE}")
+    rows: list[BoardRow] = []
+    with misshapen(file, ADVICE):
+        if isinstance(found, dict):
+            of_record = {"methods", "settings"} <= found.keys()
+            rows = list(_of_record(file.name, found) if of_record else _of_server(file.name, found))
+        for row in rows:
+            json.dumps(asdict(typed(asdict(row), BoardRow)), allow_nan=False)
+    if not rows:
+        raise DataError(f"{file}: holds no measurements that the board knows. {ADVICE}")
+    return rows
 
 
 def write_board(named: Sequence[Path], output: Path, title: str = "Speculative decoding, measured") -> int:

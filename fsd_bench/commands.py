@@ -94,7 +94,7 @@ def sweep(args: argparse.Namespace) -> int:
     options = SweepOptions(
         temperatures=_temperatures(args.temperatures), **picked(args, "repeats examples"), **_sweep_options(args)
     )
-    answers = Path(usable_name(args.output, "the sweep's file"))
+    answers = writable(args.output, "the sweep's file")
     page = writable(args.html or answers.with_suffix(".html"), "the report", args.overwrite or answers.is_file())
     _check_apart([page, answers])
     file = run_sweep(options, args.output, progress=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -91,7 +93,7 @@ def first_rows(
     check = RowCheck(strict)
     rows = check.first(islice(_usable(file, encode, check, layout), 0, None, every), limit)
     check.finish(listing_of(output))
-    return _some(file, rows)
+    return without_copies(_some(file, rows), kept=True)
 
 
 def spread_rows(
@@ -112,6 +114,22 @@ def spread_rows(
         chosen += [rows[index * len(rows) // count] for index in range(count)]
     check.finish(listing_of(output))
     return chosen
+
+
+def without_copies(rows: Sequence[PromptRow], kept: bool = False) -> list[PromptRow]:
+    """Return the rows without those that ask what an earlier one asks, and say on stderr how many there are.
+
+    Args:
+        rows: in their order.
+        kept: whether copies are only counted, for intervals that take prompts for independent draws.
+    """
+    found: dict[str, PromptRow] = {}
+    for row in rows:
+        found.setdefault(json.dumps([row.messages, template_options(row.row)], sort_keys=True), row)
+    if copies := len(rows) - len(found):
+        what = "Each counts, so intervals are too narrow" if kept else "They are left out"
+        print(f"notice: {copies} of {len(rows)} prompts repeat another. {what}.", file=sys.stderr)
+    return list(rows if kept else found.values())
 
 
 def _usable(file: str | Path, encode: Encoder, check: RowCheck, layout: Layout | None = None) -> Iterator[PromptRow]:

@@ -39,6 +39,7 @@ def run(
     overwrite: bool = False,
     progress: bool = False,
     command: Sequence[str] | None = None,
+    again: str = "the same command with --resume continues it",
     **options: Any,
 ) -> dict[str, Any]:
     """Measure ``methods`` on ``prompts``.
@@ -52,6 +53,7 @@ def run(
         overwrite: replace the record of a finished measurement.
         progress: show a progress bar.
         command: command line in the record; default: this process's.
+        again: how an unfinished measurement goes on, in the words of errors.
         options: other fields of :class:`.RunOptions`.
 
     Returns:
@@ -79,7 +81,7 @@ def run(
     file = RunFile(
         path, "bench", jsonable({**_measured(settings), "rows_sha256": rows_digest(rows)}),
         {trial: len(groups[trial.group]) for trial in trials},
-        advice=("the same command with --resume continues it", "delete the file"),
+        advice=(again, "delete the file"),
     )  # fmt: skip
     with file.kept():
         record = _measure(settings, models, rows, references, before, groups, trials, file, progress)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from fsd_bench.layouts import LAYOUTS
 from fsd_bench.runner import run
 from fsd_bench.settings import RunOptions
 from fsd_core.errors import FsdError
-from fsd_core.files import jsonable
+from fsd_core.files import jsonable, misshapen, read_json
 from fsd_core.tables import number, percent
 from fsd_core.text.encoding import encode_chat
 from fsd_infer.targets.loading import load_tokenizer
 
 PLAIN = "plain"
+AGAIN = "Delete it to measure again, or name another directory."
 MARK = "PROMPT"  # stands for a prompt in the template's text
 COLUMNS = (
     *("method", "n", "score %", "retention %", "lost, gained (p)", "ended %", "τ", "τ per answer", "accepted 1, 2, …"),
@@ -61,7 +63,8 @@ def measure_sets(
         options: other fields of :class:`fsd_bench.settings.Settings`.
 
     Raises:
-        FsdError: ``plain`` is missing, a record in the way was made with other settings, or as :func:`.run`.
+        FsdError: ``plain`` is missing, a record in the way is damaged or was made with other settings, or as
+            :func:`.run`.
     """
     if PLAIN not in methods:
         raise FsdError(f"the table compares with the target alone: add {PLAIN} to the methods.")
@@ -74,15 +77,21 @@ def measure_sets(
         named = {**options, "layout": name} if name in LAYOUTS.names() and not options.get("layout") else options
         if not path.exists():
             unfinished = path.with_name(path.name + ".partial.jsonl").exists()
-            run(file, methods, json_path=path, resume=unfinished, progress=progress, baselines=baselines, **named)
-        records[name] = json.loads(path.read_text(encoding="utf-8"))
-        _check(path, records[name], RunOptions(file, methods, baselines=baselines, **named))
+            run(
+                file, methods, json_path=path, resume=unfinished, progress=progress, baselines=baselines,
+                again="the same command continues it", **named,
+            )  # fmt: skip
+        records[name] = read_json(path, AGAIN)
+        with misshapen(path, AGAIN):
+            _check(path, records[name], RunOptions(file, methods, baselines=baselines, **named))
+            markdown(field_table({name: records[name]}))
+            specbundle({name: records[name]})
     return records
 
 
 def _check(path: Path, record: Mapping[str, Any], asked: RunOptions) -> None:
     """Raise FsdError for a record of other settings."""
-    stored = record.get("settings") or {}
+    stored = record["settings"]
     other = [key for key, value in jsonable(asked.to_dict()).items() if stored.get(key) != value]
     if other:
         listed = ", ".join(other)
@@ -119,7 +128,7 @@ def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             "tokens_per_second": facts["tokens_per_second"],
             "times_plain": beside.get("tokens_per_second"),
             "times_exact": faster.get("tokens_per_second"),
-            "nats_per_token": facts["divergence_spent"] / tokens if tokens else None,
+            "nats_per_token": float(facts["divergence_spent"]) / tokens if tokens else None,
             "copied_4grams": facts["copied_4grams"],
             "repeated_4grams": facts["repeated_4grams"],
         })  # fmt: skip
@@ -158,6 +167,7 @@ def conditions(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+@cache
 def template_of(target: str) -> str:
     """Return the text around a prompt, which shows a system prompt and thinking; "" for a target without a template."""
     tokenizer = load_tokenizer(target)

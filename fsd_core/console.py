@@ -9,10 +9,12 @@ import itertools
 import os
 import re
 import shlex
+import signal
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
@@ -22,6 +24,7 @@ from fsd_core.registry import did_you_mean
 UNEXPECTED = 1  # an internal error
 BAD_INPUT = 2  # as argparse exits
 INTERRUPTED = 130  # as shells report it: 128 + SIGINT
+TERMINATED = 143  # 128 + SIGTERM
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 EXTRAS = {
     **dict.fromkeys(("scipy", "matplotlib"), "bench"),
@@ -42,6 +45,7 @@ def run(program: str, command: Callable[[], int | None], debug: bool = False) ->
     2, a line               bad input: an FsdError, a file that cannot be read or written, a package not installed
     1, a line               an internal error; the line names a file that holds the traceback
     130                     interrupted
+    143                     ended by SIGTERM within :func:`terminable`
     141                     the reader of the output is gone
     ======================  ==========================================================================================
 
@@ -53,6 +57,8 @@ def run(program: str, command: Callable[[], int | None], debug: bool = False) ->
     _forgiving_streams()
     try:
         return int(command() or 0)
+    except TerminatedError:
+        return _say(program, "terminated", TERMINATED)
     except KeyboardInterrupt:
         return _say(program, "interrupted", INTERRUPTED)
     except BrokenPipeError:
@@ -68,6 +74,27 @@ def run(program: str, command: Callable[[], int | None], debug: bool = False) ->
             return _say(program, text, BAD_INPUT)
         message = f"unexpected {type(error).__name__}: {error} (a bug; its traceback is in {_keep_traceback(program)})"
         return _say(program, message, UNEXPECTED)
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM came, which ends work as Ctrl-C does."""
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Raise TerminatedError on SIGTERM within the block, unless somebody else handles it or this is a thread."""
+    usual = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    def end(number: int, frame: Any) -> NoReturn:
+        raise TerminatedError
+
+    if usual:
+        signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        if usual:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _of_input(error: BaseException) -> str | None:

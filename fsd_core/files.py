@@ -282,6 +282,20 @@ def read_json(path: Path, advice: str, error: type[FsdError] = DataError) -> Any
     return parse_json(raw, str(path), advice, error)
 
 
+@contextmanager
+def misshapen(path: Path, advice: str) -> Iterator[None]:
+    """Convert what values of other kinds than expected raise within the block to a DataError.
+
+    It names ``path``, the file that the values come from, and ends in ``advice``.
+    """
+    try:
+        yield
+    except FsdError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise DataError(f"{path} is damaged or of another version ({error!r:.200}). {advice}") from error
+
+
 def read_weight_map(index: Path, advice: str) -> dict[str, str]:
     """Read ``*.safetensors.index.json``: tensor name -> safetensors file, in the same directory.
 

@@ -36,7 +36,8 @@ class Repository:
     A fault is a status with the word that the Hub puts in a header ("401 GatedRepo"), or "cut": half of a file comes,
     or "stalls": half of it, and then nothing until the hub ends.
     ``headers`` replace those of the answers (NAME: the file's), ``sha`` what the Hub calls the commit, and ``swaps`` is
-    how often other bytes come instead of the weights.
+    how often other bytes come instead of the weights. ``stores``: weights are uploaded apart, before the commit;
+    ``refuses``: the method and the end of the path of uploads that go wrong, and how, a status or "cut".
     """
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -45,6 +46,8 @@ class Repository:
     headers: dict[str, str] = field(default_factory=dict)
     sha: str = ""
     swaps: int = 0
+    stores: bool = False
+    refuses: tuple[str, str, str] = ("", "", "")
 
     def commit(self, files: dict[str, bytes], revision: str = "main") -> str:
         name = hashlib.sha1(json.dumps([revision, len(self.commits)]).encode()).hexdigest()
@@ -58,11 +61,16 @@ class Repository:
 
 
 class Hub:
-    """Repositories by kind and name. ``asked``: method and path of each request, in order."""
+    """Repositories by kind and name. ``asked``: method and path of each request, in order.
+
+    ``token``: what the Hub says of every token, its role or the status of a refusal.
+    """
 
     def __init__(self) -> None:
         self.repositories: dict[tuple[str, str], Repository] = {}
         self.asked: list[str] = []
+        self.token: str | int = "write"
+        self.stored: dict[str, bytes] = {}  # what was uploaded apart, by SHA-256
         self.url = ""
         self.over = threading.Event()
 
@@ -156,6 +164,10 @@ class _Handler(BaseHTTPRequestHandler):
             found = self.found(match[1], match[2], match[3])
             if found is not None:
                 self.json([_entry(name, content) for name, content in found[2].items() if name.startswith(match[4])])
+        elif path == "/api/whoami-v2":
+            if isinstance(self.hub.token, int):
+                return self.refuse(self.hub.token, "Refused")
+            self.json({"name": "owner", "auth": {"accessToken": {"role": self.hub.token}}})
         elif match := _INFO.fullmatch(path):
             found = self.found(match[1], match[2], match[3] or "main")
             if found is not None:
@@ -186,10 +198,34 @@ class _Handler(BaseHTTPRequestHandler):
         headers["Content_Range"] = f"bytes {start}-{end}/{len(content)}"
         return self.answer(content[start : end + 1], 206, cut=repository.fault, **headers)
 
+    def fails(self, path: str) -> bool:
+        """Whether an upload goes wrong here, which it then has."""
+        for repository in self.hub.repositories.values():
+            method, end, how = repository.refuses
+            if self.command == method and path.endswith(end):
+                self.close_connection = True
+                if how != "cut":
+                    self.refuse(int(how), "Refused")
+                return True
+        return False
+
+    def do_PUT(self) -> None:
+        content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.hub.asked.append(f"PUT {self.path}")
+        if not self.fails(self.path):
+            self.hub.stored[hashlib.sha256(content).hexdigest()] = content
+            self.answer()
+
     def do_POST(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.asked.append(f"POST {path}")
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.fails(path):
+            return None
+        if path.endswith("/info/lfs/objects/batch"):
+            wanted = json.loads(body)["objects"]
+            to = [{**each, "actions": {"upload": {"href": f"{self.hub.url}/store/{each['oid']}"}}} for each in wanted]
+            return self.json({"transfer": "basic", "objects": to})
         if path == "/api/validate-yaml":
             return self.json({"errors": [], "warnings": []})
         if path == "/api/repos/create":
@@ -211,13 +247,17 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         if match[3] == "preupload":
             asked = json.loads(body)["files"]
-            modes = {"uploadMode": "regular", "shouldIgnore": False}
-            return self.json({"files": [{"path": each["path"], **modes} for each in asked]})
+            kinds = [
+                "lfs" if found[0].stores and each["path"].endswith(".safetensors") else "regular" for each in asked
+            ]
+            modes = [{"uploadMode": kind, "shouldIgnore": False} for kind in kinds]
+            return self.json({"files": [{"path": each["path"], **mode} for each, mode in zip(asked, modes)]})
         lines = [json.loads(line) for line in body.splitlines()]
         added = {
             line["value"]["path"]: base64.b64decode(line["value"]["content"]) for line in lines if line["key"] == "file"
         }
-        commit = found[0].commit(added, match[4])
+        large = [line["value"] for line in lines if line["key"] == "lfsFile"]
+        commit = found[0].commit(added | {each["path"]: self.hub.stored[each["oid"]] for each in large}, match[4])
         return self.json({"commitUrl": f"{self.hub.url}/{match[2]}/commit/{commit}", "commitOid": commit})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -21,6 +22,7 @@ from fsd_bench.report import bench_table, brief_table
 from fsd_bench.runner import partial_path
 from fsd_bench.runs import RunFile, Trial
 from fsd_bench.server import Server
+from fsd_core.console import TerminatedError
 from fsd_infer import FsdError, Target, TreeShape
 from fsd_infer.trees import policy
 from fsd_infer.trees.estimates import PolicyStore
@@ -161,14 +163,18 @@ def test_a_file_takes_the_runs_of_one_process_at_a_time(tmp_path: Path) -> None:
     assert RunFile(path, "bench", {}, {job: 1}).runs == first.runs
 
 
-def test_ctrl_c_says_what_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = Trial("plain", 0)
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, TerminatedError)])
+def test_a_stop_says_what_is_kept(
+    number: int, error: type[BaseException], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, before = Trial("plain", 0), signal.getsignal(signal.SIGTERM)
     for runs in (0, 1):
         file = RunFile(tmp_path / "r.jsonl", "bench", {}, {job: 1}, advice=("add --resume", "another name"))
-        with pytest.raises(KeyboardInterrupt), file.kept():
+        with pytest.raises(error), file.kept():
             for _ in range(runs):
                 file.add(job, TimedRun(1.0, 0.1, [MeasuredAnswer([1], 1, 1)], {}))
-            raise KeyboardInterrupt
+            signal.raise_signal(number)
+        assert signal.getsignal(signal.SIGTERM) is before
         kept = f"1 finished runs are kept in {tmp_path / 'r.jsonl'}: add --resume.\n" if runs else ""
         assert capsys.readouterr().err == kept and (tmp_path / "r.jsonl").exists() == bool(runs)
 

@@ -13,6 +13,7 @@ from scipy.stats import spearmanr
 
 from benchmarks import ladder, stories
 from benchmarks.beginnings import WORDS, beginnings
+from benchmarks.recorded import Finished
 from fsd_train.commands.fit import read_recipe
 from tests.bench_toys import Toy
 from tests.loss_toys import check, distributions, make_batch
@@ -23,6 +24,20 @@ def test_beginnings_to_judge_by_share_nothing_with_those_to_train_on() -> None:
     assert not set(train) & set(judge)
     made = beginnings("train", 400)
     assert len(set(made)) == 400 and made[:50] == beginnings("train", 50) != beginnings("train", 50, seed=1)
+
+
+def test_a_stopped_run_keeps_its_finished_parts(tmp_path: Path) -> None:
+    file, settings = tmp_path / "runs" / "record.json", {"seconds": 1}
+    Finished(file, settings)["one"] = {"tau": (1.5, 2.0)}
+    partial = file.with_name("record.json.partial.jsonl")
+    with partial.open("a") as torn:  # as a kill leaves it
+        torn.write('{"name": "two", "sett')
+    again = Finished(file, settings)
+    assert again == {"one": {"tau": [1.5, 2.0]}} and Finished(file, {"seconds": 2}) == {}
+    again["two"] = 3
+    assert Finished(file, settings) == again and Finished(None, settings) == {}
+    again.remove()
+    assert not partial.exists() and Finished(file, settings) == {}
 
 
 def test_the_value_of_a_chain_is_what_tilted_gives_for_it() -> None:

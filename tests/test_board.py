@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.findings import main as findings
 from fsd_bench.board import BoardRow, read_rows, write_board
 from fsd_bench.cli import main
 
@@ -52,12 +53,25 @@ def test_rows_of_a_server_are_compared_with_its_plain_run(tmp_path: Path) -> Non
     assert (drafted.acceptance_length, drafted.score, drafted.answers) == (2.5, 60.0, 20)
 
 
-@pytest.mark.parametrize("held", [[], {}, {"model": "x"}, {"mtbench": [{"batch_size": 1}]}, 3])
+def of_run(**facts: Any) -> dict[str, Any]:
+    return {"settings": {"target": "t"}, "methods": {"exact": {"tokens_per_second": 1.5, **facts}}}
+
+
+@pytest.mark.parametrize("held", [
+    [], {}, {"model": "x"}, {"mtbench": [{"batch_size": 1}]}, 3, {"settings": {}, "methods": {}},
+    {"settings": [], "methods": {"exact": {}}}, {"settings": {}, "methods": {"exact": None}}, of_run(tau=float("nan")),
+    of_run(score="high"), of_run(answers=True), of_run(drafter=["x"]), {**of_run(), "ratios": {"plain": [1]}},
+    {"mtbench": [{**dict.fromkeys(("batch_size", "steps", "topk", "num_draft_tokens"), 1), "metrics": 3}]},
+])  # fmt: skip
 def test_a_file_without_measurements_is_named(held: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Or with others than numbers in their places, which the page could not show."""
     (tmp_path / "x.json").write_text(json.dumps(held))
     page = tmp_path / "board.html"
     assert main(["board", str(tmp_path / "x.json"), "--output", str(page)]) == 2
-    assert "x.json: holds no measurements that the board knows" in capsys.readouterr().err and not page.exists()
+    said = capsys.readouterr().err
+    assert "x.json: holds no measurements" in said or "x.json is damaged or of another version" in said
+    assert not page.exists() and findings([str(tmp_path / "x.json")]) == 2
+    assert "findings: " in capsys.readouterr().err
 
 
 def test_the_page_holds_every_row_and_fetches_nothing(tmp_path: Path) -> None:

@@ -162,12 +162,14 @@ def test_promises_are_kept(
     assert record["file"] == str(drafter / FILE)
 
 
-def test_halves_share_no_text(toy: Toy, tmp_path: Path) -> None:
+def test_halves_share_no_text(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And count each once: copies of a prompt are no further evidence."""
     twice = [{"question": f"how many {n % 20}?", "answer": "1"} for n in range(40)]
     rows = write_rows(tmp_path / "twice.jsonl", [*twice, {"prompt": "no reference"}])
     first, second = split(options(toy, prompts=[rows]), [], needs_score=True)
+    assert "notice: 20 of 41 prompts repeat another. They are left out." in capsys.readouterr().err
     texts = [{row.messages[0]["content"] for row in half} for half in (first, second)]
-    assert not texts[0] & texts[1] and len(texts[0] | texts[1]) == 20 and len(first) + len(second) == 40
+    assert not texts[0] & texts[1] and len(texts[0] | texts[1]) == 20 == len(first) + len(second)
     with pytest.raises(DataError, match=r"twice.jsonl:1: this prompt is among those to calibrate on"):
         split(options(toy, prompts=[rows]), [rows], needs_score=False)
     lone = write_rows(tmp_path / "lone.jsonl", [{"prompt": "x"}])
@@ -363,5 +365,10 @@ def test_nothing_is_mixed_or_overwritten(toy: Toy, finished: Path, tmp_path: Pat
     copy.write_text("notes\n")
     with pytest.raises(FsdError, match="no file of a sweep, or of another version, and is not overwritten"):
         sweep(swept(toy), copy)
-    with pytest.raises(FsdError, match="holds no sweep"):
-        write_page(tmp_path / "nothing.jsonl", tmp_path / "page.html")
+    copy.write_text('{"sweep": 3, "settings": {"rules": []}}\n')
+    for file, match in (("nothing.jsonl", "holds no sweep"), ("copy.jsonl", r"copy.jsonl is damaged .*'prompts'")):
+        with pytest.raises(FsdError, match=match):
+            write_page(tmp_path / file, tmp_path / "page.html")
+    for changes, match in (({"rules": ["exact"]}, "no rule besides exact"), ({"prompts": []}, "no file of prompts")):
+        with pytest.raises(FsdError, match=match):
+            sweep(swept(toy, **changes), copy)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from fsd_bench.cli import build_parser as build_bench_parser
-from fsd_core.console import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, UNEXPECTED, run
+from fsd_core.console import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, TERMINATED, UNEXPECTED, TerminatedError, run
 from fsd_core.options import gibibytes, positive, real_number, thread_count, whole_number
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.cli.main import COMMANDS, build_parser, main
@@ -219,6 +219,7 @@ ERRORS = [
     (ModuleNotFoundError(name="peft.tuners"), BAD_INPUT, "prog: the package peft is not installed: pip install"),
     (ModuleNotFoundError("use `pip install x`"), BAD_INPUT, "prog: use `pip install x`"),
     (KeyboardInterrupt(), INTERRUPTED, "prog: interrupted"),
+    (TerminatedError(), TERMINATED, "prog: terminated"),
     (BrokenPipeError(32, "Broken pipe"), BROKEN_PIPE, ""),
 ]
 

@@ -298,7 +298,7 @@ def test_a_cache_has_one_writer_at_a_time(target: Target, tmp_path: Path, monkey
     monkeypatch.setattr(module, "_write_shard", meanwhile)
     check(cache_features(target, rows, tmp_path, progress=False), target, rows)
     assert len(refused) == 2
-    writer = FeatureWriter(target, tmp_path, [])
+    writer = FeatureWriter(target, tmp_path, {})
     with pytest.raises(DataError, match="another run"):
         open_cache(tmp_path, target)
     writer.close()

@@ -45,6 +45,8 @@ QUOTED = [
     ("rules", "rules-ifeval-odd-rivals", "| {tilted:heat=0.3/more:ratio} | {tilted:heat=0.3/score:points} |"),
     ("rules", "rules-ifeval-odd-rivals", "| `mars` | {mars/more:ratio} | {mars/score:points} | {mars/nats:.3f} |"),
     ("rules", "rules-ifeval-odd-rivals", "| `asd` | {asd/more:ratio} | {asd/score:points} | {asd/nats:.3f} |"),
+    ("rules", "rules-stories", "`typical` emitted {typical:exact_ngram_size=3/more:ratio} × `exact`'s tokens at "
+     "{typical:exact_ngram_size=3/score:points} points."),
     ("README", "rules-made-late", "{tilted/more:ratio} × `exact`'s tokens per forward | instructions followed: "
      "{tilted/score:points} points"),
     ("README", "compare-smollm2-135m", "| {hf-generate/tokens_per_second:.0f} tok/s | "

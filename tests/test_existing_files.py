@@ -69,6 +69,7 @@ def test_what_cannot_be_written_is_found_before_the_work(name: str, tmp_path: Pa
         with pytest.raises(FsdError, match="is no file and is not replaced"):
             write_text(tmp_path / name, "")
     assert writable(tmp_path / "new" / "record.json", "the record").parent.is_dir()
+    assert bench(["sweep", "--prompts", "p", "--rules", "tilted", "--output", "."]) == BAD_INPUT
     with pytest.raises(OSError) as caught:  # it names the file, and not the draft beside it
         write_text(tmp_path / "none" / "record.json", "")
     assert caught.value.filename == str(tmp_path / "none" / "record.json")

@@ -21,6 +21,7 @@ from fsd_infer.drafters import EagleDrafter, LMDrafter
 from fsd_infer.heads.export import export_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.cli import main as cli
+from fsd_train.commands import publish as publishing
 from tests.bench_toys import Toy
 from tests.families import VOCAB, options_of, tiny_model
 from tests.fuzzing import called, one_line
@@ -150,6 +151,36 @@ def test_a_pushed_head_comes_back_the_same(hub: Hub, heads: Path, target: Target
     one_line(str(raised.value))
 
 
+UPLOADS = [
+    ("POST", "/preupload/main", "403", "is refused by the Hub (status 403)"),
+    ("POST", "/objects/batch", "500", "which fails (status 500)"),
+    ("PUT", "", "403", "is refused by the Hub (status 403)"),
+    ("PUT", "", "503", "which fails (status 503)"),
+    ("PUT", "", "cut", "was not transferred whole, the connection broke"),
+    ("POST", "/commit/main", "cut", "was not transferred whole, the connection broke"),
+    ("POST", "/commit/main", "429", "gets too many requests (status 429)"),
+]
+
+
+@pytest.mark.parametrize(("method", "end", "how", "words"), UPLOADS)
+def test_an_upload_that_breaks_off_is_told_and_done_again(
+    method: str, end: str, how: str, words: str, hub: Hub, heads: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the weights apart, and of the commit, without which nothing is seen of an upload."""
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    head = EagleHead.from_pretrained(heads / "ours", target)
+    repository = hub.add("owner/new", {})
+    repository.stores, repository.refuses = True, (method, end, how)
+    with pytest.raises(FsdError) as raised:
+        head.push_to_hub("owner/new", token="hf_x")
+    one_line(str(raised.value))
+    assert words in str(raised.value) and "owner/new" in str(raised.value) and len(repository.commits) == 1
+    repository.refuses = ("", "", "")
+    head.push_to_hub("owner/new", token="hf_x")
+    assert torch.equal(EagleHead.from_pretrained("owner/new", target).fc.weight, head.fc.weight)
+
+
 def publish(*options: str) -> tuple[int, str, str]:
     return called(cli, ["publish", *options])
 
@@ -234,15 +265,19 @@ def test_what_cannot_be_published_is_refused_in_a_line(
         assert status == 2 and message in said, said
         one_line(said.strip().splitlines()[-1])
     assert not any(line.startswith("POST") for line in hub.asked)
-    for name, value, message in (
-        ("huggingface_hub.constants.HF_HUB_OFFLINE", True, "while HF_HUB_OFFLINE is set"),
-        ("fsd_train.commands.publish.get_token", lambda: None, "Log in with `hf auth login`, or set HF_TOKEN"),
+    for holder, name, value, message in (
+        (constants, "HF_HUB_OFFLINE", True, "while HF_HUB_OFFLINE is set"),
+        (publishing, "get_token", lambda: None, "Log in with `hf auth login`, or set HF_TOKEN"),
+        (hub, "token", 401, "refuses the token (status 401). Log in again"),
+        (hub, "token", "read", "the token may only read"),
+        (constants, "ENDPOINT", "http://127.0.0.1:1", "127.0.0.1 does not answer: ConnectError"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(name, value)
-            patch.setattr("fsd_train.commands.publish.measured", None)  # which is not begun
+            patch.setattr(holder, name, value)
+            patch.setattr(publishing, "measured", None)  # which is not begun
             status, _, said = publish(str(trained), "owner/head", *few)
-        assert status == 2 and message in said and len(said.splitlines()) == 1, said
+        assert status == 2 and message in said.splitlines()[-1], said
+    hub.token = 429
     monkeypatch.setattr("fsd_train.commands.publish.LEAST_TAU", 0.0)
     repository = hub.add("owner/new", {})
     for repository.fault, message in (
@@ -252,7 +287,7 @@ def test_what_cannot_be_published_is_refused_in_a_line(
         repository.headers = {"Retry_After": "100000"}
         status, shown, said = publish(str(trained), "owner/new", *few)
         assert f"Draft head for {toy.target.name}" in shown and str(toy.target.parent) not in shown, "no local path"
-        assert "give its --base-model" in said
+        assert "whether the token may write is not known" in said and "give its --base-model" in said
         assert status == 2 and message in said.splitlines()[-1] and "owner/new" in said.splitlines()[-1], said
 
 

@@ -26,7 +26,9 @@ ALONE = {"stablelm", "falcon"}  # attention of their own that takes no function
 LENGTHS = (9, 30, 5, 20)
 
 
-def by_search(lengths: tuple[int, ...], roots: list[int] | None = None, step: int = 0, window: int = 10**6) -> Tensor:
+def by_search(
+    lengths: tuple[int, ...], roots: list[int] | None = None, step: int = 0, window: int = 10**6, size: int = 0
+) -> Tensor:
     """Who sees whom, spelled out: [Q, K] bool."""
     of = [number for number, length in enumerate(lengths) for _ in range(length)]
     places = range(len(of))
@@ -34,6 +36,11 @@ def by_search(lengths: tuple[int, ...], roots: list[int] | None = None, step: in
         return torch.tensor([[of[k] == of[q] and k <= q < k + window for k in places] for q in places])
     rows = []
     for number, root in enumerate(roots):
+        for at in range(size):  # the slots of a block
+            text = [of[k] == of[root] and k < root and root + at - k < window for k in places]
+            slots = [(block, slot) for block in range(len(roots)) for slot in range(size)]
+            rows.append(text + [block == number and at - slot < window for block, slot in slots])
+    for number, root in enumerate(roots if not size else []):
         text = [of[k] == of[root] and k <= root and root + step - k < window for k in places]
         rows.append(text + [chain == number for _ in range(step) for chain in range(len(roots))])
     return torch.tensor(rows)
@@ -49,6 +56,14 @@ MASKS = {
     "chains in a window": (
         TextMask((40, 600), CPU).chains(torch.arange(0, 640, 4), 2), 30,
         by_search((40, 600), list(range(0, 640, 4)), 2, 30),
+    ),
+    "blocks": (
+        TextMask((40, 300, 60, 9), CPU).blocks(torch.arange(41, 399, 6), 7), None,
+        by_search((40, 300, 60, 9), list(range(41, 399, 6)), size=7),
+    ),
+    "blocks in a window": (
+        TextMask((40, 600), CPU).blocks(torch.arange(1, 640, 9), 4), 3,
+        by_search((40, 600), list(range(1, 640, 9)), window=3, size=4),
     ),
 }  # fmt: skip
 
@@ -104,7 +119,9 @@ def test_flex_attention_is_compiled_for_every_mask_of_a_step(monkeypatch: pytest
     )
     text = TextMask((40, 24), CPU)
     steps = [text.chains(torch.arange(0, 64, 2), step) for step in range(2)]
-    for mask, window, width in [*((each, 30, 16) for each in (text, *steps)), (text, None, 16), (text, None, 32)]:
+    blocks = text.blocks(torch.arange(1, 64, 8), 4)
+    kinds_of = [*((each, 30, 16) for each in (text, *steps)), (text, None, 16), (text, None, 32), (blocks, None, 16)]
+    for mask, window, width in kinds_of:
         query, key = torch.randn(1, 4, mask.shape[0], width), torch.randn(1, 2, mask.shape[1], width)
         blocks = replace(mask).block_mask(window)
         found = _in_blocks(torch.nn.Module(), query, key, key, blocks)

@@ -65,7 +65,7 @@ def test_the_first_epoch_runs_the_target_and_later_ones_read(toys: Path, tmp_pat
 
 
 def test_a_full_disk_stops_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = FeatureWriter(toy_target(), tmp_path, [])
+    writer = FeatureWriter(toy_target(), tmp_path, {})
 
     def full(*_: Any) -> None:
         raise OSError("no space left")

@@ -24,6 +24,7 @@ from fsd_infer.decoder.image_prompts import encode_with_images, shows_images
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters import NoDrafter
 from fsd_infer.engine import Request, decode
+from fsd_infer.engine.callback import Callback
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.app import Limits, make_app
 from fsd_infer.targets.image_inputs import ImagePrompt, read_with_images
@@ -174,6 +175,26 @@ def test_lossy_rules_and_several_answers() -> None:
     assert decoder.generate(SHOWN[0], **drawn).sequences == decoder.generate(SHOWN[0], **drawn).sequences
 
 
+@pytest.mark.parametrize("family", fast_only(["qwen2_5_vl", "gemma3", "llava"], ["qwen2_5_vl"]))
+def test_reading_images_ends_between_layers(family: str) -> None:
+    """As where a client leaves, or a server stops, while a prompt is read. The next request is answered as ever."""
+    decoder = decoder_of(family)
+    (*_, last), ran = decoder.target.decoder.layers, list[str]()
+
+    class Leaves(Callback):
+        def on_phase(self, phase: str) -> None:
+            ran.append(phase)
+            if ran.count("prefill") == 2:
+                raise InterruptedError
+
+    hook = last.register_forward_hook(lambda *arguments: ran.append("last"))
+    with pytest.raises(InterruptedError):
+        decoder.generate(SHOWN[0], callbacks=[Leaves()], **LIMITS)
+    assert ran == ["prefill"] * 2
+    hook.remove()
+    assert decoder.generate(SHOWN[0], **LIMITS).sequences == [expected_of(decoder, SHOWN[0])]
+
+
 class HostPrompt(ImagePrompt):
     """A prompt on the simulated device, where the families' own code would wait. Its model is on a CPU."""
 
@@ -190,7 +211,7 @@ class HostPrompt(ImagePrompt):
 def read_on_the_host(twin: Target) -> Any:
     """What reads a prompt with images for the simulated device: a CPU."""
 
-    def read(target: Target, cache: SlotCache, prompt: HostPrompt) -> tuple[Tensor, Tensor]:
+    def read(target: Target, cache: SlotCache, prompt: HostPrompt, on_layer: Any) -> tuple[Tensor, Tensor]:
         count = prompt.tokens.shape[1]
         own, written = twin.new_cache(1, count), list[Any]()
         own.read, own.offsets, update = torch.tensor([count]), torch.zeros(1, dtype=torch.long), own.update

@@ -82,6 +82,13 @@ def test_the_command_prints_and_continues(toy: Toy, tmp_path: Path, capsys: pyte
     assert main(command) == 0 and capsys.readouterr().out == text  # from the records
     assert main([*command, "--max-new-tokens", "9"]) == 2
     assert "made with other settings (max_new_tokens)" in capsys.readouterr().err
+    record = tmp_path / "work" / "sums.json"
+    whole = json.loads(record.read_text(encoding="utf-8"))
+    del whole["methods"]["exact"]["intervals"]
+    for damage in (b"", b"{", b"\xff", b"[]", b'{"settings": 3}', json.dumps(whole).encode()):
+        record.write_bytes(damage)
+        assert main(command) == 2
+        assert "sums.json" in (said := capsys.readouterr().err) and "Delete it to measure again" in said
 
 
 def test_sets_and_methods_that_make_no_table(tmp_path: Path) -> None:

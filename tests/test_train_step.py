@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,28 @@ def test_a_step_is_measured_by_part(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert record["tokens_per_s"] == pytest.approx(record["fill"] * 96 / record["ms"] * 1e3, rel=1e-2)
     assert record["mfu"] is None and record["fill"] > 0.9
     assert "backward" in capsys.readouterr().out
+
+
+def test_speculators_gets_the_same_sequences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script in its place says what it was asked for."""
+    script = tmp_path / "peer.py"
+    script.write_text(
+        "import json, sys\njob = json.load(sys.stdin)\nbatches = job.pop('batches')\n"
+        "assert all(len(b['ids']) == len(b['mask']) == sum(b['lengths']) == 96 for b in batches)\n"
+        "print(json.dumps({'seconds': [2.0] * len(batches), 'trained_parameters': job['drafted'], 'loss': 1.0}))"
+    )
+    peer = replace(train_step.TRAINERS["speculators"], script=str(script))
+    monkeypatch.setitem(train_step.TRAINERS, "speculators", peer)
+    monkeypatch.setattr(train_step, "install", lambda peer, environment: Path(sys.executable))
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    words = ["--shape", str(tmp_path), "--device", "cpu", "--tokens", "96", "--steps", "2", "--drafted", "40"]
+    assert train_step.main([*words, "--speculators", ".venv-peer"]) == 0
+    assert "2000.0 ms, 0.0 M parameters" in capsys.readouterr().out
+    script.write_text("raise SystemExit('no such head')")
+    assert train_step.main([*words, "--speculators", ".venv-peer"]) == 2
+    assert "speculators failed with status 1:\nno such head" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -244,8 +244,17 @@ def test_rule_metrics_against_the_plain_formulas() -> None:
     threshold = float(js[0].median())  # opens at some rows and not at others
     rule = f"fuzzy:js:{threshold!r}"
     metrics = ValidationMetrics(["exact", rule, "fuzzy:js:0"], steps)
-    metrics.update(compare(batch, full, draft_ids, metrics.divergences), batch.rows, torch.zeros(()))
+    seen, chains = compare(batch, full, draft_ids, metrics.divergences), batch.rows.chains
+    assert chains.shape[1] > 1
+    at = batch.rows.position[batch.rows.position_index[chains[0]]]  # places of the chains' first drafts in the batch
+    places = torch.zeros(int(at.max()) + 1, dtype=torch.long)
+    places[at[0]], places[at[1:]] = 511, 1024  # and in their conversations
+    metrics.update(seen, batch.rows, torch.zeros(()), places)
     values = metrics.compute()
+    taus = 1 + torch.stack([seen.agree[chains[: step + 1]].all(0) for step in range(steps)]).double().sum(0)
+    assert {name: float(tau) for name, tau in values.items() if "tau_from" in name} == {
+        "tau_from_0": pytest.approx(float(taus[0])), "tau_from_1024": pytest.approx(float(taus[1:].mean()))
+    }  # fmt: skip
     gate = (js <= threshold).float()
     for step in range(steps):
         assert float(values[f"divergence_js_{step}"]) == pytest.approx(float(js[step][counted[step]].mean()), rel=1e-5)

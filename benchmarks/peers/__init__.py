@@ -7,7 +7,8 @@
 ``…+ngram``                 the same with llama.cpp's n-gram drafts, or with OpenVINO's prompt lookup
 ==========================  ==========================================================================================
 
-A new engine is a script that uses ``protocol.py``, and an entry in :data:`PEERS`.
+A new engine is a script that uses ``protocol.py``, and an entry in :data:`PEERS`. :data:`TRAINERS` are for
+``benchmarks.train_step``.
 """
 
 from __future__ import annotations
@@ -114,6 +115,13 @@ PEERS = {
         "import openvino_genai",
     ),
 }
+
+TRAINERS = {
+    "speculators": Peer(
+        {}, ["speculators==0.9.0", "torch==2.13.0"], "run_speculators.py", "import speculators.models.eagle3",
+        unneeded=("torchvision", "torchaudio"),  # built against another torch
+    )
+}  # fmt: skip
 
 
 def install(peer: Peer, environment: Path, python: str = sys.executable) -> Path:

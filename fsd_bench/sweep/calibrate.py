@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fsd_bench.base import Comparison
+from fsd_bench.prompts import without_copies
 from fsd_bench.score import read_references
 from fsd_bench.sweep.candidates import AUTO, forecast_rules
 from fsd_bench.sweep.certify import NATS, SCORE, SPEED, Promise, certify, check, quality_levels
@@ -143,17 +144,21 @@ def _with_budget(rule: str, nats: float) -> str:
 def split(
     options: SweepOptions, verify: Sequence[str | Path], needs_score: bool, folder: Path | None = None
 ) -> tuple[list[PromptRow], list[PromptRow]]:
-    """Return prompts to calibrate on and prompts to verify on, without common texts. Raises as :func:`calibrate`."""
-    rows = options.read(None if folder is None else folder / "calibration")
+    """Return prompts to calibrate on and prompts to verify on, each text once. Raises as :func:`calibrate`.
+
+    The tests take prompts for independent draws, which copies of a prompt are not.
+    """
+    rows = without_copies(options.read(None if folder is None else folder / "calibration"))
     if verify:
-        halves = [rows, replace(options, prompts=verify).read(None if folder is None else folder / "verification")]
+        read = replace(options, prompts=verify).read(None if folder is None else folder / "verification")
+        halves = [rows, without_copies(read)]
         texts = {_text(row) for row in rows}
         both = next((row for row in halves[1] if _text(row) in texts), None)
         if both is not None:
             raise DataError(f"{both.file}:{both.line}: this prompt is among those to calibrate on. Verify on others.")
     else:
         halves = [[], []]
-        for row in rows:  # by the text, so that copies of a prompt stay on one side
+        for row in rows:  # by the text, so that a file of more prompts leaves each on its side
             halves[hashlib.sha256(_text(row).encode("utf-8", "surrogatepass")).digest()[0] % 2].append(row)
     if needs_score:
         halves = [
@@ -163,7 +168,7 @@ def split(
     for half, use in zip(halves, ("calibrate", "verify")):
         if not half:
             wanted = "prompts with an `answer`" if needs_score else "prompts"
-            raise DataError(f"no {wanted} to {use} on: give more of them.")
+            raise DataError(f"no {wanted} to {use} on: give more of them, of which copies count once.")
     return halves[0], halves[1]
 
 

@@ -11,13 +11,13 @@ from fsd_bench.base import Comparison, MeasuredAnswer, TimedRun
 from fsd_bench.engine import EngineMethod
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.models import Models
-from fsd_bench.prompts import encode_rows, rows_digest
+from fsd_bench.prompts import encode_rows, rows_digest, without_copies
 from fsd_bench.runs import RunFile, Trial, read_lines, read_run
 from fsd_bench.score import Reference, measure, read_references
 from fsd_bench.sweep.settings import SweepOptions
 from fsd_bench.trials import RunSpec, Session, comparisons_of, in_turns, run_trials
 from fsd_core.errors import FsdError
-from fsd_core.files import jsonable, usable_name, writable
+from fsd_core.files import jsonable, misshapen, usable_name, writable
 from fsd_core.text.encoding import PromptRow
 from fsd_core.text.pieces import token_pieces
 from fsd_infer.environment import environment
@@ -40,7 +40,7 @@ def sweep(options: SweepOptions, path: str | Path, *, progress: bool = False, ro
             are kept.
     """
     options.check()
-    rows = list(rows) or options.read(path)
+    rows = list(rows) or without_copies(options.read(path), kept=True)
     references = read_references(rows, options.score)
     settings = options.settings()
     names = [setting.name for setting in settings]
@@ -139,17 +139,16 @@ def read_sweep(path: str | Path) -> Sweep:
     """Read the file, finished or not, without the prompts that some setting has not answered yet.
 
     Raises:
-        FsdError: the file holds no sweep.
+        FsdError: the file holds no sweep, or is damaged.
     """
-    lines = read_lines(Path(usable_name(path, "the sweep's file")), "sweep")
+    file = Path(usable_name(path, "the sweep's file"))
+    lines = read_lines(file, "sweep")
     if lines is None:
         raise FsdError(f"{path} holds no sweep: name the file of `fsd-bench sweep`.")
-    head, settings = lines[0], lines[0]["settings"]
-    try:
+    with misshapen(file, "Repeat the sweep, which measures the lost answers."):
+        head, settings = lines[0], lines[0]["settings"]
         runs = dict(read_run(line) for line in lines[1:] if "run" in line)
-    except (TypeError, KeyError, ValueError) as error:
-        raise FsdError(f"{path} is damaged ({error}): repeat the sweep, which measures the lost answers.") from error
-    groups = groups_of(len(head["prompts"]), settings.get("batch_size", 1))
-    temperatures, rules = settings["temperatures"], settings["rules"]
-    at = [TemperatureRuns(value, comparisons_of(runs, groups, rules, value)) for value in temperatures]
+        groups = groups_of(len(head["prompts"]), settings.get("batch_size", 1))
+        temperatures, rules = settings["temperatures"], settings["rules"]
+        at = [TemperatureRuns(value, comparisons_of(runs, groups, rules, value)) for value in temperatures]
     return Sweep(head, at)

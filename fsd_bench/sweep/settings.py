@@ -99,13 +99,16 @@ class SweepOptions(ModelOptions):
 
     def settings(self) -> list[Setting]:
         """Return the settings. Raises as :func:`parse_settings`."""
-        known = not self.controls or any(text.startswith("random") for text in self.rules)
-        return parse_settings(self.rules if known else [*self.rules, CONTROLS])
+        named = parse_settings(self.rules)
+        known = not self.controls or any(setting.name.startswith("random") for setting in named)
+        return named if known else parse_settings([*self.rules, CONTROLS])
 
     def check(self) -> None:
         """Raise FsdError for options that can be refused before anything is loaded."""
         super().check()
         self.settings()
+        if not self.prompts:
+            raise FsdError("no file of prompts: name at least one.")
         if isinstance(self.tree, str):
             raise FsdError(f"a sweep compares rules on named trees: give a shape for tree {self.tree}, or RULE@8x2x16.")
         check_score(self.score)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsd_bench.models import ModelOptions
-from fsd_bench.prompts import Encoder, encode_rows, spread_rows
+from fsd_bench.prompts import Encoder, encode_rows, spread_rows, without_copies
 from fsd_bench.worth.forecasts import forecast
 from fsd_bench.worth.result import COSTS, Forecast, ForecastRow
 from fsd_core.errors import FsdError
@@ -56,7 +56,8 @@ class WorthOptions(ModelOptions):
     def encoded(self, decoder: FuzzyDecoder) -> list[list[int]]:
         """Return the prompts' token ids. Raises DataError for a malformed row, or a file without prompts."""
         encode = Encoder.of(decoder, self.raw)
-        return encode_rows(spread_rows([self.prompts], encode, self.limit, self.strict), encode)
+        rows = spread_rows([self.prompts], encode, self.limit, self.strict)
+        return encode_rows(without_copies(rows, kept=True), encode)
 
 
 def worth(options: WorthOptions, *, progress: bool = False) -> tuple[Forecast, dict[str, Any]]:

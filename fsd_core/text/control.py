@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from fsd_core.text.image_marks import begins_as_processors_do, expanded, in_parts
 from fsd_core.text.pieces import special_names
 
 _ESCAPE, _LITERAL, _FIRST = "\uf8fe", "\uf8ff", 0xF0000  # private characters: escape, itself, and the first name
@@ -42,6 +43,8 @@ def hidden(tokenizer: Any, value: Any) -> Any:
 
 def encode_hidden(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
     """Return the ids of a text, in which escaped names of special tokens are ordinary text."""
+    if begins_as_processors_do(tokenizer, text):
+        return encode_with_offsets(tokenizer, text)[0]
     if _ESCAPE not in text:
         return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
     if getattr(tokenizer, "is_fast", False):
@@ -55,6 +58,9 @@ def encode_hidden(tokenizer: Any, text: str, add_special_tokens: bool = False) -
 
 def encode_with_offsets(tokenizer: Any, text: str, add_special_tokens: bool = False) -> _Encoded:
     """Return ids and the characters of ``text`` that each stands for, as (start, end). Needs a fast tokenizer."""
+    if begins_as_processors_do(tokenizer, text):
+        ids, offsets = encode_with_offsets(tokenizer, text[1:], True)
+        return ids, [(start + 1, end + 1) if end else (0, 0) for start, end in offsets]
     found = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
     ids, offsets = list(found["input_ids"]), [(int(start), int(end)) for start, end in found["offset_mapping"]]
     if _ESCAPE not in text:
@@ -88,11 +94,10 @@ def render_marked(
     """
     template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
     given = {**tokenizer.special_tokens_map, **hidden_options(tokenizer, options), "chat_template": template}
-    rendered: Any = render_jinja_template(
-        conversations=[hidden_turns(tokenizer, turns)], return_assistant_tokens_mask=True, **given
-    )
+    shown = in_parts(tokenizer, hidden_turns(tokenizer, turns))
+    rendered: Any = render_jinja_template(conversations=[shown], return_assistant_tokens_mask=True, **given)
     (text,), (marked,) = rendered
-    return text, marked
+    return expanded(tokenizer, turns, text, marked)
 
 
 def hidden_turns(tokenizer: Any, turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

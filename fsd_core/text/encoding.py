@@ -15,6 +15,8 @@ from typing import Any
 from fsd_core.errors import DataError, FsdError
 from fsd_core.text.control import encode_hidden, hidden, hidden_options, hidden_turns
 from fsd_core.text.conversations import Message, check_messages, check_text, row_messages, template_options
+from fsd_core.text.image_marks import expanded, in_parts
+from fsd_core.text.image_rows import has_row_images, take_images
 from fsd_core.text.pieces import special_names
 from fsd_core.text.row_check import RowCheck, RowFields
 from fsd_core.text.rows import read_rows
@@ -33,6 +35,7 @@ class PromptRow:
         line: number of the line or table row, from 1.
         row: the whole row.
         where: "path:line", for errors.
+        images: that its messages have marks for, see :func:`.take_images`.
     """
 
     id: str
@@ -42,6 +45,7 @@ class PromptRow:
     line: int
     row: Mapping[str, Any]
     where: str = ""
+    images: Sequence[Any] = ()
 
 
 def row_id(file_name: str, line: int, messages: Sequence[Message]) -> str:
@@ -60,6 +64,7 @@ def read_prompts(
     path: str | Path,
     check: RowCheck | None = None,
     convert: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
+    images: bool = False,
 ) -> Iterator[PromptRow]:
     """Yield every prompt of a data file or directory.
 
@@ -67,6 +72,7 @@ def read_prompts(
         path: as for :func:`fsd_core.text.rows.read_rows`.
         check: takes account of the rows, and of malformed ones, which are skipped. None: those are errors.
         convert: maps a file's row to one of ours; may raise DataError.
+        images: whether rows may have images; their messages then have marks of them.
 
     Raises:
         DataError: a file that cannot be read, or what ``check`` raises: the error names file and line.
@@ -77,11 +83,14 @@ def read_prompts(
         found: PromptRow | None = None
         with check.using(row.where):
             values = row.values if convert is None else RowFields(convert(row.values))
+            shown: list[Any] = []
+            if images and has_row_images(values):
+                values, shown = take_images(values, row.folder)
             messages = row_messages(values, row.where)
             template_options(values)  # of the right types
             source = values.get("source") or values.get("category") or default_source
             identity = row_id(row.file.name, row.number, messages)
-            found = PromptRow(identity, messages, str(source), row.file.name, row.number, values, row.where)
+            found = PromptRow(identity, messages, str(source), row.file.name, row.number, values, row.where, shown)
         if found is not None:
             yield found
 
@@ -167,10 +176,10 @@ def render_turns(
     """Return what the chat template writes of turns in its own form (:func:`.turns_for`); errors as :func:`render`."""
     given = {**hidden_options(tokenizer, options), "tokenize": False, "add_generation_prompt": add_generation_prompt}
     try:
-        text = str(tokenizer.apply_chat_template(hidden_turns(tokenizer, turns), **given))
+        text = str(tokenizer.apply_chat_template(in_parts(tokenizer, hidden_turns(tokenizer, turns)), **given))
     except Exception as error:  # a template is a program of the model's author
         raise refusal(turns, error) from error
-    return check_text(text, "what the chat template writes")
+    return check_text(expanded(tokenizer, turns, text)[0], "what the chat template writes")
 
 
 def refusal(turns: Sequence[Mapping[str, Any]], error: Exception) -> DataError:

@@ -48,6 +48,11 @@ class Example(NamedTuple):
         """The row's name in errors, "file:number"."""
         return f"{self.file}:{self.number}"
 
+    @property
+    def folder(self) -> Path:
+        """Where relative paths in the row begin."""
+        return self.file if self.file.is_dir() else self.file.parent
+
 
 def read_rows(path: str | Path, check: RowCheck | None = None) -> Iterator[Example]:
     """Yield the rows of a data file or directory.

@@ -170,8 +170,9 @@ class BlockHead(nn.Module):
         self,
         embeds: Tensor,
         positions: Tensor,
-        masks: Sequence[Tensor],
+        masks: Sequence[Any],
         update: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
+        attend: Callable[[nn.Module, Tensor, Tensor, Tensor, Any], Tensor] | None = None,
     ) -> Tensor:
         """Estimate the states of a block.
 
@@ -181,6 +182,8 @@ class BlockHead(nn.Module):
             masks: of each layer, [B, M, S] bool; whether slot i attends to cache slot s.
             update: given a layer's number and its keys and values of the block, returns those of text and block,
                 [B, heads, S, width].
+            attend: attends, given a layer's attention, queries, keys, values and mask: [B, M, heads, width]. None:
+                torch's function, with masks as above.
 
         Returns:
             [B, M, H], the input of the LM head.
@@ -192,10 +195,13 @@ class BlockHead(nn.Module):
             queries = attention.q_norm(_heads(attention.q_proj(normed), attention.head_dim)).transpose(1, 2)
             queries = apply_rotary_pos_emb(queries, queries, *angles)[0]
             keys, values = update(index, *self.keys_values(index, normed, positions))
-            mixed = scaled_dot_product_attention(
-                queries, keys, values, attn_mask=masks[index][:, None], enable_gqa=queries.shape[1] != keys.shape[1]
-            )
-            x = x + attention.o_proj(mixed.transpose(1, 2).flatten(2))
+            if attend is None:
+                mixed = scaled_dot_product_attention(
+                    queries, keys, values, attn_mask=masks[index][:, None], enable_gqa=queries.shape[1] != keys.shape[1]
+                ).transpose(1, 2)
+            else:
+                mixed = attend(attention, queries, keys, values, masks[index])
+            x = x + attention.o_proj(mixed.flatten(2))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x)
 

@@ -18,11 +18,10 @@ from fsd_core.errors import FsdError, shortened
 from fsd_core.text.control import encode_hidden, encode_with_offsets, hidden
 from fsd_core.text.conversations import check_messages
 from fsd_core.text.encoding import render_turns
+from fsd_core.text.image_rows import PARTS, source_of
 from fsd_core.text.templates import turns_for
 
 MAX_PIXELS = 1 << 26  # of an image, which a small file may hold
-PARTS = ("image", "image_url")  # types of parts that hold an image
-_SOURCES = ("image", "url", "path", "base64", "image_url")  # fields of such parts
 
 Encoded = tuple[list[int], dict[str, Any]]  # token ids, and what a processor returns for one prompt
 
@@ -40,11 +39,13 @@ class Sources:
     most_bytes: int = 1 << 26
 
     def open(self, source: Any) -> Any:
-        """Return an image: a PIL image or an array as it is, or that of a path, of a file: or data: URL, in RGB.
+        """Return an image: a PIL image or an array as it is, or that of a path, a file: or data: URL or bytes, in RGB.
 
         Raises:
             FsdError: a remote URL, a file outside the folders, or no image.
         """
+        if isinstance(source, bytes):
+            return _decoded(source, "the row")
         if not isinstance(source, (str, Path)):
             if hasattr(source, "mode") or hasattr(source, "shape"):
                 return source
@@ -147,13 +148,13 @@ def show(messages: Sequence[Mapping[str, Any]], images: Sequence[Any], sources: 
             if _kind(part) not in PARTS:
                 raise FsdError(f"a part of the type {_kind(part)!r:.40}: parts are of the types text and image.")
             parts.append({"type": "image"})
-            source = _source(part)
+            source = source_of(part)
             if source is None and not left:
                 raise FsdError("more image parts that name no image than images: give one image for each.")
             found.images.append(sources.open(left.pop(0) if source is None else source))
         found.turns.append({**turn, "content": parts} if parts else dict(turn))
     if left:
-        if any(_kind(part) in PARTS and _source(part) is None for turn in messages for part in _parts(turn)):
+        if any(_kind(part) in PARTS and source_of(part) is None for turn in messages for part in _parts(turn)):
             raise FsdError(f"{len(left)} images more than image parts that name none: give one image for each.")
         _put_first(found, [sources.open(image) for image in left])
     return found
@@ -180,16 +181,6 @@ def _parts(turn: Any) -> Sequence[Any]:
 
 def _kind(part: Any) -> Any:
     return part.get("type") if isinstance(part, Mapping) else None
-
-
-def _source(part: Mapping[str, Any]) -> Any:
-    """Return what a part says of its image; None: nothing."""
-    for name in _SOURCES:
-        value = part.get(name)
-        if value is not None:
-            value = value.get("url") if isinstance(value, Mapping) else value
-            return f"data:image/any;base64,{value}" if name == "base64" else value
-    return None
 
 
 def encode_shown(
@@ -234,13 +225,18 @@ def _text_of(turn: Mapping[str, Any]) -> Any:
 
 def encode_marked(processor: Any, text: str, images: Sequence[Any]) -> Encoded:
     """Return the ids of a text with marks of images, and what else the processor makes of it. Raises FsdError."""
+    return encode_expanded(processor, text, images)[1:]
+
+
+def encode_expanded(processor: Any, text: str, images: Sequence[Any]) -> tuple[str, list[int], dict[str, Any]]:
+    """Return a text with the tokens of images in place of their marks, and what :func:`encode_marked` returns."""
     reader = copy.copy(processor)
     reader.tokenizer = _Hidden(processor.tokenizer)
     try:
         made = reader(text=[text], images=[list(images)] if images else None, return_tensors="pt")
     except Exception as error:  # each family's processor checks in its own way
         raise FsdError(f"the processor rejects the prompt's {len(images)} images: {shortened(error)}") from error
-    return made["input_ids"][0].tolist(), dict(made)
+    return reader.tokenizer.last, made["input_ids"][0].tolist(), dict(made)
 
 
 class _Read(BatchEncoding):
@@ -256,10 +252,13 @@ class _Read(BatchEncoding):
 
 
 class _Hidden:
-    """A tokenizer as processors call it, to which the escaped names of special tokens are text."""
+    """A tokenizer as processors call it, to which the escaped names of special tokens are text.
+
+    ``last`` is the text it read last.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self.last = tokenizer, ""
 
     def __call__(self, text: str | list[str], **options: Any) -> _Read:
         """Return ids and a mask of ones. Special tokens are added as processors do: unless the text begins with bos."""
@@ -267,6 +266,7 @@ class _Hidden:
         spans: list[list[tuple[int, int]]] = []
         bos = self._tokenizer.bos_token
         for each in [text] if isinstance(text, str) else text:
+            self.last = each
             with_special = not (bos and each.startswith(bos))
             if getattr(self._tokenizer, "is_fast", False):
                 row, places = encode_with_offsets(self._tokenizer, each, with_special)

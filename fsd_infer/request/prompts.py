@@ -97,7 +97,8 @@ def read_prompts(
         lengths: [B] lengths of the prompts in tokens, on the CPU.
         prefixes: per prompt a kept prefix that the target has read before, or None.
         shown: of :func:`image_prompts`.
-        on_chunk: called after every chunk that was read; its exceptions end the reading.
+        on_chunk: called after every chunk that was read, and between the layers that read images; its exceptions end
+            the reading.
 
     Returns:
         Features [B, M, F], meaningless at padding, and logits [B, 1, V] at each prompt's last token.
@@ -111,7 +112,7 @@ def read_prompts(
         read = [
             read_text(target, cache.row(row), prompt, prefixes[row], on_chunk=on_chunk)
             if (images := shown[row]) is None
-            else _read_rest_of(target, cache.row(row), images, prefixes[row])
+            else _read_rest_of(target, cache.row(row), images, prefixes[row], on_chunk)
             for row, prompt in enumerate(prompts)
         ]
         padded = [F.pad(features, (0, 0, 0, tokens.shape[1] - features.shape[1])) for features, _ in read]
@@ -163,13 +164,13 @@ def _per_row(given: Sequence[Any] | None, rows: int) -> list[Any]:
 
 
 def _read_rest_of(
-    target: Target, cache: SlotCache, prompt: ImagePrompt, prefix: Prefix | None
+    target: Target, cache: SlotCache, prompt: ImagePrompt, prefix: Prefix | None, on_chunk: Callable[[], None]
 ) -> tuple[Tensor, Tensor]:
     """Read a prompt that begins with all of its images, if a kept prefix has them, else with their pixels."""
     if prefix is None or len(prefix.tokens) < prompt.image_input.ends(prompt.tokens[0].tolist()):
-        return read_with_images(target, cache, prompt)
+        return read_with_images(target, cache, prompt, on_chunk)
     set_offset(cache, prompt.positions)
-    return read_text(target, cache, prompt.tokens, prefix)
+    return read_text(target, cache, prompt.tokens, prefix, on_chunk=on_chunk)
 
 
 def read_text(

@@ -81,7 +81,8 @@ class Tilted(LossyRule):
         "by default 1.04 times exact's tokens per forward at 0.0 points of score (-2.2 to +2.2), with "
         "match_temperature=0.3 1.28 times at -2.2 points (-6.7 to +1.5): 135 prompts of IFEval, the built-in head, "
         "benchmarks/results/rules-ifeval-odd.json. By default on 168 made instructions 1.07 times at +1.2 points (0.0 "
-        "to +3.0): rules-made-late.json. At temperature 1 it gains nothing: rules-ifeval-odd-t1.json"
+        "to +3.0): rules-made-late.json. On 60 stories by TinyLlama with stories15M 1.03 times at 0.0 points (no "
+        "answer lost or gained): rules-stories.json. At temperature 1 it gains nothing: rules-ifeval-odd-t1.json"
     )
     kl_coef: float | None = parameter(None, low=MIN_KL_COEF, infinite=True)
     min_p: float | None = parameter(None, low=0, high=1)

@@ -9,13 +9,15 @@ differ from their places in the text by an offset, which the KV cache keeps (:at
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from fsd_core.errors import FsdError
@@ -23,8 +25,8 @@ from fsd_core.tensors import to_device
 from fsd_infer.device.cache import SlotCache, cache_argument
 
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")  # fields of configs
-_BOTH_WAYS = ("paligemma",)  # families that read a prompt with an image so
-_OF_TEXT = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # inputs of the text's length
+READS_BOTH_WAYS = ("paligemma",)  # families that read a prompt with an image so
+OF_TEXT = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # inputs of the text's length
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +48,7 @@ class ImageInput:
         """A negative number that tells these images from others."""
         found = hashlib.sha256(repr(self.text).encode())
         for name, value in sorted(self.inputs.items()):
-            if name not in _OF_TEXT:
+            if name not in OF_TEXT:
                 held = value.detach().cpu().contiguous() if isinstance(value, Tensor) else None
                 what = repr(value) if held is None else f"{held.dtype}{list(held.shape)}"
                 found.update(f"{name}{what}".encode())
@@ -89,7 +91,7 @@ def image_input_of(name: str, config: Any, inputs: Mapping[str, Any], prompt: Se
             f"the prompt has images but no token of {name} that stands for one: it does not see, reads images "
             "otherwise than as tokens of its prompt, or its chat template leaves them out. Use another target."
         )
-    return ImageInput(left, known, tuple(prompt) if config.model_type in _BOTH_WAYS else ())
+    return ImageInput(left, known, tuple(prompt) if config.model_type in READS_BOTH_WAYS else ())
 
 
 def places_images(model: Any) -> bool:
@@ -114,12 +116,12 @@ class ImagePrompt:
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
-        """The inputs on the model's device, pixels in its dtype."""
+        """The inputs on the tokens' device, pixels in the model's dtype."""
 
         def moved(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            value = to_device(value, self.model.device)
+            value = to_device(value, self.tokens.device)
             return value.to(self.model.dtype) if value.is_floating_point() else value
 
         return {name: moved(value) for name, value in self.image_input.inputs.items()}
@@ -143,13 +145,34 @@ def set_offset(cache: SlotCache, positions: Tensor) -> None:
         cache.offsets.copy_(offset_of(positions))
 
 
-def read_with_images(target: Any, cache: SlotCache, prompt: ImagePrompt) -> tuple[Tensor, Tensor]:
+@contextmanager
+def _between_layers(model: nn.Module, call: Callable[[], None]) -> Iterator[None]:
+    """Call ``call`` in this thread before each layer that a forward of the model runs within the block."""
+    thread = threading.get_ident()
+
+    def before(module: nn.Module, arguments: Any) -> None:
+        if threading.get_ident() == thread:  # others may run the same module
+            call()
+
+    layers = [layer for part in model.modules() if isinstance(part, nn.ModuleList) for layer in part]
+    hooks = [layer.register_forward_pre_hook(before) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def read_with_images(
+    target: Any, cache: SlotCache, prompt: ImagePrompt, on_layer: Callable[[], None] = lambda: None
+) -> tuple[Tensor, Tensor]:
     """Read a prompt of P tokens with its images in one forward.
 
     Args:
         target: a :class:`~fsd_infer.targets.target.Target`.
         cache: of one row.
         prompt: with images.
+        on_layer: called before every layer, also of what reads the images; its exceptions end the reading.
 
     Returns:
         Features [1, P, F] and logits [1, 1, V] at its last token.
@@ -166,7 +189,11 @@ def read_with_images(target: Any, cache: SlotCache, prompt: ImagePrompt) -> tupl
     )
     if not target.plain_stack.takes_keep:
         del given["logits_to_keep"]
-    with target.dynamic_rope.of_texts(cache.prefilled), target.plain_stack.captured(target.captured_layers) as found:
+    with (
+        target.dynamic_rope.of_texts(cache.prefilled),
+        target.plain_stack.captured(target.captured_layers) as found,
+        _between_layers(model, on_layer),
+    ):
         logits = model(**given).logits[:, -1:]
     features: Tensor = target.joined(*found)
     if features.shape[1] != count:

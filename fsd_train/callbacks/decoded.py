@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from fsd_bench.jobs import decoding
+from fsd_bench.trials import decoding
 from fsd_core.errors import DataError
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import NoDrafter, TreeShape
 from fsd_infer.rules import parse_rule
+from fsd_infer.targets.image_inputs import ImageInput
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks.export import ExportHead, averaged
 from fsd_train.callbacks.progress import TokenRate
@@ -147,12 +148,12 @@ class DecodedTau(Curves):
         """Return the values by name for the current weights."""
         target = self._target(pl_module)
         decoder = FuzzyDecoder(target, pl_module.make_drafter(target, self.tree))  # type: ignore[operator]
-        prompts = self._prompts(trainer, target)
+        prompts, images = self._prompts(trainer, target)
         options = decoding(self.temperature, self.max_new_tokens)
         values = {}
         for rule in self.rules:
             with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
-                answers = decoder.generate(prompts, rule=rule, seed=self.seed, **options)
+                answers = decoder.generate(prompts, rule=rule, seed=self.seed, images=images, **options)
             stats = answers.stats
             values[f"decoded_tau/{rule}"] = stats.acceptance_length
             values[f"decoded_gate_open/{rule}"] = stats.gate_open_fraction
@@ -170,19 +171,21 @@ class DecodedTau(Curves):
             FuzzyDecoder(self._full, NoDrafter(self._full.vocab_size)).prepare()
         return self._full
 
-    def _prompts(self, trainer: Any, target: Target) -> list[list[int]]:
+    def _prompts(self, trainer: Any, target: Target) -> tuple[list[list[int]], list[ImageInput | None] | None]:
+        """Return the prompts, and the images of each if any has some."""
         rows = trainer.datamodule.validation_set
         room = math.inf if target.max_positions is None else target.max_positions - self.max_new_tokens
-        prompts = []
+        prompts: list[tuple[int, list[int]]] = []  # with the row's number
         for number in range(len(rows)):
-            item = rows[number]
-            first = int(item["loss_mask"].argmax())
+            first = rows.prompt_length(number)
             if 0 < first <= room:
-                prompts.append(item["input_ids"][:first].tolist())
+                prompts.append((number, rows.texts[number][:first].tolist()))
         if not prompts:
             raise DataError(
                 f"no validation prompt leaves room for {self.max_new_tokens} tokens in the context of {target.name}. "
                 "Lower DecodedTau's max_new_tokens."
             )
         count = min(self.prompts, len(prompts))
-        return [prompts[number * len(prompts) // count] for number in range(count)]
+        chosen = [prompts[number * len(prompts) // count] for number in range(count)]
+        images = [rows.prompt_images(number, len(ids)) for number, ids in chosen]
+        return [ids for _, ids in chosen], images if any(images) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from fsd_train import MAX_LENGTH
 from fsd_train.commands.fit import read_recipe, target_kwargs_of
 from fsd_train.data.answers import conclude, read_answers
 from fsd_train.data.features import cache_features, token_bytes
+from fsd_train.data.images import ImageReader
 from fsd_train.models.head_options import HeadOptions
 
 
@@ -47,19 +49,23 @@ def main(args: argparse.Namespace) -> int:
     FuzzyDecoder(target, NoDrafter(target.vocab_size)).prepare()
     check = RowCheck(args.strict)
     rows, _ = read_answers(
-        args.data, target.tokenizer, max_length=args.max_length, vocab_size=target.vocab_size, check=check
-    )
+        args.data, target.tokenizer, max_length=args.max_length, vocab_size=target.vocab_size, check=check,
+        reader=ImageReader.of(target),
+    )  # fmt: skip
     conclude(check, target.tokenizer, Path(args.output) / LISTING)
     rows.check_lengths(target.fixed_positions)
-    items = [rows[number] for number in range(len(rows))]
-    sequences = [
-        item["input_ids"]
-        for item in items
-        if int(item["loss_mask"].sum()) >= args.min_answer_share * len(item["input_ids"])
-    ]
+    chosen = [number for number in range(len(rows)) if rows.answer_share(number) >= args.min_answer_share]
+    sequences = [rows.texts[number] for number in chosen]
+    images = {
+        place: (seen.digest, partial(rows.image_inputs, number))
+        for place, number in enumerate(chosen)
+        if (seen := rows.seen[number]) is not None
+    }
     tokens = sum(map(len, sequences))
     size = tokens * token_bytes(target)
     print(f"{len(sequences)} of {len(rows)} sequences, {tokens} tokens, {size / 1e9:.2f} GB", file=sys.stderr)
-    store = cache_features(target, sequences, args.output, batch_tokens=args.batch_tokens, max_tokens=args.max_tokens)
+    store = cache_features(
+        target, sequences, args.output, images=images, batch_tokens=args.batch_tokens, max_tokens=args.max_tokens
+    )
     print(f"{args.output}: {len(store)} sequences, {store.tokens} tokens", file=sys.stderr)
     return 0

@@ -27,7 +27,8 @@ from fsd_train.commands.comparisons import check_engine, compare_targets
 from fsd_train.commands.feeding import Finding
 from fsd_train.commands.head_checks import Doctor
 from fsd_train.commands.mtp_checks import MtpDoctor, check_files, mtp_place, refuse_other_options
-from fsd_train.data.answers import check_id, conclude, encode_row
+from fsd_train.data.answers import conclude
+from fsd_train.data.row_encoding import check_id, encode_row
 
 
 def main(args: argparse.Namespace) -> int:

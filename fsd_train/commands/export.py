@@ -31,6 +31,7 @@ from fsd_train.callbacks.export import check_output
 from fsd_train.checkpoints import read_checkpoint
 from fsd_train.commands.stitch import stitch_mtp
 from fsd_train.data.answers import conclude, read_answers
+from fsd_train.data.images import ImageReader
 from fsd_train.models.block import BlockModule, BlockOptions
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.eagle import EagleModule
@@ -222,6 +223,8 @@ def _export_to(head: EagleHead, name: str, args: argparse.Namespace) -> int:
 
 def _choose_ids(head: EagleHead, target: Target, args: argparse.Namespace, always: list[int]) -> None:
     check = RowCheck(args.strict)
-    answers, _ = read_answers(args.data, target.tokenizer, vocab_size=target.vocab_size, check=check)
+    answers, _ = read_answers(
+        args.data, target.tokenizer, vocab_size=target.vocab_size, check=check, reader=ImageReader.of(target)
+    )
     conclude(check, target.tokenizer)
     head.set_draft_ids(choose_draft_ids(answers.answer_counts(target.vocab_size), args.draft_vocab_size, always))

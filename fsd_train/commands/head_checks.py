@@ -18,8 +18,8 @@ from fsd_infer.rules.verification import TokenOrigin
 from fsd_infer.targets.target import Target
 from fsd_train import MAX_LENGTH
 from fsd_train.commands.feeding import CheckedRow, Feeding, Finding, at_step
-from fsd_train.data.answers import check_id, encode_row
 from fsd_train.data.features import FeatureStore, sequence_key
+from fsd_train.data.row_encoding import check_id, encode_row
 from fsd_train.data.serving import differences, prompt_pair
 from fsd_train.models.unroll import supervised, unroll
 from fsd_train.packed import TextMask

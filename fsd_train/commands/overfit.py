@@ -40,7 +40,7 @@ from fsd_train.commands.export import target_facts
 from fsd_train.commands.feeding import Finding, at_step
 from fsd_train.commands.head_checks import STEPS, Doctor
 from fsd_train.commands.new_recipe import recipe_for
-from fsd_train.data.answers import encode_row
+from fsd_train.data.row_encoding import encode_row
 
 LEARNT = 0.9  # agreement and acceptance of a head that learnt its answer
 LEAST = 16  # tokens of an answer that can show it

@@ -19,6 +19,7 @@ from huggingface_hub import (
     get_token,
     try_to_load_from_cache,
 )
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from fsd_core.errors import CheckpointError, DataError
 from fsd_core.files import jsonable
@@ -51,6 +52,11 @@ def main(args: argparse.Namespace) -> int:
     directory = Path(args.directory)
     if args.yes:
         check_access(args.repository)
+    elif sys.stdin.isatty():  # the card is shown even to those who cannot upload it
+        try:
+            check_access(args.repository)
+        except HubError as error:
+            print(f"warning: {error}", file=sys.stderr)
     if args.curve and not Path(args.curve).is_file():
         raise DataError(f"{args.curve} is missing. Give the picture that LossCurve wrote, or leave --curve out.")
     kind = head_kind(directory)
@@ -83,11 +89,32 @@ def main(args: argparse.Namespace) -> int:
 
 
 def check_access(repository: str) -> None:
-    """Raise HubError before the measurement where no upload can follow it: offline, or without a token."""
+    """Raise HubError before the measurement where no upload can follow it.
+
+    That is offline, without a token, or with one that the Hub does not know or that may only read. A Hub that does not
+    say is no reason to stop, which is said on stderr.
+    """
     if constants.HF_HUB_OFFLINE:
         raise HubError(f"{repository}: nothing is uploaded while HF_HUB_OFFLINE is set. Unset it.")
     if get_token() is None:
         raise HubError(f"{repository}: an upload needs a token. Log in with `hf auth login`, or set HF_TOKEN.")
+    try:
+        with hub_errors(repository):
+            access = HfApi().whoami()
+    except HubError as error:
+        cause = error.__cause__
+        if isinstance(cause, OfflineModeIsEnabled):
+            raise HubError(f"{repository}: {cause}. Check the connection and HF_ENDPOINT.") from error
+        status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
+        if status in (401, 403):
+            raise HubError(
+                f"{repository}: the Hub refuses the token (status {status}). Log in again with `hf auth login`, or set "
+                "another HF_TOKEN, which counts before it."
+            ) from error
+        print(f"warning: whether the token may write is not known: {error}", file=sys.stderr)
+        return
+    if record_of(record_of(record_of(access).get("auth")).get("accessToken")).get("role") == "read":
+        raise HubError(f"{repository}: the token may only read. Log in with one that may write.")
 
 
 def upload(

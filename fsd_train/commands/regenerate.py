@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> Counter[str]:
     if args.endpoint and args.features:
         raise DataError("--features needs the local target. With --endpoint, run `cache-features` afterwards.")
     backend = _endpoint(args) if args.endpoint else _local(args)
-    check = RowCheck(args.strict)
+    check, reader = RowCheck(args.strict), backend.reader
     plan = plan_jobs(
         args.prompts,
         backend.tokenizer,
@@ -166,6 +166,7 @@ def run(args: argparse.Namespace) -> Counter[str]:
         template=args.chat_template_args,
         raw=args.raw,
         check=check,
+        reader=reader,
     )
     output = AnswerFile(args.output, _settings(args))
     check.finish(listing_of(output.path))
@@ -185,7 +186,7 @@ def run(args: argparse.Namespace) -> Counter[str]:
     counts: Counter[str] = Counter(read=plan.read, too_long=plan.too_long)
     while plan.batches:
         counts.update(regenerate(plan, backend, output, progress=not args.quiet))
-        plan = next_turns(plan, output.answers(), backend.tokenizer)
+        plan = next_turns(plan, output.answers(), backend.tokenizer, reader)
         counts["later"] += plan.too_long + plan.cut
     return counts
 

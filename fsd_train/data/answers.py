@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict
@@ -16,22 +16,24 @@ from torch.utils.data import Dataset
 from typing_extensions import NotRequired
 
 from fsd_core.errors import DataError
-from fsd_core.text.conversations import WEIGHT, row_conversation, row_questions, template_options
+from fsd_core.text.conversations import WEIGHT, row_questions
 from fsd_core.text.encoding import row_id
-from fsd_core.text.masks import encode_conversation
 from fsd_core.text.row_check import RowCheck
 from fsd_core.text.rows import Example, read_rows
 from fsd_core.text.templates import fields_of
+from fsd_infer.targets.image_inputs import ImageInput
 from fsd_train import MAX_LENGTH
 from fsd_train.data.features import FeatureStore, sequence_key
+from fsd_train.data.images import ImageReader, SeenImages
+from fsd_train.data.row_encoding import Sequenced, check_id, encode_row, encode_row_with_images
 from fsd_train.data.sampler import stable_seed
 from fsd_train.repository import find
 
 log = logging.getLogger(__name__)
 
-MOST_ID = 2**31 - 1  # ids are kept as 32-bit numbers
 MOST_STEPS = 7  # of a chain in training, see fsd_train.types.ChainSteps
-_Sided = tuple[float, tuple[str, list[int], list[int]], tuple[int, str]]  # point, row, its highest id and place
+# point; id of the row, ids, mask and images; its highest id and place
+_Sided = tuple[float, tuple[str, list[int], list[int], SeenImages | None], tuple[int, str]]
 
 
 class Item(TypedDict):
@@ -42,6 +44,10 @@ class Item(TypedDict):
     input_ids: Tensor
     loss_mask: Tensor
     features: NotRequired[Tensor]  # [M, F], if cached
+    images: NotRequired[
+        dict[str, Tensor]
+    ]  # inputs of the target beside the ids; with features, those that place tokens
+    digest: NotRequired[str]  # of the images
 
 
 class AnswersDataset(Dataset[Item]):
@@ -52,6 +58,8 @@ class AnswersDataset(Dataset[Item]):
         highest: the highest token id in the files and its row ("file:line").
         store: cached features of all rows, or None.
         tops: the highest token id of each row and its place ("file:line"), for :meth:`within`.
+        seen: the images of each sequence, or None; empty: there are none.
+        reader: of the images.
     """
 
     def __init__(
@@ -60,8 +68,11 @@ class AnswersDataset(Dataset[Item]):
         highest: tuple[int, str],
         store: FeatureStore | None = None,
         tops: Sequence[tuple[int, str]] = (),
+        seen: Sequence[SeenImages | None] = (),
+        reader: ImageReader | None = None,
     ) -> None:
         self.highest, self.store, self.tops = highest, store, list(tops)
+        self.seen, self.reader = list(seen) if any(seen) else [None] * len(rows), reader
         self.row_ids = [name for name, _, _ in rows]
         self.lengths = [len(ids) for _, ids, _ in rows]
         self._ids = [torch.as_tensor(ids, dtype=torch.int32) for _, ids, _ in rows]
@@ -74,16 +85,44 @@ class AnswersDataset(Dataset[Item]):
         """The token ids of all sequences."""
         return self._ids
 
+    @property
+    def has_images(self) -> bool:
+        return any(self.seen)
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """The key of each sequence in a cache of features."""
+        return [
+            sequence_key(ids, "" if seen is None else seen.digest)
+            for ids, seen in zip(self._ids, self.seen, strict=True)
+        ]
+
+    def image_inputs(self, index: int) -> dict[str, Tensor]:
+        """Return the target's inputs of a sequence's images; none without images. Raises DataError for a lost image."""
+        seen = self.seen[index]
+        return {} if seen is None or self.reader is None else self.reader.inputs(self._ids[index], seen)
+
+    def prompt_images(self, index: int, count: int) -> ImageInput | None:
+        """Return the images among the first ``count`` tokens of a sequence, for decoding; None without any."""
+        seen, ids = self.seen[index], self._ids[index].tolist()[:count]
+        return None if seen is None or self.reader is None else self.reader.image_input(ids, seen)
+
     def __len__(self) -> int:
         return len(self.row_ids)
 
     def __getitem__(self, index: int) -> Item:
         ids, mask = self._ids[index].long(), self._masks[index].long()
         item: Item = {"index": index, "id": self.row_ids[index], "input_ids": ids, "loss_mask": mask}
+        key, seen = self.keys[index], self.seen[index]
         if self.store is not None:
-            item["features"] = self.store.get(sequence_key(ids))
-        elif self.recorded is not None and sequence_key(ids) in self.recorded:
-            item["features"] = self.recorded.get(sequence_key(ids))
+            item["features"] = self.store.get(key)
+        elif self.recorded is not None and key in self.recorded:
+            item["features"] = self.recorded.get(key)
+        if seen is not None:
+            item["digest"] = seen.digest
+            # a batch may lack the features of other sequences, and then runs the target
+            cached = self.store is not None
+            item["images"] = seen.placing(ids.tolist()) if cached else self.image_inputs(index)
         return item
 
     def supervised(self, index: int) -> Tensor:
@@ -101,9 +140,17 @@ class AnswersDataset(Dataset[Item]):
             self._supervised[index] = torch.stack(counts)
         return self._supervised[index]
 
+    def prompt_length(self, index: int) -> int:
+        """Return the number of tokens before a sequence's first answer."""
+        return int(self._masks[index].int().argmax())
+
+    def answer_share(self, index: int) -> float:
+        """Return the share of a sequence's tokens under the loss mask."""
+        return float(self._masks[index].float().mean())
+
     def cached(self, store: FeatureStore) -> AnswersDataset:
         """Return a dataset of the rows whose features are cached, with their features."""
-        return self._some([place for place, ids in enumerate(self._ids) if sequence_key(ids) in store], store)
+        return self._some([place for place, key in enumerate(self.keys) if key in store], store)
 
     def within(self, vocab_size: int, check: RowCheck) -> AnswersDataset:
         """Return a dataset of the rows without token ids outside this vocabulary; ``check`` takes account of others."""
@@ -118,7 +165,8 @@ class AnswersDataset(Dataset[Item]):
     def _some(self, places: Sequence[int], store: FeatureStore | None) -> AnswersDataset:
         tops = [self.tops[place] for place in places] if self.tops else []
         rows = [(self.row_ids[place], self._ids[place], self._masks[place]) for place in places]
-        return AnswersDataset(rows, max(tops, default=self.highest), store, tops)
+        seen = [self.seen[place] for place in places]
+        return AnswersDataset(rows, max(tops, default=self.highest), store, tops, seen, self.reader)
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise DataError with a row if the files hold a token id outside this vocabulary."""
@@ -149,65 +197,14 @@ class AnswersDataset(Dataset[Item]):
             digest.update(len(ids).to_bytes(8, "little"))
             digest.update(ids.numpy().astype("<i4", copy=False).tobytes())
             digest.update(mask.numpy().tobytes())
+        for seen in filter(None, self.seen):
+            digest.update(seen.digest.encode())
         return digest.hexdigest()[:16]
 
     @property
     def answer_tokens(self) -> int:
         """Number of tokens under the loss mask."""
         return sum(int(mask.sum()) for mask in self._masks)
-
-
-def encode_row(
-    row: Mapping[str, Any], tokenizer: Any, where: str = "row", max_length: int | None = None
-) -> list[tuple[list[int], list[int]]]:
-    """Return token ids and loss mask of a row's sequences: one, or several by `encode_conversation`.
-
-    ``prompt_ids`` and ``response_ids`` are used unchanged. Other rows are conversations (see
-    :func:`.row_conversation`), encoded with the chat template and :func:`template_options` like in decoding; every
-    assistant turn is an answer.
-
-    Args:
-        row: the row.
-        tokenizer: tokenizer for rows without ids; may be None otherwise.
-        where: name of the row in errors, "file:line".
-        max_length: answers that begin after so many tokens may be left out.
-
-    Raises:
-        DataError: the row has neither form, its ids are malformed, or the template refuses it.
-    """
-    if row.get("response_ids") is not None or row.get("prompt_ids") is not None:
-        prompt, response = (token_ids(row, field, where) for field in ("prompt_ids", "response_ids"))
-        row.get("response")  # the same answer as text
-        return [(prompt + response, [0] * len(prompt) + [1] * len(response))]
-    if tokenizer is None:
-        raise DataError(f"{where}: no prompt_ids and response_ids, and no tokenizer for the text. Set data.tokenizer.")
-    try:
-        complete = row.get("finish_reason") in (None, "stop")
-        turns, options = row_conversation(row, where), template_options(row)
-        return encode_conversation(tokenizer, turns, complete, options, max_length)
-    except DataError as error:
-        if str(error).startswith(where):
-            raise
-        raise DataError(f"{where}: {error}") from error
-
-
-def token_ids(row: Mapping[str, Any], field: str, where: str) -> list[int]:
-    """Return a row's field of token ids. Raises DataError if it is none."""
-    ids = row.get(field)
-    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i <= MOST_ID for i in ids):
-        raise DataError(
-            f"{where}: `{field}` must be a list of token ids (whole numbers from 0 to {MOST_ID}), and not empty."
-        )
-    return ids
-
-
-def check_id(token: int, where: str, vocab_size: int) -> None:
-    """Raise DataError if a token id of the row ``where`` is outside a vocabulary."""
-    if token >= vocab_size:
-        raise DataError(
-            f"{where}: token id {token} is outside the target's vocabulary of {vocab_size}. "
-            "Regenerate the answers with this target."
-        )
 
 
 def _point(prompt: Any) -> float:
@@ -223,6 +220,7 @@ def read_answers(
     validation_fraction: float = 0.0,
     vocab_size: int | None = None,
     check: RowCheck | None = None,
+    reader: ImageReader | None = None,
 ) -> tuple[AnswersDataset, AnswersDataset]:
     """Read files of answers.
 
@@ -235,6 +233,7 @@ def read_answers(
         vocab_size: size of the target's vocabulary; rows with other ids are malformed. None:
             :meth:`AnswersDataset.within` checks later.
         check: takes account of the rows, and of malformed ones, which are skipped. None: those are errors.
+        reader: of images in rows. None: such rows are malformed.
 
     Returns:
         (training, validation)
@@ -247,16 +246,18 @@ def read_answers(
     placed: list[_Sided] = []
     for path in paths:
         for row in read_rows(find(path), check):
-            with check.using(row.where, row.values):
-                found = _placed(row, tokenizer, max_length, vocab_size)
+            with check.using(row.where):
+                given, sources = (row, []) if reader is None else reader.taken(row)
+                found = _placed(given, tokenizer, max_length, vocab_size, reader, sources)
                 left_out += not found
                 placed += found
+                check.note(given.values)
     read = check.read - before
     if not placed:
         check.finish()
         cure = "Raise data.max_length, or shorten the prompts." if left_out else "Add rows with answers."
         raise DataError(f"{named}: no row to train on ({read} read, max_length {max_length}). {cure}")
-    repeated = len(placed) - len({hash((*map(tuple, row[1:]),)) for _, row, _ in placed})
+    repeated = len(placed) - len({_identity(*row[1:]) for _, row, _ in placed})
     if repeated:
         log.warning(
             "%s: %d of %d sequences repeat an earlier one, token by token; each counts.", named, repeated, len(placed)
@@ -271,7 +272,7 @@ def read_answers(
     parts = [[each for each in placed if (each[0] < border) is held] for held in (False, True)]
     if not parts[0]:
         raise DataError(f"{named}: all {len(placed)} rows were held out. Lower validation_fraction, or add rows.")
-    train, held = (_dataset(part, max(top for _, _, top in placed)) for part in parts)
+    train, held = (_dataset(part, max(top for _, _, top in placed), reader) for part in parts)
     return train, held
 
 
@@ -282,26 +283,42 @@ def conclude(check: RowCheck, tokenizer: Any, listing: Path | None = None, speak
         check.name_unread([WEIGHT, *fields_of(tokenizer)])
 
 
-def _placed(row: Example, tokenizer: Any, max_length: int, vocab_size: int | None) -> list[_Sided]:
+def _identity(ids: Sequence[int], mask: Sequence[int], seen: SeenImages | None) -> int:
+    return hash((tuple(ids), tuple(mask), None if seen is None else seen.digest))
+
+
+def _placed(
+    row: Example, tokenizer: Any, max_length: int, vocab_size: int | None, reader: ImageReader | None,
+    sources: Sequence[Any],
+) -> list[_Sided]:  # fmt: skip
     """Return a row's sequences that have an answer in their first tokens. Raises DataError for a malformed row."""
-    sequences = encode_row(row.values, tokenizer, row.where, max_length)
-    top = max((max(ids) for ids, _ in sequences), default=-1)
+    sequences: list[Sequenced]
+    if sources and reader is not None:
+        sequences = encode_row_with_images(row.values, reader, sources, row.where, max_length)
+    else:
+        sequences = [(ids, mask, None) for ids, mask in encode_row(row.values, tokenizer, row.where, max_length)]
+    top = max((max(ids) for ids, _, _ in sequences if ids), default=-1)
     if vocab_size is not None:
         check_id(top, row.where, vocab_size)
     # the questions, as text if possible, because ids depend on the target
     asked = row_questions(row.values, row.where)
-    kept = [(ids, mask) for ids, mask in sequences if any(mask[:max_length])]
+    kept = [each for each in sequences if any(each[1][:max_length])]
     if not kept:
         return []
-    ids, mask = kept[0]
+    ids, mask, seen = kept[0]
     first = next((place for place, turn in enumerate(asked, start=1) if turn["role"] == "user"), len(asked))
     # all turns of a conversation go to the same dataset, in one row or in several
     key: Any = [(turn["role"], turn["content"]) for turn in asked[:first]] or ids[: mask.index(1)]
+    key = key if seen is None else [*key, *seen.digests[:1]]  # many images have the same question
     name = row.values.get("id")
     if not isinstance(name, str):
         name = row_id(row.file.name, row.number, asked)
-    return [(_point(key), (name, ids[:max_length], mask[:max_length]), (top, row.where)) for ids, mask in kept]
+    return [
+        (_point(key), (name, ids[:max_length], mask[:max_length], images), (top, row.where))
+        for ids, mask, images in kept
+    ]
 
 
-def _dataset(part: Sequence[_Sided], highest: tuple[int, str]) -> AnswersDataset:
-    return AnswersDataset([row for _, row, _ in part], highest, tops=[top for _, _, top in part])
+def _dataset(part: Sequence[_Sided], highest: tuple[int, str], reader: ImageReader | None) -> AnswersDataset:
+    rows, seen = [row[:3] for _, row, _ in part], [row[3] for _, row, _ in part]
+    return AnswersDataset(rows, highest, tops=[top for _, _, top in part], seen=seen, reader=reader)

@@ -22,6 +22,7 @@ from fsd_infer.engine import decode
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.token_ids import eos_ids
 from fsd_train.data.features import FeatureRecorder
+from fsd_train.data.images import ImageReader, SeenImages
 from fsd_train.data.sampler import stable_seed
 
 _T = TypeVar("_T")
@@ -44,6 +45,8 @@ class RegenerationRequest:
         given: the row's own answer, if any.
         rest: the following exchanges: (question, the row's own answer).
         turn: number of the turn, from 1.
+        sources: the row's images, for which messages have marks (:func:`fsd_core.text.image_rows.take_images`).
+        seen: those of the prompt.
     """
 
     id: str
@@ -58,6 +61,8 @@ class RegenerationRequest:
     given: Sequence[Message] = ()
     rest: tuple[tuple[list[Message], list[Message]], ...] = ()
     turn: int = 1
+    sources: Sequence[Any] = ()
+    seen: SeenImages | None = None
 
     @property
     def sampling(self) -> tuple[float, int, float]:
@@ -111,7 +116,7 @@ class LocalBackend:
     ) -> None:
         self.recorder = None if features is None else FeatureRecorder(decoder.target, features)
         self.decoder, self.tokenizer = decoder, need_tokenizer(decoder.tokenizer, decoder.target.name)
-        self.rule = parse_rule(RULE)
+        self.rule, self.reader = parse_rule(RULE), ImageReader.of(decoder.target)
         self.max_new_tokens = max_new_tokens
         self.seed = seed
 
@@ -128,11 +133,15 @@ class LocalBackend:
         drawn = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature else {}
         options = {"max_new_tokens": self.max_new_tokens, **drawn}
         request, _ = prepare(target, [job.prompt_ids for job in batch], None, options)
+        if any(job.seen for job in batch):
+            request.image_inputs = [
+                None if job.seen is None else self.reader.image_input(job.prompt_ids, job.seen) for job in batch
+            ]
         request.generator = torch.Generator(target.device).manual_seed(seed)
         request.callbacks = [] if self.recorder is None else [self.recorder.of(request.prompts)]
         answers = decode(target, drafter, self.rule, request)
         if self.recorder is not None:
-            self.recorder.save(answers.sequences)
+            self.recorder.save(answers.sequences, ["" if job.seen is None else job.seen.digest for job in batch])
         return [
             Completion(job, self.tokenizer.decode(ids, skip_special_tokens=True), ids, row.finish_reason)
             for job, ids, row in zip(batch, answers.sequences, answers.stats.rows)
@@ -175,7 +184,7 @@ class EndpointBackend:
         self.servers = [Server(url, attempts=attempts, pause=pause, connections=concurrency) for url in addresses]
         if not self.servers:
             raise FsdError("no endpoint was given. Give an address such as http://127.0.0.1:8000/v1.")
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.reader = model, tokenizer, None  # it sends token ids, so no images
         self.max_new_tokens, self.seed = max_new_tokens, seed
         self.concurrency, self.group = concurrency, group
         self.end_of_turn = end_of_turn(tokenizer)

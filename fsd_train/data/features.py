@@ -16,7 +16,7 @@ import hashlib
 import os
 import shutil
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from fsd_core.files import lock_for_run, open_safetensors, read_json, replacing,
 from fsd_infer.engine import Callback, RoundReport
 from fsd_infer.targets.target import Target
 from fsd_train.data.sampler import PackingSampler
-from fsd_train.packed import TextMask, forward_packed
+from fsd_train.packed import Inputs, TextMask, image_prompts, target_features
 
 FORMAT = "fsd-features"
 VERSION = 3
@@ -43,10 +43,10 @@ _DISK_RESERVE = 256 * 2**20  # bytes to keep free
 _Texts = Mapping[str, Sequence[int] | Tensor]  # token ids by key
 
 
-def sequence_key(ids: Sequence[int] | Tensor) -> str:
-    """Return 16 hexadecimal digits that identify a sequence of token ids."""
+def sequence_key(ids: Sequence[int] | Tensor, images: str = "") -> str:
+    """Return 16 hexadecimal digits that identify a sequence of token ids and the digest of its images."""
     values = torch.as_tensor(ids, dtype=torch.int32).contiguous().numpy().astype("<i4", copy=False)
-    return hashlib.sha256(values.tobytes()).hexdigest()[:16]
+    return hashlib.sha256(values.tobytes() + images.encode()).hexdigest()[:16]
 
 
 class FeatureStore:
@@ -150,6 +150,7 @@ def cache_features(
     sequences: Sequence[Sequence[int] | Tensor],
     directory: str | Path,
     *,
+    images: Mapping[int, tuple[str, Callable[[], Inputs]]] | None = None,
     shard_tokens: int = SHARD_TOKENS,
     batch_tokens: int = 2048,
     max_tokens: int | None = None,
@@ -161,6 +162,7 @@ def cache_features(
         target: the target; outputs of its watched layers are stored too. All features are stored in bf16.
         sequences: token ids.
         directory: directory of the cache, created if missing.
+        images: by number of a sequence, the digest of its images, and what returns their inputs of the target.
         shard_tokens: tokens per shard, the most work that an interruption can lose.
         batch_tokens: tokens per forward.
         max_tokens: most tokens in the cache.
@@ -172,14 +174,18 @@ def cache_features(
     directory = Path(directory)
     held = open_cache(directory, target)
     todo: dict[str, Sequence[int] | Tensor] = {}
+    shown: dict[str, Callable[[], Inputs]] = {}
     total = held.tokens
-    for ids in sequences:
-        key = sequence_key(ids)
+    for number, ids in enumerate(sequences):
+        digest, inputs = (images or {}).get(number, ("", dict))
+        key = sequence_key(ids, digest)
         if key in held or key in todo or not len(ids):
             continue
         if max_tokens is not None and total + len(ids) > max_tokens:
             break
         todo[key] = ids
+        if digest:
+            shown[key] = inputs
         total += len(ids)
     wanted = total - held.tokens
     check_disk(directory, wanted * token_bytes(target))
@@ -188,7 +194,7 @@ def cache_features(
     )
     with bar:
         for shard in _divided(todo, shard_tokens):
-            _write_shard(target, shard, directory, batch_tokens, bar)
+            _write_shard(target, shard, shown, directory, batch_tokens, bar)
     held.release()
     return FeatureStore(directory)
 
@@ -246,28 +252,36 @@ class FeatureRecorder(Callback):
         for number, features, count in zip(report.prompt_indices, report.tensors.features, counts, strict=True):
             self._read.setdefault(number, []).append(features[:count].clone())
 
-    def save(self, answers: Sequence[Sequence[int]]) -> None:
-        """Write one shard with the texts of the request, given its answers in the prompts' order."""
+    def save(self, answers: Sequence[Sequence[int]], digests: Sequence[str] = ()) -> None:
+        """Write one shard with the texts of the request, given answers and digests of images in the prompts' order."""
         rows: dict[str, Tensor] = {}
         for number, (prompt, answer) in enumerate(zip(self._prompts, answers, strict=True)):
             ids = [*prompt, *answer]
-            if sequence_key(ids) not in self._held:
+            key = sequence_key(ids, digests[number] if digests else "")
+            if key not in self._held:
                 features = torch.cat(self._read[number])[: len(ids)]  # the last round may read beyond the answer's end
                 last = features[-1:].expand(len(ids) - len(features), -1)
-                rows[sequence_key(ids)] = torch.cat([features, last]).to(torch.bfloat16).cpu()
+                rows[key] = torch.cat([features, last]).to(torch.bfloat16).cpu()
         self._read = {}
         if rows:
             check_disk(self.directory, sum(row.nbytes for row in rows.values()))
             save_shard(self.directory, rows)
 
 
-def _write_shard(target: Target, texts: _Texts, directory: Path, batch_tokens: int, bar: Any) -> None:
+def _write_shard(
+    target: Target, texts: _Texts, shown: Mapping[str, Callable[[], Inputs]], directory: Path, batch_tokens: int,
+    bar: Any,
+) -> None:  # fmt: skip
     keys, rows = list(texts), dict[str, Tensor]()
     for batch in PackingSampler([len(ids) for ids in texts.values()], batch_tokens, shuffle=False):
         ids = [torch.as_tensor(texts[keys[row]], dtype=torch.long) for row in batch]
-        mask = TextMask(tuple(map(len, ids)), target.device)
+        whole = torch.cat(ids)[None].to(target.device)
+        inputs = {number: shown[keys[row]]() for number, row in enumerate(batch) if keys[row] in shown}
+        mask = TextMask(
+            tuple(map(len, ids)), target.device, shown=image_prompts(target, whole, list(map(len, ids)), inputs)
+        )
         with torch.inference_mode():
-            out = forward_packed(target.features, target.model, torch.cat(ids)[None].to(target.device), mask)
+            out = target_features(target, whole, mask)
         parts = out[0].to(torch.bfloat16).cpu().split(mask.lengths)
         rows.update({keys[row]: made.clone() for row, made in zip(batch, parts, strict=True)})
         bar.update(sum(mask.lengths))

@@ -21,7 +21,8 @@ from fsd_infer.targets.target import Target
 from fsd_train import MAX_LENGTH
 from fsd_train.checkpoints import check_order
 from fsd_train.data.answers import AnswersDataset, Item, conclude, read_answers
-from fsd_train.data.features import FeatureStore, sequence_key
+from fsd_train.data.features import FeatureStore
+from fsd_train.data.images import ImageReader
 from fsd_train.data.packs import collate, keep_on_host
 from fsd_train.data.recording import FeatureWriter
 from fsd_train.data.sampler import PackingSampler, ResumableLoader
@@ -104,13 +105,17 @@ class AnswersDataModule(LightningDataModule):
         tokenizer = None if self.tokenizer_name is None else load_tokenizer(self.tokenizer_name)
         if tokenizer is not None:
             set_control_tokens(tokenizer, self.allow_control_tokens)
+        reader = None if self.tokenizer_name is None else ImageReader.named(self.tokenizer_name, tokenizer)
         fraction = 0.0 if self.validation_files else self.validation_fraction
         train, held = read_answers(
-            self.train_files, tokenizer, validation_fraction=fraction, max_length=self.max_length, check=self.row_check
-        )
+            self.train_files, tokenizer, validation_fraction=fraction, max_length=self.max_length,
+            check=self.row_check, reader=reader,
+        )  # fmt: skip
         if self.validation_files:
-            held, _ = read_answers(self.validation_files, tokenizer, max_length=self.max_length, check=self.row_check)
-            shared = {*map(sequence_key, train.texts)} & {*map(sequence_key, held.texts)}
+            held, _ = read_answers(
+                self.validation_files, tokenizer, max_length=self.max_length, check=self.row_check, reader=reader
+            )
+            shared = {*train.keys} & {*held.keys}
             if shared:
                 log.warning("data.validation_files: %d of their sequences are trained on, too", len(shared))
         self._conclude(tokenizer)
@@ -180,8 +185,12 @@ class AnswersDataModule(LightningDataModule):
         if self.trainer.world_size > 1:
             raise DataError("record_features is for one device. Run `fsd-train cache-features`, and set data.features.")
         assert self.train_set is not None and self.validation_set is not None, "setup() has not run"
-        texts = [*self.train_set.texts, *self.validation_set.texts]
-        self.writer = FeatureWriter(target, self.record_features, texts)
+        lengths = {
+            key: length
+            for rows in (self.train_set, self.validation_set)
+            for key, length in zip(rows.keys, rows.lengths)
+        }
+        self.writer = FeatureWriter(target, self.record_features, lengths)
         self.train_set.recorded = self.validation_set.recorded = self.writer.store
 
     def _renew(self) -> None:
@@ -206,6 +215,11 @@ class AnswersDataModule(LightningDataModule):
         if self.writer is not None:
             self.writer.close()
             self.writer = None
+
+    @property
+    def has_images(self) -> bool:
+        """Whether any row has images."""
+        return any(rows is not None and rows.has_images for rows in (self.train_set, self.validation_set))
 
     def answer_counts(self, vocab_size: int) -> Tensor:
         """Count each id in the training answers: [V]. Leaves out rows as :meth:`check`."""

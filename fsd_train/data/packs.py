@@ -23,6 +23,8 @@ class Batch(TypedDict):
         lengths: tokens of each conversation, which together fill the row. In host memory.
         ids: the conversations' ids.
         features: [1, M, F], if cached.
+        images: by number of the conversation, inputs of the target beside its ids; only where some have images.
+        digests: of each conversation's images, "" without any; likewise.
         supervised: in training, see :class:`fsd_train.data.sampler.ResumableLoader`. In host memory.
     """
 
@@ -31,6 +33,8 @@ class Batch(TypedDict):
     lengths: np.ndarray
     ids: list[str]
     features: NotRequired[Tensor]
+    images: NotRequired[dict[int, dict[str, Tensor]]]
+    digests: NotRequired[list[str]]
     supervised: NotRequired[np.ndarray]
 
 
@@ -49,6 +53,9 @@ def collate(items: Sequence[Mapping[str, Any]], size: int = 0) -> Batch:
     }
     if all("features" in item for item in items):
         batch["features"] = pad(torch.cat([item["features"] for item in items]), (0, 0, 0, padding))[None]
+    if any("images" in item for item in items):
+        batch["images"] = {number: item["images"] for number, item in enumerate(items) if "images" in item}
+        batch["digests"] = [item.get("digest", "") for item in items]
     return batch
 
 

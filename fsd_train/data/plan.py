@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from fsd_core.errors import DataError
-from fsd_core.text.conversations import PROMPT_FIELDS, row_exchanges, template_options
+from fsd_core.text.conversations import IMAGES, PROMPT_FIELDS, Message, row_exchanges, template_options
 from fsd_core.text.encoding import PromptRow, encode_chat, encode_text, read_prompts
+from fsd_core.text.image_marks import has_mark
+from fsd_core.text.image_rows import with_images
 from fsd_core.text.row_check import RowCheck
 from fsd_train.data.backends import Completion, RegenerationRequest, stable_seed
+from fsd_train.data.images import ImageReader, SeenImages
 
 WINDOW = 16  # batches sorted by length together: little padding, while a prefix of the output stays a fair sample
 # fields of a prompt's row that answers replace
-_OWN = {*PROMPT_FIELDS, "id", "prompt_ids", "response_ids", "finish_reason", "source", "ids_from"}
+_OWN = {*PROMPT_FIELDS, *IMAGES, "id", "prompt_ids", "response_ids", "finish_reason", "source", "ids_from"}
 _SAMPLING = ("temperature", "top_k", "top_p")
 
 
@@ -64,6 +67,7 @@ def plan_jobs(
     template: Mapping[str, Any] | None = None,
     raw: bool = False,
     check: RowCheck | None = None,
+    reader: ImageReader | None = None,
 ) -> PromptSchedule:
     """Read prompts and plan the first turns.
 
@@ -80,6 +84,7 @@ def plan_jobs(
         template: arguments of the chat template for all rows, such as ``enable_thinking``.
         raw: each row is one text that the target continues without the chat template.
         check: takes account of the rows, and of malformed ones, which are skipped. None: those are errors.
+        reader: of images in rows. None: such rows are malformed.
 
     Raises:
         DataError: what ``check`` raises (with file and line).
@@ -90,11 +95,12 @@ def plan_jobs(
     names: set[str] = set()
     read = too_long = 0
     for path in paths:
-        for row in sorted(read_prompts(path, check), key=lambda row: _shuffle_key(seed, row.id)):
+        rows = read_prompts(path, check, images=reader is not None and bool(reader.placeholders))
+        for row in sorted(rows, key=lambda row: _shuffle_key(seed, row.id)):
             read += 1
             job: RegenerationRequest | None = None
             with check.using(row.where, row.row):
-                job = _first(row, tokenizer, temperatures, template or {}, raw)
+                job = _first(row, tokenizer, temperatures, template or {}, raw, reader)
             if job is None:
                 continue
             if len(job.prompt_ids) > max_prompt_tokens:
@@ -111,7 +117,9 @@ def plan_jobs(
     return PromptSchedule(_batches(jobs, batch_size), read, too_long, 0, max_prompt_tokens, batch_size, template or {})
 
 
-def next_turns(plan: PromptSchedule, answers: Mapping[str, tuple[str, str]], tokenizer: Any) -> PromptSchedule:
+def next_turns(
+    plan: PromptSchedule, answers: Mapping[str, tuple[str, str]], tokenizer: Any, reader: ImageReader | None = None
+) -> PromptSchedule:
     """Plan the turns after those of ``plan``, which follow the target's answers.
 
     A row's own answer stays if a tool's result follows it, because the result belongs to that call. A conversation ends
@@ -121,6 +129,7 @@ def next_turns(plan: PromptSchedule, answers: Mapping[str, tuple[str, str]], tok
         plan: plan whose jobs are answered.
         answers: response and finish_reason by the id of the job.
         tokenizer: the target's tokenizer.
+        reader: as of :func:`plan_jobs`.
     """
     following = [job for job in plan.jobs if job.rest]
     jobs: list[RegenerationRequest] = []
@@ -136,14 +145,14 @@ def next_turns(plan: PromptSchedule, answers: Mapping[str, tuple[str, str]], tok
             cut += 1
             continue
         messages = [*job.messages, *said, *asked]
-        prompt_ids = encode_chat(tokenizer, messages, options=job.template)
+        prompt_ids, seen = _encoded(messages, job.sources, tokenizer, job.template, reader)
         if len(prompt_ids) > plan.max_prompt_tokens:
             too_long += 1
             continue
         jobs.append(
             replace(
                 job, id=f"{job.first_id}/{job.turn + 1}", messages=messages, prompt_ids=prompt_ids, given=given,
-                rest=tuple(rest), turn=job.turn + 1,
+                rest=tuple(rest), turn=job.turn + 1, seen=seen,
             )
         )  # fmt: skip
     batches = _batches(jobs, plan.batch_size)
@@ -156,19 +165,25 @@ def _first(
     temperatures: Sequence[tuple[float, float]],
     template: Mapping[str, Any],
     raw: bool = False,
+    reader: ImageReader | None = None,
 ) -> RegenerationRequest:
     (asked, given), *rest = row_exchanges(row.row)
     options = {**template, **template_options(row.row)}
     if raw and (rest or options or [turn["role"] for turn in asked] != ["user"]):
         raise DataError("a conversation or template options, which --raw does not support. Give one text per row.")
+    if raw and row.images:
+        raise DataError("images go into the chat template, which --raw leaves out. Leave out one of them.")
+    seen: SeenImages | None = None
+    if raw:
+        prompt_ids = encode_text(tokenizer, asked[0]["content"])
+    else:
+        prompt_ids, seen = _encoded(asked, row.images, tokenizer, options, reader)
     own = row.row.get("id")
     sampling = {name: _sampling(row.row, name) for name in _SAMPLING if row.row.get(name) is not None}
     return RegenerationRequest(
         id=str(own) if isinstance(own, (str, int)) and str(own) else row.id,
         messages=asked,
-        prompt_ids=encode_text(tokenizer, asked[0]["content"])
-        if raw
-        else encode_chat(tokenizer, asked, options=options),
+        prompt_ids=prompt_ids,
         temperature=sampling.get("temperature", pick_temperature(row.id, temperatures)),
         source=row.source,
         top_k=int(sampling.get("top_k", 0)),
@@ -177,7 +192,19 @@ def _first(
         template=options,
         given=given,
         rest=tuple(rest),
+        sources=row.images,
+        seen=seen,
     )
+
+
+def _encoded(
+    messages: Sequence[Message], sources: Sequence[Any], tokenizer: Any, options: Mapping[str, Any],
+    reader: ImageReader | None,
+) -> tuple[list[int], SeenImages | None]:  # fmt: skip
+    """Return a prompt's ids, and its images if its turns show any of the sources."""
+    if sources and reader is not None and any(has_mark(turn["content"]) for turn in messages):
+        return reader.prompt(messages, sources, options)
+    return encode_chat(tokenizer, messages, options=options), None
 
 
 def _sampling(row: Mapping[str, Any], name: str) -> float:
@@ -226,7 +253,7 @@ def answer_line(answer: Completion) -> bytes:
         **job.fields,
         **({"chat_template_kwargs": options} if options else {}),
         "id": job.id,
-        "messages": job.messages,
+        "messages": with_images(job.messages, job.sources) if job.sources else job.messages,
         "response": answer.response,
         "prompt_ids": job.prompt_ids,
         "response_ids": answer.response_ids,

@@ -6,7 +6,7 @@ A thread writes them, so no step waits for the disk.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -33,7 +33,7 @@ class FeatureWriter:
     Args:
         target: the target that makes them.
         directory: of the cache, which is continued if it exists.
-        texts: token ids of the conversations that may come, to check the disk.
+        lengths: tokens of the conversations that may come by their keys, to check the disk.
 
     Attributes:
         store: read access to what is on disk, as of the last :meth:`flush`.
@@ -42,25 +42,26 @@ class FeatureWriter:
         DataError: as :func:`.open_cache`, or the disk lacks space.
     """
 
-    def __init__(self, target: Target, directory: str | Path, texts: Sequence[Tensor]) -> None:
+    def __init__(self, target: Target, directory: str | Path, lengths: Mapping[str, int]) -> None:
         self.directory = Path(directory)
         self.store: FeatureStore = open_cache(self.directory, target)
-        missing = sum(len(ids) for ids in texts if sequence_key(ids) not in self.store)
+        missing = sum(length for key, length in lengths.items() if key not in self.store)
         check_disk(self.directory, missing * token_bytes(target))
         self._seen: set[str] = set()
         self._queue: SimpleQueue[list[_Row] | threading.Event | None] = SimpleQueue()
         self._failure: Exception | None = None
         threading.Thread(target=self._write, daemon=True, name="features").start()
 
-    def add(self, texts: Sequence[Tensor], features: Tensor) -> None:
+    def add(self, texts: Sequence[Tensor], features: Tensor, digests: Sequence[str] = ()) -> None:
         """Keep the features [1, M, F] of a packed sequence that begins with these conversations.
 
-        Raises what stopped the thread, for example a full disk.
+        ``digests`` are of their images, if any has some. Raises what stopped the thread, for example a full disk.
         """
         if self._failure is not None:
             raise self._failure
         parts = features[0].detach().split([*map(len, texts), features.shape[1] - sum(map(len, texts))])
-        rows = [(sequence_key(ids), part) for ids, part in zip(texts, parts, strict=False)]
+        keys = map(sequence_key, texts, digests or [""] * len(texts))
+        rows = list(zip(keys, parts, strict=False))
         rows = [(key, part) for key, part in rows if key not in self.store and key not in self._seen]
         self._seen |= {key for key, _ in rows}
         if rows:

@@ -15,7 +15,7 @@ from fsd_core.text.conversations import check_messages, template_options
 from fsd_core.text.encoding import encode_chat, encode_text
 from fsd_core.text.row_check import RowCheck
 from fsd_core.text.rows import read_rows
-from fsd_train.data.answers import token_ids
+from fsd_train.data.row_encoding import token_ids
 from fsd_train.repository import find
 
 log = logging.getLogger(__name__)

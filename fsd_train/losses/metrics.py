@@ -18,6 +18,7 @@ from fsd_train.losses.fsd import expected_length
 from fsd_train.losses.rows import blocks
 
 DEFAULT_RULES = ("exact", "fuzzy:js:0.3")
+PLACES = (0, 512, 1024, 2048, 4096)  # from which on the lengths of chains are averaged apart
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,8 @@ class ValidationMetrics(nn.Module):
     - ``loss``: mean loss over positions;
     - ``agreement_0``: share of drafts at depth 0, 1, … that are the target's most likely token;
     - ``tau``: mean of :func:`chain_lengths` with greedy drafts; NaN without a whole chain;
+    - ``tau_from_512``: the same of chains whose first draft has this place in its conversation, or a later one, up to
+      the next of :data:`PLACES`; absent if there are none, and altogether if all chains begin before the second place;
     - ``divergence_js_0``: mean D(p, q) at depth 0, 1, … for each divergence of a rule;
     - ``gate_open_0/fuzzy:js:0.3``: share of contexts with D ≤ T;
     - ``expected_tau/fuzzy:js:0.3``: mean of :func:`chain_lengths` with a = e + (1 − e)·[D ≤ T] and e = Σ min(p, q).
@@ -159,13 +162,24 @@ class ValidationMetrics(nn.Module):
         means = ["loss", "tau", *(f"expected_tau/{text}" for text in self.gates)]
         self._named: dict[str, Metric] = {name: StepMean(steps) for name in by_step}
         self._named.update({name: mean_metric() for name in means})
-        self.metrics = nn.ModuleList(self._named.values())  # they move with the module
+        self._by_place = StepMean(len(PLACES))
+        self.metrics = nn.ModuleList([*self._named.values(), self._by_place])  # they move with the module
 
-    def update(self, seen: DraftAgreement, rows: LossIndex, loss: Tensor) -> None:
-        """Add a batch's rows, their :func:`compare`, and the batch's loss."""
+    def update(self, seen: DraftAgreement, rows: LossIndex, loss: Tensor, places: Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            seen: :func:`compare` of its rows.
+            rows: its rows.
+            loss: its loss.
+            places: [M] place of each token in its conversation.
+        """
         self._named["loss"].update(loss.expand(len(rows.position)))
         self._named["agreement"].update(seen.agree, rows.step)
-        self._named["tau"].update(chain_lengths(seen.agree, rows.chains))
+        lengths = chain_lengths(seen.agree, rows.chains)  # [C]
+        self._named["tau"].update(lengths)
+        begin = places[rows.position[rows.position_index[rows.chains[0]]]]  # [C]
+        self._by_place.update(lengths, sum(((begin >= place).long() for place in PLACES[1:]), torch.zeros_like(begin)))
         for name in self.divergences:
             self._named[f"divergence_{name}"].update(seen.distances[name], rows.step)
         for text, gate in self.gates.items():
@@ -188,4 +202,9 @@ class ValidationMetrics(nn.Module):
             else:
                 values[name] = found
             metric.reset()
+        by_place = self._by_place.compute().float()
+        self._by_place.reset()
+        if not by_place[1:].isnan().all():
+            found_at = zip(PLACES, by_place, strict=True)
+            values |= {f"tau_from_{place}": tau for place, tau in found_at if not tau.isnan()}
         return values

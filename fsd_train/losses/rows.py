@@ -317,10 +317,12 @@ def _apply(
     divided = equal_blocks if batch.compiled else blocks
     if batch.own_lm_head is None:
         lm_weight, groups = None, [[block] for block in divided(batch.rows.ends, max(1, chunk_size // function.live))]
-    else:  # a quarter of the memory for the gradients of a group
+    else:  # of 4·chunk_size·Vd bytes a quarter is for the gradients of a group, three for its blocks
         lm_weight = batch.own_lm_head.weight
+        if not torch.is_grad_enabled():  # needs_input_grad is true of a parameter all the same
+            lm_weight = lm_weight.detach()
         pieces = divided(batch.rows.ends, max(1, chunk_size * 3 // 4 // function.live))
-        groups = grouped(pieces, chunk_size * 4 // lm_weight.element_size() // 4)
+        groups = grouped(pieces, chunk_size // lm_weight.element_size())
     values, agree, total = _RowValues.apply(batch.estimates, lm_weight, row_weights, batch, function, groups)
     return values, agree, total
 

@@ -33,7 +33,7 @@ from fsd_train.losses.base import TINY, LossIndex
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.start import choose_draft_ids
 from fsd_train.models.unroll import supervised
-from fsd_train.packed import TextMask
+from fsd_train.packed import TextMask, packed_attention
 from fsd_train.types import ChainSteps, NonNegativeInt, PositiveInt, Share
 
 
@@ -176,10 +176,9 @@ class BlockModule(DistillationModule):
         plan = plan_blocks(
             on_host(batch, "loss_mask")[0], self.block_size, self.blocks, self.step_decay, self._root_generator()
         )
-        rows, roots = plan.rows.to(self.device), to_device(plan.roots, self.device)
-        mask = TextMask(tuple(batch["lengths"].tolist()), self.device)
+        rows, mask = plan.rows.to(self.device), self._text_mask(batch)
         features = self._target_features(batch, mask)  # [1, M, F]
-        hidden, previous = self._blocks(batch["input_ids"][0], features, mask, roots)  # [B, K, H], [B, K]
+        hidden, previous = self._blocks(batch["input_ids"][0], features, mask, plan.roots)  # [B, K, H], [B, K]
         estimates, weight = self._with_markov(hidden, previous)  # [B, K, H + r], [Vd, H + r]
         output = to_device(plan.output, self.device)  # [R]
         final = features[0, :, : self.target.hidden_size]  # [M, H]
@@ -219,19 +218,19 @@ class BlockModule(DistillationModule):
         number = self._batch_number if self.training else 0
         return torch.Generator().manual_seed((self.seed * 1_000_003 + number) * 4096 + self.global_rank)
 
-    def _blocks(self, ids: Tensor, features: Tensor, mask: TextMask, roots: Tensor) -> tuple[Tensor, Tensor]:
+    def _blocks(self, ids: Tensor, features: Tensor, mask: TextMask, on_host: Tensor) -> tuple[Tensor, Tensor]:
         """Run the head over B blocks side by side.
 
         Args:
             ids: [M] of the packed sequence.
             features: [1, M, F] of the target.
             mask: its mask.
-            roots: [B] places of the blocks' roots.
+            on_host: [B] places of the blocks' roots, ascending, in host memory.
 
         Returns:
             (hidden states [B, K, H] of the blocks' slots, tokens [B, K] before each slot's estimate)
         """
-        head, size = self.head, self.block_size
+        head, size, roots = self.head, self.block_size, to_device(on_host, self.device)
         steps = torch.arange(size, device=self.device)
         places = (roots[:, None] + steps).clamp_max(len(ids) - 1)  # [B, K]
         inner = self.target.features_of(features, head.config.layers)[..., self.target.hidden_size :]
@@ -241,27 +240,19 @@ class BlockModule(DistillationModule):
         with torch.no_grad():
             embeds = self.target.embed(tokens).to(context.dtype)  # [B, K, E]
         positions = mask.positions[0, roots][:, None] + steps  # [B, K]
-        visible = self._visible(mask, roots)  # [B·K, M + B·K]
+        visible = mask.blocks(on_host, size, roots)  # of B·K queries and M + B·K keys
 
         def keys_values(index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             """Return a layer's keys and values of the text, then those of the blocks: [1, heads, M + B·K, D] each."""
             text = head.keys_values(index, context, mask.positions)
             return torch.cat([text[0], keys], 2), torch.cat([text[1], values], 2)
 
-        hidden = head(
-            embeds.flatten(0, 1)[None], positions.reshape(1, -1), [visible[None]] * head.config.num_layers, keys_values
-        )  # [1, B·K, H]
-        return hidden.view(len(roots), size, -1), ids[places]
+        def attend(layer: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Any) -> Tensor:
+            return packed_attention(layer, queries, keys, values, mask)[0]
 
-    def _visible(self, mask: TextMask, roots: Tensor) -> Tensor:
-        """Return what slots see, [B·K, M + B·K] bool: their conversation before the root [B], and their own block."""
-        place = torch.arange(mask.shape[1], device=self.device)  # [M]
-        start = place - mask.positions[0]  # [M] first place of each place's conversation
-        text = (place < roots[:, None]) & (start == start[roots][:, None])  # [B, M]
-        own = torch.eye(len(roots), dtype=torch.bool, device=self.device)  # [B, B]
-        size = self.block_size
-        slots = own.repeat_interleave(size, 0).repeat_interleave(size, 1)  # [B·K, B·K]
-        return torch.cat([text.repeat_interleave(size, 0), slots], 1)
+        masks = [visible] * head.config.num_layers
+        hidden = head(embeds.flatten(0, 1)[None], positions.reshape(1, -1), masks, keys_values, attend)  # [1, B·K, H]
+        return hidden.view(len(roots), size, -1), ids[places]
 
     def make_drafter(self, target: Target, tree: TreeShape | None = None) -> BlockDrafter:
         head = copy.deepcopy(self.head).requires_grad_(False).eval()

@@ -31,7 +31,8 @@ from fsd_train.models.optim import WarmupCosine
 from fsd_train.models.run import RunModule
 from fsd_train.models.slim import load_slim, move
 from fsd_train.models.work import Operations
-from fsd_train.packed import TextMask, forward_packed, supports_packing
+from fsd_train.packed import TextMask, image_prompts, supports_packing, target_features
+from fsd_train.strategies import ShardedStrategy
 from fsd_train.types import ChainSteps, EvalSteps, Seed, Share
 
 PRECISIONS = ("bf16-mixed", "16-mixed", "32-true")
@@ -43,7 +44,7 @@ class _Frozen:
     def __init__(self) -> None:
         self.target: Target | None = None
         self.lm_head: LMHead | None = None  # the target's over the draft vocabulary
-        self.full_lm_head: LMHead | None = None  # and over its own
+        self.full_lm_head: LMHead | None = None  # the same over its own vocabulary
         self.reference: Any = None  # the reference drafter of DraftBatch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Frozen:
@@ -82,6 +83,7 @@ class DistillationModule(RunModule, ABC):
     """
 
     steps_differ = True  # whether a draft depends on its chain step
+    reads_images = True  # whether rows may have images
 
     def __init__(
         self,
@@ -231,10 +233,20 @@ class DistillationModule(RunModule, ABC):
         self.configure_model()
         if hasattr(self._datamodule, "check"):
             self._datamodule.check(self.target.vocab_size, self.target.fixed_positions)
+            self._check_images()
             if stage == "fit" and self.trainer.is_global_zero:
                 warn_of_differences(self._datamodule.train_files, self.target.tokenizer)
         if hasattr(self._datamodule, "begin_recording"):
             self._datamodule.begin_recording(self.target)
+
+    def _check_images(self) -> None:
+        """Raise DataError for rows with images where the drafter or the strategy reads none."""
+        if not getattr(self._datamodule, "has_images", False):
+            return
+        if not self.reads_images:
+            raise DataError("rows have images, which a small LM does not read. Leave them out, or train a head.")
+        if self._runs_target and isinstance(self.trainer.strategy, ShardedStrategy):
+            raise DataError("rows with images need whole layers of the target. Set trainer.strategy to auto or ddp.")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
@@ -282,9 +294,21 @@ class DistillationModule(RunModule, ABC):
             self._frozen.lm_head = self._new_lm_head()
         return self._frozen.lm_head
 
+    def _text_mask(self, batch: dict[str, Any]) -> TextMask:
+        """Return the mask of a batch, with its conversations that have images."""
+        lengths, images = tuple(batch["lengths"].tolist()), batch.get("images")
+        shown = image_prompts(self.target, batch["input_ids"], lengths, images) if images else {}
+        return TextMask(lengths, self.device, shown=shown)
+
+    def full_lm_head(self) -> LMHead:
+        """The target's LM head over its own vocabulary, on the module's device."""
+        if self._frozen.full_lm_head is None or self._frozen.full_lm_head.weight.device != self.device:
+            self._frozen.full_lm_head = LMHead.of(self.target)
+        return self._frozen.full_lm_head
+
     def _target_features(self, batch: dict[str, Any], mask: TextMask) -> Tensor:
         """Return the target's features [1, M, F]."""
-        cached: Tensor | None = batch.get("features")
+        cached: Tensor | None = batch.get("features")  # [1, M, F]
         if cached is not None:
             return cached
         if any(parameter.is_meta for parameter in self.target.model.parameters()):
@@ -294,14 +318,15 @@ class DistillationModule(RunModule, ABC):
             )
         target = self.target
         layers: Sequence[nn.Module] = ()
-        if self.is_compiled and not self.target_kwargs and supports_packing(target.features, target.model):
+        eager = bool(mask.shown or self.target_kwargs)
+        if self.is_compiled and not eager and supports_packing(target.features, target.model):
             layers = target.layers(range(int(target.config.num_hidden_layers)))
         with self._running_compiled(layers):
-            features = forward_packed(target.features, target.model, batch["input_ids"], mask)
+            features = target_features(target, batch["input_ids"], mask)
         writer: FeatureWriter | None = getattr(self._datamodule, "writer", None)
         if writer is not None:
             texts = on_host(batch, "input_ids")[0].split(batch["lengths"].tolist())
-            writer.add(texts[: len(batch["ids"])], features)
+            writer.add(texts[: len(batch["ids"])], features, batch.get("digests", ()))
         return features
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
@@ -333,10 +358,9 @@ class DistillationModule(RunModule, ABC):
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         drafts = self.draft(batch, self.depths)
         out = self.loss(drafts)
-        if self._frozen.full_lm_head is None or self._frozen.full_lm_head.weight.device != self.device:
-            self._frozen.full_lm_head = LMHead.of(self.target)
-        agreement = compare(drafts, self._frozen.full_lm_head, drafts.target_lm_head.ids, self.validation.divergences)
-        self.validation.update(agreement, drafts.rows, out.loss)
+        agreement = compare(drafts, self.full_lm_head(), drafts.target_lm_head.ids, self.validation.divergences)
+        places = TextMask(tuple(batch["lengths"].tolist()), self.device).positions[0]  # [M]
+        self.validation.update(agreement, drafts.rows, out.loss, places)
 
     def on_validation_epoch_end(self) -> None:
         for name, value in self.validation.compute().items():  # exchanges counts, so every rank computes

@@ -159,7 +159,7 @@ class EagleModule(DistillationModule):
             supervised_rows=batch.get("supervised") if self.training else None, static_shapes=self.is_compiled,
         )  # fmt: skip
         rows = plan.rows.to(self.device)
-        mask = TextMask(tuple(batch["lengths"].tolist()), self.device)
+        mask = self._text_mask(batch)
         features = self._target_features(batch, mask)  # [1, M, F]
         inputs = self._inputs(head, features)  # [1, M, F']
         with torch.no_grad():  # of the next token, [1, M, E]; the last one's is never read
@@ -212,13 +212,14 @@ class EagleModule(DistillationModule):
             return head
         if self._own_ids is None:
             self._own_ids = self.head.draft_ids.cpu()
-        prompts = torch.zeros(self.target.vocab_size, dtype=torch.bool)
-        prompts[on_host(batch, "input_ids")[~on_host(batch, "loss_mask").bool()]] = True
-        others = ~prompts
-        prompts[self._own_ids] = others[self._own_ids] = False  # these are in the draft vocabulary
-        ids, rest = prompts.nonzero().squeeze(1), others.nonzero().squeeze(1)
-        ids = torch.cat([ids, rest[: -len(ids) % _CONTEXT_BLOCK]])
-        return head.joined(LMHead.of(self.target, to_device(ids, self.device))) if len(ids) else head
+        in_prompts = torch.zeros(self.target.vocab_size, dtype=torch.bool)
+        in_prompts[on_host(batch, "input_ids")[~on_host(batch, "loss_mask").bool()]] = True
+        is_new = torch.ones_like(in_prompts)
+        is_new[self._own_ids] = False  # these are in the draft vocabulary
+        added = (in_prompts & is_new).nonzero().squeeze(1)
+        spare = (~in_prompts & is_new).nonzero().squeeze(1)
+        added = torch.cat([added, spare[: -len(added) % _CONTEXT_BLOCK]])
+        return head.joined(LMHead.of(self.target, to_device(added, self.device))) if len(added) else head
 
     @torch.no_grad()
     def _reference_estimates(self, embeds: Tensor, features: Tensor, mask: TextMask, plan: ChainPlan) -> Tensor:

@@ -62,7 +62,7 @@ class LMModule(DistillationModule):
     """
 
     head: SmallLM
-    steps_differ = False
+    steps_differ = reads_images = False
 
     def __init__(
         self,

@@ -30,7 +30,6 @@ from fsd_train.data.packs import on_host
 from fsd_train.losses import DraftBatch
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.unroll import plan_chains, unroll
-from fsd_train.packed import TextMask
 from fsd_train.types import ChainSteps, Share
 
 IN_TARGET = "in-target.safetensors"
@@ -120,7 +119,7 @@ class MtpModule(DistillationModule):
             supervised_rows=batch.get("supervised") if self.training else None, static_shapes=self.is_compiled,
         )  # fmt: skip
         rows = plan.rows.to(self.device)
-        mask = TextMask(tuple(batch["lengths"].tolist()), self.device)
+        mask = self._text_mask(batch)
         features = self._target_features(batch, mask)  # [1, M, F]
         final = features[..., : self.target.hidden_size].to(head.layers[0].eh_proj.weight.dtype)  # [1, M, H]
         with torch.no_grad():  # of the next token, [1, M, H]; the last one's is never read

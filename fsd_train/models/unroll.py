@@ -99,17 +99,18 @@ def unroll(
         positions beyond their conversation are undefined.
     """
     mask = mask if steps == 1 else mask.with_cache()
+    positions = mask.rotary if getattr(head, "turns_as_target", False) else mask.positions  # [1, M], or [3, 1, M]
     with use_packed_attention(head):
-        hidden = head(embeds, features, mask.positions, attention_mask=mask)  # [1, M, H]
+        hidden = head(embeds, features, positions, attention_mask=mask)  # [1, M, H]
         outputs = [hidden]
         if steps == 1:
             return outputs
-        root = to_device(roots, embeds.device)  # [K]
-        hidden, positions = hidden.index_select(1, root), mask.positions.index_select(1, root)  # [1, K, H], [1, K]
+        place = to_device(roots, embeds.device)  # [K] of the roots
+        hidden, at_roots = hidden.index_select(1, place), positions.index_select(-1, place)  # [1, K, H], [(3,) 1, K]
         for step in range(1, steps):
-            tokens = embeds.index_select(1, (root + step).clamp_max(embeds.shape[1] - 1))  # [1, K, E]
-            visible = mask.chains(roots, step, root)
-            hidden = head(tokens, hidden, positions + step, attention_mask=visible)  # [1, K, H]
+            tokens = embeds.index_select(1, (place + step).clamp_max(embeds.shape[1] - 1))  # [1, K, E]
+            visible = mask.chains(roots, step, place)
+            hidden = head(tokens, hidden, at_roots + step, attention_mask=visible)  # [1, K, H]
             outputs.append(hidden)
     return outputs
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from fsd_core.tensors import to_device
+from fsd_infer.targets.image_inputs import ImagePrompt
 
 BLOCK = 128  # queries and keys of a block of FlexAttention
 
@@ -174,7 +175,13 @@ def _most(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TextMask(PackedMask):
-    """Causal attention within each conversation: a document mask."""
+    """Causal attention within each conversation: a document mask.
+
+    Attributes:
+        shown: the conversations with images by number.
+    """
+
+    shown: Mapping[int, ImagePrompt] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -184,6 +191,17 @@ class TextMask(PackedMask):
     def positions(self) -> Tensor:
         """[1, M] position of each token in its conversation."""
         return (torch.arange(len(self.starts), device=self.device) - self._starts)[None]
+
+    @cached_property
+    def rotary(self) -> Tensor:
+        """Where heads with M-RoPE place tokens: :attr:`positions`, or [3, 1, M] if images move the target's."""
+        made = {number: prompt.positions for number, prompt in self.shown.items()}
+        if not any(places.dim() == 3 for places in made.values()):
+            return self.positions
+        parts = list(self.positions.expand(3, 1, -1).split(list(self.lengths), dim=-1))
+        for number, places in made.items():
+            parts[number] = places.view(-1, 1, places.shape[-1]).expand(3, 1, -1)
+        return torch.cat(parts, dim=-1)
 
     def mask_mod(self, window: int | None) -> MaskMod:
         starts = self._starts
@@ -222,21 +240,35 @@ class TextMask(PackedMask):
 
         ``roots_on_device`` is a copy of them on the mask's device, if there is one.
         """
-        mask = ChainMask(self.lengths, self.device, roots, step, cache=self.cache)
+        return self._lend(ChainMask(self.lengths, self.device, roots, step, cache=self.cache), roots_on_device)
+
+    def blocks(self, roots: Tensor, size: int, roots_on_device: Tensor | None = None) -> SlotMask:
+        """Return the mask of blocks of ``size`` slots with these roots [B]; arguments as of :meth:`chains`."""
+        return self._lend(SlotMask(self.lengths, self.device, roots, size), roots_on_device)
+
+    def _lend(self, mask: Rooted, roots_on_device: Tensor | None) -> Rooted:
+        """Return a mask over this text with what is known of it."""
         known = {"starts": self.starts, "_starts": self._starts, "_roots": roots_on_device}
         vars(mask).update({name: value for name, value in known.items() if value is not None})
         return mask
 
 
 @dataclass(frozen=True)
-class ChainMask(PackedMask):
-    """A chain's next token sees its conversation up to the root, and the chain's own later tokens.
+class RootedMask(PackedMask):
+    """Queries that leave the text at roots: they see their conversation up to there, and queries of their own root.
 
-    The keys are the M tokens of the sequence, then K of each of the steps 1 … ``step``.
+    The keys are the M tokens of the sequence, then the queries' own, of one step or of several.
+
+    Attributes:
+        roots: [K] places of the roots, ascending, in host memory.
     """
 
     roots: Tensor
-    step: int
+
+    @property
+    @abstractmethod
+    def _layout(self) -> tuple[int, int]:
+        """Queries of each root, and steps that have as many keys as there are queries."""
 
     @cached_property
     def _roots(self) -> Tensor:
@@ -244,7 +276,44 @@ class ChainMask(PackedMask):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return len(self.roots), len(self.starts) + self.step * len(self.roots)
+        width, steps = self._layout
+        return width * len(self.roots), len(self.starts) + steps * width * len(self.roots)
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """Number of queries of each conversation."""
+        return self._layout[0] * np.bincount(np.searchsorted(np.cumsum(self.lengths), self.roots.numpy(), "right"))
+
+    @cached_property
+    def key_sizes(self) -> list[list[int]]:
+        return [list(self.lengths), *[self.counts[self.counts > 0].tolist()] * self._layout[1]]
+
+    def _spans(self) -> list[Span]:
+        texts = np.flatnonzero(self.counts)  # the conversations that have queries
+        ends = np.cumsum(self.counts[texts]).tolist()
+        found = []
+        for number, (text, end) in enumerate(zip(texts.tolist(), ends, strict=True)):
+            first = len(self.lengths) + number
+            own = range(first, first + self._layout[1] * len(texts), len(texts))  # of each step
+            found.append(Span(slice(end - int(self.counts[text]), end), [text, *own]))
+        return found
+
+
+Rooted = TypeVar("Rooted", bound=RootedMask)
+
+
+@dataclass(frozen=True)
+class ChainMask(RootedMask):
+    """A chain's next token sees its conversation up to the root, and the chain's own later tokens.
+
+    The keys are the M tokens of the sequence, then K of each of the steps 1 … ``step``.
+    """
+
+    step: int
+
+    @property
+    def _layout(self) -> tuple[int, int]:
+        return 1, self.step
 
     def mask_mod(self, window: int | None) -> MaskMod:
         starts, roots, step = self._starts, self._roots, self.step
@@ -258,28 +327,42 @@ class ChainMask(PackedMask):
 
         return mask_mod
 
-    @cached_property
-    def counts(self) -> np.ndarray:
-        """Number of chains of each conversation."""
-        return np.bincount(np.searchsorted(np.cumsum(self.lengths), self.roots.numpy(), "right"))
-
-    @cached_property
-    def key_sizes(self) -> list[list[int]]:
-        return [list(self.lengths), *[self.counts[self.counts > 0].tolist()] * self.step]
-
-    def _spans(self) -> list[Span]:
-        texts = np.flatnonzero(self.counts)  # the conversations that have chains
-        ends = np.cumsum(self.counts[texts]).tolist()
-        found = []
-        for number, (text, end) in enumerate(zip(texts.tolist(), ends, strict=True)):
-            first = len(self.lengths) + number
-            own = range(first, first + self.step * len(texts), len(texts))  # of each step
-            found.append(Span(slice(end - int(self.counts[text]), end), [text, *own]))
-        return found
-
     def key_ranges(self, window: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         roots, tokens = self.roots.numpy(), len(self.starts)
         yield self.starts[roots], roots
         for at in range(tokens, self.shape[1], len(roots)):
             own = at + np.arange(len(roots))
             yield own, own
+
+
+@dataclass(frozen=True)
+class SlotMask(RootedMask):
+    """A slot of a block sees its conversation before the root, whose own slot is the block's first, and its block.
+
+    The keys are the M tokens of the sequence, then the slots: slot k of block b is number b·size + k.
+    """
+
+    size: int
+
+    @property
+    def _layout(self) -> tuple[int, int]:
+        return self.size, 1
+
+    def mask_mod(self, window: int | None) -> MaskMod:
+        starts, roots, size = self._starts, self._roots, self.size
+
+        def mask_mod(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
+            tokens, root, slot = len(starts), roots[query // size], (key - len(starts)) % size
+            in_text, own = (key < root) & (key >= starts[root]), (key - tokens) // size == query // size
+            if window is not None:
+                in_text = in_text & (root + query % size - key < window)
+                own = own & (query % size - slot < window)
+            return torch.where(key < tokens, in_text, own)
+
+        return mask_mod
+
+    def key_ranges(self, window: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        roots = self.roots.numpy().repeat(self.size)
+        yield self.starts[roots], roots - 1
+        first = len(self.starts) + np.arange(0, len(roots), self.size).repeat(self.size)
+        yield first, first + self.size - 1

@@ -1,0 +1,286 @@
+"""Rows with images: their token ids as decoding would have them, and the pixels when a batch is made.
+
+The processor writes each image's tokens into the text of the chat template (:mod:`fsd_core.text.image_marks`). Each
+image is read once when rows are read, which tells whether it can be read and how many tokens it takes, and again when
+a batch needs its pixels.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsd_core.errors import DataError, FsdError, ModelLoadError
+from fsd_core.text.conversations import Message, check_messages
+from fsd_core.text.encoding import encode_rendered, render
+from fsd_core.text.image_marks import ImageTokens, mark_of, set_image_tokens, split_parts
+from fsd_core.text.image_rows import has_row_images, take_images
+from fsd_core.text.masks import encode_conversation
+from fsd_core.text.rows import Example
+from fsd_infer.decoder.image_prompts import processor_of
+from fsd_infer.request.images import Sources, encode_expanded
+from fsd_infer.targets.image_inputs import OF_TEXT, READS_BOTH_WAYS, ImageInput, placeholders_of
+from fsd_infer.targets.loading import load_config
+from fsd_infer.targets.processors import load_processor
+from fsd_infer.targets.target import Target
+
+_Options = Mapping[str, Any] | None
+_Encoded = tuple[list[int], list[int], "SeenImages"]
+_PIXELS = "pixel"  # in the names of inputs that hold pixels
+
+
+@dataclass(frozen=True, eq=False)
+class SeenImages:
+    """The images of one sequence.
+
+    Attributes:
+        sources: paths, URLs, bytes of files, or PIL images.
+        digests: of their pixels.
+        places: inputs of the target's first forward that place tokens, such as the images' grids.
+        types: types of tokens by the input's name and the token; of others 0.
+    """
+
+    sources: tuple[Any, ...]
+    digests: tuple[str, ...]
+    places: Mapping[str, Tensor]
+    types: Mapping[str, Mapping[int, int]]
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal digits that tell these images from others."""
+        return hashlib.sha256(" ".join(self.digests).encode()).hexdigest()[:16]
+
+    def placing(self, ids: Sequence[int]) -> dict[str, Tensor]:
+        """Return the inputs that place the tokens of a sequence, those of the text's length as [1, M]."""
+        types = {name: torch.tensor([[of.get(token, 0) for token in ids]]) for name, of in self.types.items()}
+        return {**self.places, **types}
+
+
+class ImageReader:
+    """Encodes rows with images for a target.
+
+    Args:
+        name: of the target, for errors.
+        tokenizer: the target's; None: rows have token ids.
+        load: returns the target's config, and a function that returns its processor.
+    """
+
+    def __init__(self, name: str, tokenizer: Any, load: Callable[[], tuple[Any, Callable[[], Any]]]) -> None:
+        self.name, self.tokenizer, self._load = name, tokenizer, load
+
+    @classmethod
+    def of(cls, target: Target) -> ImageReader:
+        """Return the reader of a loaded target."""
+        return cls(target.name, target.tokenizer, lambda: (target.model.config, lambda: processor_of(target)))
+
+    @classmethod
+    def named(cls, name: str, tokenizer: Any) -> ImageReader:
+        """Return the reader of a built-in name, directory or hub id."""
+        return cls(name, tokenizer, lambda: (load_config(name), lambda: load_processor(name, tokenizer)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_load": None}  # data workers get what is loaded
+
+    @cached_property
+    def _loaded(self) -> tuple[Any, Callable[[], Any]]:
+        try:
+            return self._load()
+        except FsdError:  # no config: a directory with a tokenizer alone
+            return None, lambda: None
+
+    @cached_property
+    def placeholders(self) -> frozenset[int]:
+        """Ids of the tokens that stand for images; none of a target that reads text alone."""
+        return placeholders_of(self._loaded[0])
+
+    @cached_property
+    def processor(self) -> Any:
+        """The target's processor. Raises ModelLoadError if it has none."""
+        if self._loaded[0].model_type in READS_BOTH_WAYS:
+            raise ModelLoadError(
+                f"{self.name} reads a prompt with an image in both directions, so that a head cannot be trained on "
+                "answers behind it in one forward. Leave rows with images out, or use another target."
+            )
+        made = copy.copy(self._loaded[1]())
+        # rows without images are encoded as in decoding, where the processor's template is not known
+        made.tokenizer = copy.copy(made.tokenizer)
+        made.tokenizer.chat_template = made.tokenizer.chat_template or getattr(made, "chat_template", None)
+        return made
+
+    @cached_property
+    def mark(self) -> str:
+        """What the chat template writes of an image, for the processor to replace. Raises DataError if nothing."""
+        processor, tokenizer = self.processor, copy.copy(self.processor.tokenizer)
+        names = [getattr(processor, name, None) for name in ("image_token", "boi_token")]
+        if not tokenizer.chat_template:
+            raise DataError(f"{self.name} has no chat template, which rows with images need.")
+        set_image_tokens(tokenizer, ImageTokens())
+        text = render(tokenizer, [{"role": "user", "content": mark_of(0) + "?"}], False)
+        found = next((name for name in names if isinstance(name, str) and text.count(name) == 1), None)
+        if found is None:
+            raise DataError(f"the chat template of {self.name} writes no image, or not as its processor reads one.")
+        return found
+
+    def taken(self, row: Example) -> tuple[Example, list[Any]]:
+        """Return a row with marks for its images, and the images; a row without any as it is.
+
+        So is one of a target that reads text alone, for what reads the row to refuse. Raises DataError.
+        """
+        if not has_row_images(row.values) or not self.placeholders:
+            return row, []
+        values, sources = take_images(row.values, row.folder)
+        return row._replace(values=values), sources
+
+    # encoding ------------------------------------------------------------------------------------------------------
+
+    def conversation(
+        self, turns: Sequence[Message], sources: Sequence[Any], complete: bool = True, options: _Options = None,
+        max_length: int | None = None,
+    ) -> list[_Encoded]:  # fmt: skip
+        """Return the sequences of :func:`.encode_conversation` with the images of each.
+
+        Raises:
+            DataError: as there, or an image that cannot be read, or that no turn shows.
+            ModelLoadError: the target has no processor.
+        """
+        images, tokenizer, made = self._written(turns, sources, options)
+        found = encode_conversation(tokenizer, turns, complete, options, max_length)
+        return [(ids, mask, self._seen(ids, images, sources, made)) for ids, mask in found]
+
+    def prompt(
+        self, turns: Sequence[Message], sources: Sequence[Any], options: _Options = None
+    ) -> tuple[list[int], SeenImages]:
+        """Return the ids of a prompt and its images; errors as of :meth:`conversation`."""
+        images, tokenizer, made = self._written(turns, sources, options)
+        ids = encode_rendered(tokenizer, render(tokenizer, check_messages(turns), True, options))
+        return ids, self._seen(ids, images, sources, made)
+
+    def seen(self, ids: Sequence[int], sources: Sequence[Any]) -> SeenImages:
+        """Return the images of a sequence of token ids, which has their placeholders. Raises DataError."""
+        images = _opened(sources)
+        return self._seen(ids, images, sources, self._processed(self.mark * len(images), images))
+
+    def inputs(self, ids: Sequence[int] | Tensor, seen: SeenImages) -> dict[str, Tensor]:
+        """Return the inputs of the target's first forward over a sequence [M]: pixels and what places tokens.
+
+        Raises DataError if an image has changed since it was read first.
+        """
+        images = _opened(seen.sources)
+        if tuple(map(_digest, images)) != seen.digests:
+            raise DataError(f"an image has changed since the rows were read: one of {_names(seen.sources)}. Run again.")
+        made = self._processed(self.mark * len(images), images)[2]
+        others = {name: value for name, value in made.items() if name not in (*OF_TEXT, "input_ids", "attention_mask")}
+        return {**others, **seen.placing(list(map(int, ids)))}
+
+    def image_input(self, ids: Sequence[int], seen: SeenImages) -> ImageInput | None:
+        """Return those of the images that a prompt has, for decoding; None if none. Errors as of :meth:`inputs`."""
+        if not self._standing(ids):
+            return None
+        return ImageInput(self.inputs(ids, self.seen(ids, seen.sources)), self.placeholders)
+
+    def _processed(self, text: str, images: Sequence[Any]) -> tuple[str, list[int], dict[str, Any]]:
+        try:
+            return encode_expanded(self.processor, text, images)
+        except FsdError as error:
+            raise DataError(str(error)) from error
+
+    def _written(
+        self, turns: Sequence[Message], sources: Sequence[Any], options: _Options
+    ) -> tuple[list[Any], Any, tuple[str, list[int], dict[str, Any]]]:
+        """Return the images that turns show, a tokenizer that writes them, and what the processor makes of all turns.
+
+        Raises DataError unless the tokenizer's ids of these are the processor's.
+        """
+        parts = [part for turn in turns if turn["role"] == "user" for part in split_parts(turn["content"])]
+        numbers = [part for part in parts if isinstance(part, int)]
+        if not numbers or numbers != list(range(len(numbers))):
+            raise DataError("the row has images, but none in the turns that are read. Show them in turns of the user.")
+        images = _opened(sources[: len(numbers)])
+        mark, tokenizer = self.mark, copy.copy(self.processor.tokenizer)
+        set_image_tokens(tokenizer, ImageTokens(mark))
+        text = render(tokenizer, check_messages(turns), False, options)
+        whole = self._processed(text, images)
+        if text.count(mark) != len(images):
+            raise DataError(f"the chat template writes {text.count(mark)} images of {len(images)}.")
+        texts = _between(text.split(mark), whole[0])
+        bos = tokenizer.bos_token
+        begins = bool(tokenizer("")["input_ids"]) and not (bos and text.startswith(bos))
+        set_image_tokens(tokenizer, ImageTokens(mark, texts, begins and bool(getattr(tokenizer, "is_fast", False))))
+        if encode_rendered(tokenizer, render(tokenizer, check_messages(turns), False, options)) != whole[1]:
+            raise DataError(f"the processor of {self.name} writes the conversation otherwise than its parts.")
+        return images, tokenizer, whole
+
+    def _seen(
+        self, ids: Sequence[int], images: Sequence[Any], sources: Sequence[Any],
+        made: tuple[str, list[int], dict[str, Any]],
+    ) -> SeenImages:  # fmt: skip
+        """Return those of the images whose placeholders are in a sequence. Raises DataError if the numbers differ."""
+        wanted = [token for token in ids if token in self.placeholders]
+        count = len(images)
+        if self._standing(made[1]) != wanted:  # the sequence ends before the last image, or the row's ids are of others
+            each = [len(self._standing(self._processed(self.mark, [image])[1])) for image in images]
+            count = next((n for n, total in enumerate(accumulate(each), 1) if total == len(wanted)), 0)
+            made = self._processed(self.mark * count, images[:count]) if count else made
+        if not count or self._standing(made[1]) != wanted:
+            raise DataError(
+                f"the row's ids have {len(wanted)} tokens that stand for images, which its {len(images)} images do "
+                "not take. Regenerate the answers with this target and these images."
+            )
+        read, values = made[1], made[2]
+        places = {
+            name: value
+            for name, value in values.items()
+            if isinstance(value, Tensor)
+            and _PIXELS not in name
+            and name not in (*OF_TEXT, "input_ids", "attention_mask")
+        }
+        types = {
+            name: {token: kind for token, kind in zip(read, values[name][0].tolist()) if kind}
+            for name in OF_TEXT
+            if name in values
+        }
+        return SeenImages(tuple(sources[:count]), tuple(map(_digest, images[:count])), places, types)
+
+    def _standing(self, ids: Sequence[int]) -> list[int]:
+        return [token for token in ids if token in self.placeholders]
+
+
+def _opened(sources: Sequence[Any]) -> list[Any]:
+    """Return images in RGB. Raises DataError for one that cannot be read."""
+    try:
+        found = [Sources().open(source) for source in sources]
+        return [image.convert("RGB") if getattr(image, "mode", "RGB") != "RGB" else image for image in found]
+    except FsdError as error:
+        raise DataError(str(error)) from error
+
+
+def _between(pieces: Sequence[str], whole: str) -> list[str]:
+    """Return what stands between pieces of a text in the whole text. Raises DataError if they are not all in it.
+
+    Where one of the pieces between images is within their tokens, these are divided otherwise, which changes no ids.
+    """
+    found, place = list[str](), len(pieces[0])
+    for number, piece in enumerate(pieces[1:], start=2):
+        last = number == len(pieces)
+        end = len(whole) - len(piece) if last else whole.find(piece, place + bool(piece))
+        if end < place or not whole.startswith(pieces[0]) or not whole.startswith(piece, end):
+            raise DataError("the processor changes the conversation's text beside its images.")
+        found.append(whole[place:end])
+        place = end + len(piece)
+    return found
+
+
+def _digest(image: Any) -> str:
+    return hashlib.sha256(f"{image.size}".encode() + image.tobytes()).hexdigest()[:16]
+
+
+def _names(sources: Sequence[Any]) -> str:
+    return ", ".join(f"{source!s:.80}" if isinstance(source, str) else "an image in the row" for source in sources)
