@@ -39,6 +39,11 @@ class TrainingFacts(ModelSizes):
         return "fsd" if self.hidden_size <= SMALL else "eagle3"
 
     @property
+    def scaled_norm(self) -> bool:
+        """Whether the final norm has a weight under the name that the head reads."""
+        return getattr(getattr(self.target.decoder, "norm", None), "weight", None) is not None
+
+    @property
     def experts(self) -> bool:
         """Whether it is a mixture of experts."""
         return any(getattr(self.target.config, key, None) for key in EXPERTS)
