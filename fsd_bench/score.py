@@ -130,7 +130,8 @@ def read_references(rows: Sequence[PromptRow], kind: str = AUTO, run_code: bool 
 
     Raises:
         FsdError: an unknown kind, or answers would be run without ``run_code``.
-        DataError: no row has a reference of the requested kind.
+        DataError: no row has a reference of the requested kind, one has a reference that cannot be used, or a package
+            is missing.
     """
     check_score(kind)
     references = [_reference(row, kind) for row in rows]
@@ -141,6 +142,7 @@ def read_references(rows: Sequence[PromptRow], kind: str = AUTO, run_code: bool 
         )
     if kind in KINDS and not any(references):
         raise DataError(f"no row has a reference for --score {kind}: give rows that have one, or --score {NONE}.")
+    _try(rows, references)
     return references
 
 
@@ -158,9 +160,7 @@ def _reference(row: PromptRow, kind: str) -> Reference | None:
         return Reference(kind, texts) if any(_WORD.search(text.lower()) for text in texts) else None
     stated = row.row.get("scored_by")
     if stated in (*BY_LAYOUT, NONE):
-        if kind not in (AUTO, stated) or stated == NONE:
-            return None
-        return Reference(str(stated), str(answer), tuple(row.row.get("letters") or ()))
+        return None if kind not in (AUTO, stated) or stated == NONE else _stated(row, str(stated))
     asked, arguments = row.row.get("instruction_id_list"), row.row.get("kwargs")
     if kind in (AUTO, "ifeval") and isinstance(asked, list) and isinstance(arguments, list):
         return Reference("ifeval", json.dumps(arguments), (row.messages[-1]["content"], *map(str, asked)))
@@ -181,6 +181,38 @@ def _reference(row: PromptRow, kind: str) -> Reference | None:
     return None
 
 
+def _stated(row: PromptRow, kind: str) -> Reference:
+    """Return the reference of a row that says how it is scored. Raises DataError if it cannot be scored so."""
+    answer, letters = row.row.get("answer"), row.row.get("letters") or ()
+    fits = isinstance(answer, (str, int, float)) and isinstance(letters, (str, list, tuple))
+    if fits and kind == "code":
+        try:
+            fits = {"kind", "tests", "entry", "begun"} <= json.loads(str(answer)).keys()
+        except (AttributeError, ValueError):
+            fits = False
+    if not fits:
+        raise DataError(f"{row.where}: its `answer` or `letters` cannot be scored by {kind}. Leave scored_by out.")
+    return Reference(kind, str(answer), tuple(letters))
+
+
+def _try(rows: Sequence[PromptRow], references: Sequence[Reference | None]) -> None:
+    """Score an answer by a reference of each kind, and by all of IFEval's, before there are answers.
+
+    Raises FsdError for a package that is missing, and for instructions that cannot be checked.
+    """
+    tried = {"code"}  # runs programs
+    for row, reference in zip(rows, references, strict=True):
+        if reference is None or reference.kind in tried:
+            continue
+        tried |= {reference.kind} - {"ifeval"}
+        try:
+            reference.score("x")
+            if reference.kind == "chrf":
+                other_language("x", reference.value)  # type: ignore[arg-type]
+        except FsdError as error:
+            raise DataError(f"{row.where}: {error}") from error
+
+
 # with packages of the extra lm-eval -------------------------------------------------------------------------------
 
 
@@ -194,7 +226,7 @@ def follows(prompt: str, instructions: Sequence[str], arguments: str, answer: st
         answer: the answer's text.
 
     Raises:
-        FsdError: an unknown instruction, or a missing package or data set of the checkers.
+        FsdError: an unknown instruction or argument, or a missing package or data set of the checkers.
     """
     utils = _module("lm_eval.tasks.ifeval.utils")
     example = utils.InputExample(0, list(instructions), prompt, json.loads(arguments))
@@ -202,6 +234,8 @@ def follows(prompt: str, instructions: Sequence[str], arguments: str, answer: st
         return bool(utils.test_instruction_following_strict(example, answer).follow_all_instructions)
     except KeyError as error:
         raise FsdError(f"IFEval knows no instruction {error}: check the row's instruction_id_list.") from error
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise FsdError(f"IFEval cannot check this row ({error!r:.120}): check its kwargs.") from error
     except LookupError as error:
         raise FsdError(
             "IFEval counts words with NLTK's punkt_tab, which is missing: python -m nltk.downloader punkt_tab."

@@ -11,6 +11,7 @@ from typing import Any
 
 from fsd_bench.base import MeasuredAnswer, Method, TimedRun
 from fsd_core.openai_client import EXTENSIONS, UNSHAPED, Server, ServerError
+from fsd_core.registry import is_whole
 
 __all__ = ["Server", "ServerError", "ServerMethod"]
 
@@ -50,30 +51,37 @@ class ServerMethod(Method):
             "stream_options": {"include_usage": True},
             **UNSHAPED,
         }
-        count = len(prompts)
-        ids: list[list[int]] = [[] for _ in range(count)]
-        texts, reasons = [""] * count, ["length"] * count
-        sends_ids, usage, first = True, None, None
+        ids: list[list[int]] = [[] for _ in prompts]
+        texts, reasons = [""] * len(prompts), ["length"] * len(prompts)
+        sends_ids, first = True, None
+        counted: Any = None
         start = time.perf_counter()
         for event in self.server.stream(body, EXTENSIONS):
-            usage = event.get("usage") or usage
-            for choice in event.get("choices") or []:
-                new = choice.get("token_ids")
-                if new or choice.get("text"):
-                    first = first or time.perf_counter()
-                    sends_ids = sends_ids and new is not None
-                ids[choice.get("index", 0)] += new or []
-                texts[choice.get("index", 0)] += choice.get("text") or ""
-                if choice.get("finish_reason"):
-                    reasons[choice.get("index", 0)] = "stop" if choice["finish_reason"] == "stop" else "length"
+            try:
+                usage = event.get("usage") or {}
+                counted = usage.get("completion_tokens", counted)
+                for choice in event.get("choices") or []:
+                    new, text, at = choice.get("token_ids"), choice.get("text") or "", choice.get("index", 0)
+                    if not is_whole(at, 0) or not all(is_whole(token, 0) for token in new or ()):
+                        raise ValueError(f"index {at!r}, token ids {new!r}")
+                    if new or text:
+                        first = first or time.perf_counter()
+                        sends_ids = sends_ids and new is not None
+                    ids[at] += new or []
+                    texts[at] += text
+                    if choice.get("finish_reason"):
+                        reasons[at] = "stop" if choice["finish_reason"] == "stop" else "length"
+            except (AttributeError, IndexError, TypeError, ValueError) as error:
+                said = f"server {self.server.url} sent no event of the OpenAI API: {error!r:.200}."
+                raise ServerError(said) from error
         seconds = time.perf_counter() - start
         if sends_ids and all(ids):
             answers = [
                 MeasuredAnswer(tokens, None, None, finish_reason=why) for tokens, why in zip(ids, reasons, strict=True)
             ]
-        elif usage and usage.get("completion_tokens") is not None:
-            share, left = divmod(int(usage["completion_tokens"]), count)
-            counts = [share + (index < left) for index in range(count)]
+        elif is_whole(counted, 0):
+            share, left = divmod(counted, len(prompts))
+            counts = [share + (index < left) for index in range(len(prompts))]
             answers = [
                 MeasuredAnswer(None, None, None, finish_reason=why, counted=counted, text=text)
                 for counted, why, text in zip(counts, reasons, texts, strict=True)

@@ -21,7 +21,7 @@ from fsd_bench.record import BenchPrompt
 from fsd_bench.report import bench_table, brief_table
 from fsd_bench.runner import partial_path
 from fsd_bench.runs import RunFile, Trial
-from fsd_bench.server import Server
+from fsd_bench.server import Server, ServerMethod
 from fsd_core.console import TerminatedError
 from fsd_infer import FsdError, Target, TreeShape
 from fsd_infer.trees import policy
@@ -264,6 +264,18 @@ def test_server_takes_batches_and_sampling(toy: Toy) -> None:
     assert len({row["methods"]["s"][0]["tokens_sha256"] for row in rows}) == len(rows)
     assert all(len(body["prompt"]) == 2 and body["temperature"] == 0.7 for body in behaviour.requests)
     assert behaviour.requests[0]["seed"] == 3
+
+
+@pytest.mark.parametrize("odd", [
+    {"choices": [{"index": 3, "text": "x"}]}, {"choices": [{"index": -1, "text": "x"}]}, {"choices": ["x"]},
+    {"choices": [{"text": "x", "token_ids": ["x"]}]}, {"choices": 3}, {"choices": [{"text": 3}]}, {"usage": "many"},
+])  # fmt: skip
+def test_events_of_another_form_are_named(odd: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(Behaviour(made_up)) as url:
+        method = ServerMethod("s", Server(url))
+        monkeypatch.setattr(method.server, "stream", lambda *arguments: iter([odd]))
+        with pytest.raises(ServerError, match="sent no event of the OpenAI API"):
+            method.answer([[1, 2]], {"max_new_tokens": 4, "do_sample": False}, 0)
 
 
 def test_an_absent_server_is_named_and_leaves_nothing(

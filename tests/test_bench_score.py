@@ -153,9 +153,24 @@ def test_instructions_are_checked_by_their_programs() -> None:
         assert reference is not None and reference.kind == "ifeval"
         assert reference.score("the cat sat on the mat and it was a fine day") == 1.0
         assert reference.score("the cat, sat on the mat and it was a fine day") == 0.0
-    row.row["instruction_id_list"][0] = "change_case:nonsense"  # type: ignore[index]
-    with pytest.raises(FsdError, match="IFEval knows no instruction 'change_case:nonsense'"):
-        read_references([row])[0].score("x")  # type: ignore[union-attr]
+
+
+ODD_ROWS: list[tuple[dict[str, Any], str]] = [
+    ({"instruction_id_list": ["change_case:nonsense"], "kwargs": [{}]}, "knows no instruction 'change_case:nonsense'"),
+    ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": []}, "check its kwargs"),
+    ({"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": 3}]}, "check its kwargs"),
+    ({"scored_by": "letter", "letters": "ABCD"}, "cannot be scored by letter"),
+    ({"scored_by": "letter", "answer": "A", "letters": 5}, "cannot be scored by letter"),
+    ({"scored_by": "code", "answer": "print(1)"}, "cannot be scored by code"),
+    ({"scored_by": "code", "answer": '{"tests": []}'}, "cannot be scored by code"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), ODD_ROWS)
+def test_what_cannot_be_scored_is_told_before_the_answers(fields: dict[str, Any], message: str) -> None:
+    row = PromptRow("", [{"role": "user", "content": "say it"}], "", "f", 1, {"prompt": "say it", **fields}, "f:1")
+    with pytest.raises(DataError, match=f"f:1: .*{message}"):
+        read_references([row], run_code=True)
 
 
 def test_translations_are_scored_by_characters_and_language() -> None:

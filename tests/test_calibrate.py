@@ -160,6 +160,11 @@ def test_promises_are_kept(
     wanted = decoder.generate("the cat", rule=record["setting"], max_new_tokens=4, temperature=0)
     assert made.stats.rule == wanted.stats.rule and made.sequences == wanted.sequences
     assert record["file"] == str(drafter / FILE)
+    for name in ("record.json", "calibration.html"):
+        (tmp_path / name).write_text("[1]")  # of another program
+        again = [*words.split(), "--output", str(tmp_path), "--prompts", str(toy.prompts), *asked.split()]
+        assert main(again) == 2 and f"{name} is of no calibration" in capsys.readouterr().err
+        (tmp_path / name).unlink()
 
 
 def test_halves_share_no_text(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

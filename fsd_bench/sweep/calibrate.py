@@ -24,11 +24,13 @@ from fsd_bench.sweep.runner import read_sweep, sweep
 from fsd_bench.sweep.settings import EXACT, Setting, SweepOptions
 from fsd_bench.sweep.summary import summarise
 from fsd_core.errors import DataError, FsdError
-from fsd_core.files import jsonable, usable_name, writable, write_json
+from fsd_core.files import jsonable, read_json, usable_name, writable, write_json
 from fsd_core.text.encoding import PromptRow
 from fsd_infer.decoder.calibrated import Calibrated, check_calibrated, write_calibrated
 from fsd_infer.environment import environment
 from fsd_infer.targets.target import Target
+
+RECORD = "record.json"  # in the output's folder
 
 
 def calibrate(
@@ -52,16 +54,16 @@ def calibrate(
         ``candidates``, ``options``, ``environment``, ``file``.
 
     Raises:
-        FsdError: invalid options, no candidate that reaches a promised speed, a drafter without a directory, or
-            whatever :func:`.sweep` raises.
+        FsdError: invalid options, a file in the folder that no calibration wrote, no candidate that reaches a promised
+            speed, a drafter without a directory, or whatever :func:`.sweep` raises.
         DataError: a side without prompts, a prompt on both sides, or no reference for a promise of score.
     """
     _check(options, confidence)
+    named = _folder(output)
     directory, target = _home(options)
-    named = Path(usable_name(output, "the output folder"))
     calibration, verification = split(options, verify, needs_score=promise.kind == SCORE, folder=named)
     options = _with_candidates(options, promise, progress)
-    folder = writable(named / "record.json", "the record").parent
+    folder = writable(named / RECORD, "the record").parent
     comparisons = _sweep(options, calibration, folder / "calibration.jsonl", progress)
     settings = options.settings()
     facts = summarise(comparisons, [setting.name for setting in settings], options.seed)
@@ -85,8 +87,21 @@ def calibrate(
         "environment": environment(),
         "file": str(file),
     }
-    write_json(folder / "record.json", jsonable(record), indent=1)
+    write_json(folder / RECORD, jsonable(record), indent=1)
     return record
+
+
+def _folder(output: str | Path) -> Path:
+    """Return the output's folder. Raises FsdError for files in it that no calibration wrote, but one would replace."""
+    folder = Path(usable_name(output, "the output folder"))
+    pages = [folder / f"{name}.html" for name in ("calibration", "verification")]
+    foreign = [page for page in pages if page.exists() and not page.with_suffix(".jsonl").exists()]
+    if (record := folder / RECORD).exists():
+        found = read_json(record, "Give another folder.")
+        foreign += [] if isinstance(found, dict) and found.keys() >= {"promise", "setting"} else [record]
+    if foreign:
+        raise FsdError(f"{foreign[0]} is of no calibration and is not overwritten: give another folder.")
+    return folder
 
 
 def _check(options: SweepOptions, confidence: float) -> None:
