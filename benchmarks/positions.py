@@ -1,9 +1,9 @@
-"""Tokens per forward by the place in a chat at which an answer begins, up to 4,000 tokens.
+"""Tokens per forward by the place in a chat at which an answer begins, up to some 3,200 tokens.
 
     python -m benchmarks.positions --json benchmarks/results/positions.json
 
 The same questions are asked in chats of growing length: after no earlier turns, and after turns of the built-in
-model's answers that fill 512, 1,024, 2,048 and 3,584 tokens. Trees are fixed, so that nothing follows the clock. Ratios
+model's answers that would be 512, 1,024, 2,048 and 3,584 tokens as conversations of their own. Trees are fixed, so that nothing follows the clock. Ratios
 are to answers without earlier turns, with intervals over questions.
 """
 

@@ -216,7 +216,7 @@ def by_place(record: Record) -> str:
         [name, "–".join(map(str, cell["prompt_tokens"])), plain(cell["tau"]), ratio(cell["ratio"])]
         for name, cell in record["places"].items()
     ]
-    return columns(["earlier turns, at least", "tokens before the answer", "τ", "× without"], rows)
+    return columns(["earlier turns", "tokens before the answer", "τ", "× without"], rows)
 
 
 FORMS: dict[str, Callable[[Record], str]] = {
