@@ -165,9 +165,12 @@ def test_a_file_takes_the_runs_of_one_process_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, TerminatedError)])
 def test_a_stop_says_what_is_kept(
-    number: int, error: type[BaseException], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    number: int, error: type[BaseException], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
     job, before = Trial("plain", 0), signal.getsignal(signal.SIGTERM)
+    at_start = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, at_start))
     for runs in (0, 1):
         file = RunFile(tmp_path / "r.jsonl", "bench", {}, {job: 1}, advice=("add --resume", "another name"))
         with pytest.raises(error), file.kept():
