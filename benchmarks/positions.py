@@ -1,4 +1,4 @@
-"""Tokens per forward by the place in a chat at which an answer begins, up to some 3,200 tokens.
+"""Tokens per forward by the place in a chat at which an answer begins, up to some 4,000 tokens.
 
     python -m benchmarks.positions --json benchmarks/results/positions.json
 
