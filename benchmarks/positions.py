@@ -3,8 +3,8 @@
     python -m benchmarks.positions --json benchmarks/results/positions.json
 
 The same questions are asked in chats of growing length: after no earlier turns, and after turns of the built-in
-model's answers that would be 512, 1,024, 2,048 and 3,584 tokens as conversations of their own. Trees are fixed, so that nothing follows the clock. Ratios
-are to answers without earlier turns, with intervals over questions.
+model's answers that would be 512, 1,024, 2,048 and 3,584 tokens as conversations of their own. Trees are fixed, so that
+nothing follows the clock. Ratios are to answers without earlier turns, with intervals over questions.
 """
 
 from __future__ import annotations

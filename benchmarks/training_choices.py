@@ -4,8 +4,8 @@
 
 Each arm of :data:`ARMS` trains the head of recipes/smollm2-135m.yaml in one thread. Its number of steps follows from
 the CPU seconds of its first steps, so that all arms take the same time, also on a busy machine. Arms take turns, seed
-by seed. The figures are teacher-forced on held-out answers, and by place in held-out chats of nearly 4,096 tokens, which are
-answers one after the other. The same command continues where it was stopped.
+by seed. The figures are teacher-forced on held-out answers, and by place in held-out chats of nearly 4,096 tokens,
+which are answers one after the other. The same command continues where it was stopped.
 """
 
 from __future__ import annotations
