@@ -283,7 +283,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             ended = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True, env=environment, check=True)
             done[part] = [json.loads(line) for line in ended.stdout.splitlines()]
         found.setdefault(name, []).extend(done[part])
-    done.remove()
     return found
 
 

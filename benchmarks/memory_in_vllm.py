@@ -67,7 +67,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             done[asked] = list(answers_of(method, load_tokenizer(directory), rows, args.max_new_tokens))
             method.close()
         found[name] += done[asked]
-    done.remove()
     baseline = next(iter(found))
     return {"baseline": baseline, "workloads": summary(found, baseline), "answers": found}
 

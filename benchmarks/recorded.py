@@ -76,10 +76,10 @@ def run_resumed(prompts: Path | str, methods: Sequence[str], file: Path | None, 
 
 
 class Finished(dict[str, Any]):
-    """Parts of a benchmark by name. Those of a stopped run are there again when the same command runs anew.
+    """Parts of a benchmark by name. Those of a stopped run are there again when the same command is repeated.
 
     Args:
-        file: of the record; the parts are in FILE.partial.jsonl until :meth:`remove`. None: they are nowhere.
+        file: of the record; until it is written, parts are kept in FILE.partial.jsonl. None: they are kept nowhere.
         settings: what the parts depend on beside their names; those of other settings do not count.
     """
 
@@ -141,6 +141,7 @@ def record_main(
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         write_record(args.json, jsonable(record))
+        Finished(args.json).remove()
     print(report(record))
     return 0
 

@@ -107,8 +107,8 @@ def make_texts(place: Path, tokens: int) -> None:
 
     - ``answers`` and ``held-out``: rows of data/smollm2-135m-answers.jsonl.gz of so many tokens, one in
       :data:`HELD_OUT` held out;
-    - ``chats``: those of ``answers`` one after the other, in conversations of at least :data:`TOKENS` tokens;
-    - ``long``: later rows likewise, in :data:`CHATS` conversations of at least :data:`LONG`;
+    - ``chats``: those of ``answers`` one after the other, as many in each as have :data:`TOKENS` tokens alone;
+    - ``long``: later rows likewise, in :data:`CHATS` conversations of rows with :data:`LONG` tokens alone;
     - ``problems`` and ``problems-held-out``: the fine-tuned target's answers to word problems.
     """
     rows = answered()
@@ -223,7 +223,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 print(run, file=sys.stderr, flush=True)
                 done[f"{name}, {seed}"] = run
     runs = [done[f"{name}, {seed}"] for seed in range(args.seeds) for name in arms]
-    done.remove()
     return {"runs": runs}
 
 

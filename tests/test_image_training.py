@@ -196,7 +196,7 @@ def test_features_and_drafts_are_those_of_decoding(
 ) -> None:
     """In a batch beside text: features of a row as of a prefill, the head's chain as of a draft tree, the loss by hand.
 
-    The row's answer is the target's token, and a path of the tree that decoding drafts behind it.
+    The row's answer is the target's token, and a path of the tree that decoding drafts after it.
     """
     save_seeing(tmp_path / "target", family, with_processor=True)
     options: dict[str, Any] = {"unroll_steps": 3, "loss": "kl_pq"}

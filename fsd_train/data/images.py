@@ -107,7 +107,7 @@ class ImageReader:
         if self._loaded[0].model_type in READS_BOTH_WAYS:
             raise ModelLoadError(
                 f"{self.name} reads a prompt with an image in both directions, so that a head cannot be trained on "
-                "answers behind it in one forward. Leave rows with images out, or use another target."
+                "answers after it in one forward. Leave rows with images out, or use another target."
             )
         made = copy.copy(self._loaded[1]())
         # rows without images are encoded as in decoding, where the processor's template is not known

@@ -72,7 +72,7 @@ def _placed_errors(where: str) -> Iterator[None]:
 def encode_row_with_images(
     row: Mapping[str, Any], reader: ImageReader, sources: Sequence[Any], where: str, max_length: int
 ) -> list[Sequenced]:
-    """Return ids, loss mask and images of the sequences of a row with marks for images, cut behind their last answers.
+    """Return ids, loss mask and images of a row's sequences, cut after their last answers; marks stand for its images.
 
     Raises DataError as :func:`encode_row`, or for an image that cannot be read.
     """
