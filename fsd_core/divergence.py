@@ -36,7 +36,7 @@ from fsd_core.tensors import is_host
 
 LN2 = math.log(2.0)
 ZERO = -1e30  # log-probabilities up to this mean probability 0; finite, to avoid inf - inf
-DEFAULT_K, MOST_K = 50, 2**20  # no vocabulary is larger
+DEFAULT_K, MAX_K = 50, 2**20  # no vocabulary is larger
 
 RowFunction = Callable[[Tensor, Tensor], Tensor]  # log p [n, V], log q [n, V], both >= ZERO -> [n]
 
@@ -252,8 +252,8 @@ def divergence(name: str | Divergence) -> Divergence:
     if measure.k is None:
         raise FsdError(f"divergence {name!r}: {stem!r} takes no parameter; only top_k_* forms do, as in top_k_js:20.")
     k = read_int(parameter)
-    if k is None or not 1 <= k <= MOST_K:
-        raise FsdError(f"divergence {name!r}: k must be a whole number from 1 to {MOST_K}, not {parameter!r}.")
+    if k is None or not 1 <= k <= MAX_K:
+        raise FsdError(f"divergence {name!r}: k must be a whole number from 1 to {MAX_K}, not {parameter!r}.")
     return _top_k(DIVERGENCES.get(stem.removeprefix("top_k_")), k, name)
 
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 QUIET = 2.0  # seconds that one process waits for another without a word
-MOST_BYTES = 255, 4095  # of a file's name and of a path, on the usual systems
+MAX_BYTES = 255, 4095  # of a file's name and of a path, on the usual systems
 _MACHINE = f"{zlib.crc32(os.uname().nodename.encode()):08x}"  # others number their processes alike
 
 
@@ -41,7 +41,7 @@ def usable_name(name: str | os.PathLike[str], what: str) -> str:
         encoded = os.fsencode(text)
     except UnicodeEncodeError:
         raise FsdError(f"{what} {text[:80]!r} is no name of a file or model: it is no Unicode text.") from None
-    if "\0" in text or len(encoded) > MOST_BYTES[1] or max(map(len, encoded.split(b"/"))) > MOST_BYTES[0]:
+    if "\0" in text or len(encoded) > MAX_BYTES[1] or max(map(len, encoded.split(b"/"))) > MAX_BYTES[0]:
         raise FsdError(f"{what} {text[:80]!r} is no name of a file or model: it is too long, or holds a NUL.")
     return text
 

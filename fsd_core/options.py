@@ -13,10 +13,10 @@ from typing import Any
 
 from fsd_core.errors import DataError
 from fsd_core.files import parse_json
-from fsd_core.registry import MOST_SEED, read_float, read_int
+from fsd_core.registry import MAX_SEED, read_float, read_int
 
-MOST_COUNT = 2**31 - 1  # tokens, prompts, repeats ...
-MOST_GIB = 2**20
+MAX_COUNT = 2**31 - 1  # tokens, prompts, repeats ...
+MAX_GIB = 2**20
 # fsd_bench.score imports too much for --help
 SCORES = ("auto", "number", "choice", "ifeval", "chrf", "rouge", "letter", "math", "text", "code", "none")
 
@@ -72,8 +72,8 @@ def existing_directory(text: str) -> Path:
     return path
 
 
-positive = whole_number(1, MOST_COUNT)
-seed = whole_number(0, MOST_SEED)
+positive = whole_number(1, MAX_COUNT)
+seed = whole_number(0, MAX_SEED)
 
 
 def thread_count(text: str) -> int:
@@ -92,8 +92,8 @@ def real_number(text: str) -> float:
 def gibibytes(text: str) -> int:
     """Parse a positive number of GiB and return bytes. Raises ArgumentTypeError for other text."""
     value = real_number(text)
-    if not 0 < value <= MOST_GIB:
-        raise ArgumentTypeError(f"must be a number above 0 and at most {MOST_GIB}, got {text}")
+    if not 0 < value <= MAX_GIB:
+        raise ArgumentTypeError(f"must be a number above 0 and at most {MAX_GIB}, got {text}")
     return int(value * 2**30)
 
 

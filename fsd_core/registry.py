@@ -18,7 +18,7 @@ from fsd_core.errors import UnknownNameError
 
 T = TypeVar("T")
 
-MOST_SEED = 2**62  # torch, numpy and servers accept it, plus a few thousand
+MAX_SEED = 2**62  # torch, numpy and servers accept it, plus a few thousand
 
 _WHOLE = re.compile(r"[+-]?[0-9]{1,30}")
 _REAL = re.compile(r"[+-]?(?:[0-9]{1,400}(?:\.[0-9]{0,400})?|\.[0-9]{1,400})(?:[eE][+-]?[0-9]{1,4})?")

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from fsd_bench.likelihood import log_likelihoods
 from fsd_bench.lm_eval.texts import Until, cut, with_turns
 from fsd_core.errors import ContextLengthError, DataError, FsdError
-from fsd_core.registry import MOST_SEED, read_float, read_int
+from fsd_core.registry import MAX_SEED, read_float, read_int
 from fsd_core.text.conversations import check_messages
 from fsd_core.text.templates import turns_for
 from fsd_infer.decoder import FuzzyDecoder
@@ -282,6 +282,6 @@ def generate_options(asked: Mapping[str, Any]) -> tuple[list[str], dict[str, Any
 
 def _count(name: str, value: int | str, least: int = 1) -> int:
     count = None if isinstance(value, bool) else read_int(str(value))
-    if count is None or not least <= count <= MOST_SEED:
+    if count is None or not least <= count <= MAX_SEED:
         raise FsdError(f"{name} must be a whole number from {least} on, got {value!r:.60}.")
     return count

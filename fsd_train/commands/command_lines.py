@@ -15,7 +15,7 @@ from fsd_core.completion import HELP, SHELLS
 from fsd_core.console import ConsoleParser
 from fsd_core.files import HUB_ID
 from fsd_core.options import (
-    MOST_COUNT,
+    MAX_COUNT,
     SHARED,
     TARGET_KWARGS,
     add_import,
@@ -24,7 +24,7 @@ from fsd_core.options import (
     real_number,
     whole_number,
 )  # fmt: skip
-from fsd_core.registry import MOST_SEED, read_float
+from fsd_core.registry import MAX_SEED, read_float
 from fsd_infer.heads import FORMATS
 from fsd_train import LONGEST, MAX_LENGTH
 
@@ -80,7 +80,7 @@ _REGENERATE: Options = {
     "--raw": {"action": "store_true", "help": "continue each prompt without the chat template"},
     "--features": {"metavar": "DIR", "help": "also store the local target's features there, like cache-features"},
     "--limit": _count(None, "number of prompts to answer, sampled by --seed (default: all)"),
-    "--seed": {"type": whole_number(0, MOST_SEED), "default": 0, "metavar": "N", "help": "seed of all draws"},
+    "--seed": {"type": whole_number(0, MAX_SEED), "default": 0, "metavar": "N", "help": "seed of all draws"},
     "--batch-size": _count(32, "prompts per batch of the local target"),
     "--dtype": {"help": "data type of the local target: bfloat16, float32 ... (default: bfloat16)"},
     "--device": {"help": "device of the local target (default: CUDA if present)"},
@@ -103,7 +103,7 @@ _CACHE_FEATURES: Options = {
     "--data": {"nargs": "+", "action": "extend", "metavar": "FILE", "help": "answers: files or directories"},
     "--output": {"metavar": "DIR", "help": "directory of the cache"},
     "--layers": {
-        "type": whole_number(0, MOST_COUNT), "nargs": "+", "metavar": "N",
+        "type": whole_number(0, MAX_COUNT), "nargs": "+", "metavar": "N",
         "help": "decoder layers whose outputs are stored too, for heads with fused_layers",
     },
     "--max-length": _count(None, f"tokens kept per sequence (default: the recipe's data.max_length, or {MAX_LENGTH})"),
@@ -211,7 +211,7 @@ _NEW_RECIPE: Options = {
 
 _QUICKSTART: Options = {
     "--train-seconds": {
-        "type": whole_number(0, MOST_COUNT), "default": 60, "metavar": "S", "help": "seconds of training, 0 for none",
+        "type": whole_number(0, MAX_COUNT), "default": 60, "metavar": "S", "help": "seconds of training, 0 for none",
     },
     "--prompts": _count(12, "number of prompts to decode"),
     "--max-new-tokens": _count(64, "tokens of each answer"),
