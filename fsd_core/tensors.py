@@ -8,35 +8,57 @@ do not block.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 _STAGED = 2**16  # bytes that CUDA copies from pageable memory without a sync
-_UNPINNED = {"cpu", "mps"}  # devices that share the host's memory
+
+
+class _Memory(NamedTuple):
+    """How the host reaches a kind of device.
+
+    Attributes:
+        is_host: whether it reads tensors there without waiting.
+        is_shared: whether the two share memory, so that copies need no pinned pages.
+        wide: the widest floating-point type.
+    """
+
+    is_host: bool = False
+    is_shared: bool = False
+    wide: torch.dtype = torch.float64
+
+
+_MEMORIES = {"cpu": _Memory(is_host=True, is_shared=True), "mps": _Memory(is_shared=True, wide=torch.float32)}
+_APART = _Memory()  # of all other kinds
+
+
+def _memory(device: torch.device) -> _Memory:
+    """The one place where decoding asks for the kind of a device."""
+    return _MEMORIES.get(device.type, _APART)
 
 
 def is_host(device: torch.device) -> bool:
     """Whether the host reads tensors of this device without waiting, so that shapes may follow from values."""
-    return device.type == "cpu"
+    return _memory(device).is_host
 
 
 def wide(device: torch.device) -> torch.dtype:
     """Return the widest floating-point type of a device, which holds any token id exactly."""
-    return torch.float32 if device.type == "mps" else torch.float64  # mps has no fp64
+    return _memory(device).wide
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to ``device`` without a sync."""
-    if device.type not in _UNPINNED and values.nbytes > _STAGED:
+    if not _memory(device).is_shared and values.nbytes > _STAGED:
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
 
 
 def put(values: Tensor, into: Tensor) -> None:
     """Write values of the CPU or of the same device to a tensor there, without a sync."""
-    pins = is_host(values.device) and into.device.type not in _UNPINNED and values.nbytes > _STAGED
+    pins = is_host(values.device) and not _memory(into.device).is_shared and values.nbytes > _STAGED
     into.copy_(values.pin_memory() if pins else values, non_blocking=True)
 
 
@@ -56,7 +78,7 @@ class Transfer:
     def __init__(self, values: Tensor) -> None:
         self._values = values
         self._arrived: torch.Event | None = None
-        if values.device.type not in _UNPINNED:
+        if not _memory(values.device).is_shared:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._arrived = torch.Event(values.device)

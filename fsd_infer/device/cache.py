@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from fsd_core.tensors import to_device, visible_slots
+from fsd_core.tensors import is_host, to_device, visible_slots
 from fsd_infer.device.pool import KVPool
 from fsd_infer.device.states import Branches, RecurrentStates
 
@@ -222,7 +222,7 @@ class SlotCache(Cache):
         """
         new, extra = visible_after.shape[1:]
         start, used = None, self.window
-        if lengths.device.type == "cpu":
+        if is_host(lengths.device):
             used = int(lengths.max()) + extra
             start = used - new if len(lengths) == 1 else None
         if start is None:
@@ -242,12 +242,12 @@ class SlotCache(Cache):
             it.
         """
         slots, start = starts[:, None] + torch.arange(count, device=starts.device), None
-        if starts.device.type == "cpu":
+        if is_host(starts.device):
             used = int(starts.max()) + count
             start = used - count if len(starts) == 1 else None
         used = self.window if used is None else used
         self.set_write_slots(slots, start, used)
-        if starts.device.type != "cpu":  # whose stack reads the mask alone
+        if not is_host(starts.device):  # whose stack reads the mask alone
             causal = torch.ones(count, count, dtype=torch.bool, device=starts.device).tril()
             self.text = starts, causal.expand(len(starts), -1, -1)
         return slots, torch.arange(used, device=starts.device) <= slots[..., None]
@@ -264,7 +264,7 @@ class SlotCache(Cache):
             self.recurrent.commit(path, accepted)
         steps = torch.arange(path.shape[1], device=path.device)
         nodes = path.where(steps <= accepted[:, None], steps)
-        if path.device.type == "cpu" and bool((nodes == steps).all()):  # in place already
+        if is_host(path.device) and bool((nodes == steps).all()):  # in place already
             return
         self.move(lengths[:, None] + nodes, lengths[:, None] + steps)
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from fsd_core.errors import FsdError
+from fsd_core.tensors import is_host
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ class Team:
     """
 
     def __init__(self, device: torch.device, repeatable: bool) -> None:
-        self._cores = of_process() if device.type == "cpu" else None
+        self._cores = of_process() if is_host(device) else None
         self._set = None if repeatable else _setter()
         self._asked = self._now = torch.get_num_threads()
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fsd_core.errors import ModelLoadError
+from fsd_core.tensors import is_host
 from fsd_infer.targets.gptq import METHODS, check_form
 from fsd_infer.targets.weights import is_plain
 
@@ -61,7 +62,7 @@ def check_quantization(config: Any, device: torch.device, stored: bool = True) -
         stored: the weights are quantised in their files, not at load.
     """
     method, quantization = method_of(config), _quantization(config)
-    if device.type != "cpu" or method is None:
+    if not is_host(device) or method is None:
         return
     if method == "torchao" and _torchao_kind(quantization.get("quant_type")) == "Int4WeightOnlyConfig":
         raise ModelLoadError(
@@ -91,7 +92,7 @@ def ready(model: Any) -> None:
     if method_of(getattr(model, "config", None)) != "compressed-tensors":
         return
     model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
-    if model.device.type == "cpu":
+    if is_host(model.device):
         try:
             from compressed_tensors.offload import remove_dispatch
         except ImportError:  # earlier versions do not wrap the layers

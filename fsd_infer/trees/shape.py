@@ -10,6 +10,7 @@ import torch
 
 from fsd_core.errors import FsdError
 from fsd_core.registry import is_whole, read_float, read_int
+from fsd_core.tensors import is_host
 
 if TYPE_CHECKING:
     from fsd_infer.trees.prices import Prices
@@ -154,8 +155,8 @@ def parse_tree(tree: TreeShape | str | None) -> TreeShape | str | None:
 
 
 def of_device(defaults: Mapping[str, T], device: torch.device) -> T:
-    """Return the entry for this type of device; that of "cuda" for accelerators without one."""
-    return defaults.get(device.type, defaults["cuda"])
+    """Return the entry of "cpu", or for all accelerators that of "cuda"."""
+    return defaults["cpu" if is_host(device) else "cuda"]
 
 
 def default_shape(device: torch.device, draft_bonus: float = 0.0) -> TreeShape:
