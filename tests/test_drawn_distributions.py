@@ -23,8 +23,7 @@ from fsd_infer.rules import RoundInput, RuleInputs, TokenHistory, VocabRows, par
 from fsd_infer.rules._walk import _Walk
 from fsd_infer.rules.optimal import clipped_distribution, least_divergent, passing_distribution
 from fsd_infer.trees.shape import TreeShape
-from fsd_infer.trees.tree import DraftTree, Draws
-from fsd_infer.trees.visits import select_nodes
+from fsd_infer.trees.tree import DraftTree, Draws, select_nodes
 from tests.tree_rounds import masked
 
 LEVELS = 4  # contexts have at most as many tokens

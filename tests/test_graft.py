@@ -17,8 +17,7 @@ from fsd_infer.drafters import GraftedDrafter, LMDrafter, LookupDrafter, NoDraft
 from fsd_infer.drafters.graft import _warn_sampled, keep_nodes, union_of
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.heads.head import EagleConfig, EagleHead
-from fsd_infer.trees.tree import DraftTree
-from fsd_infer.trees.visits import select_nodes
+from fsd_infer.trees.tree import DraftTree, select_nodes
 from tests.families import VOCAB, save_head, tiny_model, tiny_prompts
 from tests.kernel_toys import needs_kernels
 from tests.rules_enumeration import check_distribution

@@ -12,8 +12,7 @@ from fsd_core import functional
 from fsd_infer import Target, TreeShape
 from fsd_infer.drafters import Drafter, DraftRequest, LMDrafter
 from fsd_infer.drafters.growth import TreeSession
-from fsd_infer.trees.tree import DraftTree
-from fsd_infer.trees.visits import select_nodes, visit_scores
+from fsd_infer.trees.tree import DraftTree, select_nodes, visit_scores
 from tests.families import VOCAB, noisy_model, tell, tiny_head, tiny_model, tiny_prompts
 from tests.tree_rounds import check_tree, tree_of, tree_round
 

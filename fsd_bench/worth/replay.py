@@ -16,8 +16,7 @@ from torch import Tensor
 from fsd_core.divergence import expand_draft
 from fsd_infer.rules import Asd, Exact, Fly, RoundInput, Rule, Tilted, TokenHistory, TokenOrigin, Verdict, apply_rules
 from fsd_infer.trees.shape import TreeShape
-from fsd_infer.trees.tree import DraftTree
-from fsd_infer.trees.visits import leaf_visit_scores, select_nodes
+from fsd_infer.trees.tree import DraftTree, leaf_visit_scores, select_nodes
 
 Cell = tuple[Rule, TreeShape]
 Part = tuple[Rule, tuple[int, ...]]  # a rule, and the nodes of the whole tree that it walks on

@@ -15,8 +15,7 @@ from fsd_core import functional
 from fsd_infer.drafters.base import Drafter
 from fsd_infer.drafters.graft import keep_nodes, union_of
 from fsd_infer.drafters.session import DraftRequest, DraftSession
-from fsd_infer.trees.tree import DraftTree, Nodes
-from fsd_infer.trees.visits import select_nodes
+from fsd_infer.trees.tree import DraftTree, Nodes, select_nodes
 
 MAX_FORCED = 16  # forced tokens of a round
 FORCED_ALONE = 2  # a row with this many forced tokens takes no drafts of the main drafter

@@ -19,8 +19,7 @@ from fsd_infer.drafters.base import DRAFTERS, Drafter
 from fsd_infer.drafters.free import likeliest_of
 from fsd_infer.drafters.frontier import Frontier, Successors
 from fsd_infer.drafters.session import DraftRequest, DraftSession
-from fsd_infer.trees.tree import DraftTree, Draws
-from fsd_infer.trees.visits import select_nodes
+from fsd_infer.trees.tree import DraftTree, Draws, select_nodes
 
 
 @cache
@@ -40,7 +39,7 @@ class GraftedDrafter(Drafter):
     err independently. If both propose a child, with probabilities a and b of acceptance, its own is 1 - (1 - a)(1 - b).
     If only ``grafted`` proposes it, b is multiplied by the probability that all children that ``main`` proposes there
     are wrong. Siblings are scaled down if they add up to more than 1. A node's score is the log-probability of its
-    path. The nodes with the likeliest visits are kept (:mod:`fsd_infer.trees.visits`). They form a tree.
+    path. The nodes with the likeliest visits are kept (:mod:`fsd_infer.trees.tree`). They form a tree.
 
     **Rules.** Under the exact rule the distribution is p, as on any deterministic tree. Nodes that only the grafted
     drafter proposes have no q, so gates stay closed there. A node of ``main`` keeps its q if its likeliest child under

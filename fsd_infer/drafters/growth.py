@@ -2,7 +2,7 @@
 
 Each depth expands the ``width`` nodes with the highest cumulative log q and gives each ``width`` children. At the end
 the ``nodes`` candidates that a walk visits most likely are kept. Under the exact rule these have the highest cumulative
-log q. :mod:`fsd_infer.trees.visits` computes them under a distribution that favours drafts. A child's score never
+log q. :mod:`fsd_infer.trees.tree` computes them under a distribution that favours drafts. A child's score never
 exceeds its parent's, so the kept nodes form a connected tree.
 
 Drafting may stop before the last depth (``TreeShape.stop_below``). This decision and the tree are functions of the
@@ -31,8 +31,7 @@ from fsd_infer.trees.forecast import MenuMasks, forecast
 from fsd_infer.trees.priced_growth import PricedGrowth
 from fsd_infer.trees.prices import Prices
 from fsd_infer.trees.shape import TreeShape
-from fsd_infer.trees.tree import DraftTree, Draws
-from fsd_infer.trees.visits import leaf_visit_scores, select_nodes, visit_scores
+from fsd_infer.trees.tree import DraftTree, Draws, leaf_visit_scores, select_nodes, visit_scores
 
 if TYPE_CHECKING:
     from fsd_infer.rules.verification import Verdict

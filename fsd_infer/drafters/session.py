@@ -39,7 +39,7 @@ class DraftRequest(Renamed):
         seeded: whether the request has a generator of its own, so that its answer comes again.
         device: of the target. Trees are returned there.
         draft_bonus: nats that the rule's distribution gives for an accepted draft, on average; 0 for distributions that
-            favour no draft. :mod:`fsd_infer.trees.visits` chooses trees by it.
+            favour no draft. :mod:`fsd_infer.trees.tree` chooses trees by it.
         shape: of the first trees, if shapes are chosen round by round; None: always the drafter's own.
         menu: the shapes among which they are chosen by forecasts, see :mod:`fsd_infer.trees.menu`.
         clock: returns the seconds that drafters time their work by; None: they time nothing.

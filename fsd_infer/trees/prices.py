@@ -28,8 +28,7 @@ from enum import IntEnum
 from operator import mul
 
 from fsd_core.tensors import lists
-from fsd_infer.trees.tree import DraftTree
-from fsd_infer.trees.visits import MAX_BONUS
+from fsd_infer.trees.tree import MAX_BONUS, DraftTree
 
 KNOTS = (1, 6, 7, 12, 24, 48, 96)  # node counts between which C is linear; the last slope continues
 CERTAIN = 0.99  # upper bound of a draft's probability
