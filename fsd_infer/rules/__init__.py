@@ -13,12 +13,12 @@ see docs/internals.md.
 """
 
 from fsd_core.former import former_names
-from fsd_infer.rules.base import RULES, LossyRule, Rule, RuleLike, apply_rules, parse_rule, parse_rules, rule_text
+from fsd_infer.rules.base import RULES, Exact, LossyRule, Rule, apply_rules
 from fsd_infer.rules.distributions import AcceptanceTest, OutputDistribution
-from fsd_infer.rules.exact import Exact
 from fsd_infer.rules.fuzzy import DraftOnly, Fuzzy, FuzzyStrict, RandomGate
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import parameter
+from fsd_infer.rules.parsing import RuleLike, parse_rule, parse_rules, rule_text
 from fsd_infer.rules.published import (
     Asd,
     Cactus,

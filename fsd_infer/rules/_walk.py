@@ -73,7 +73,7 @@ class _Walk:
             return  # nothing was drafted
         output = outputs[0][0]
         # a test of drawn drafts replaces accept_prob, which would read the vocabulary once more
-        test = output.test if len(outputs) == 1 and output.is_target else None
+        test = output.test if len(outputs) == 1 else None
         self.p_draft = self.r_draft = inputs.accept_prob if test is None else test.accept_prob.to(wide(self.device))
         self.applies = torch.zeros_like(inputs.tree.is_draft)
         self.r_token, self.r_row = inputs.likeliest, torch.full_like(self.tree.parents, -1)
@@ -91,7 +91,7 @@ class _Walk:
 
         if output.test is not None:
             self.p_draft = put(output.test.accept_prob.to(self.p_draft.dtype), self.p_draft)
-        if output.is_target:
+        if output.logit_bias is None and output.log_r is None:  # p
             return output, of_rule
         if self.cost is None:
             self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)

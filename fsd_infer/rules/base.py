@@ -1,10 +1,7 @@
-"""The base classes of rules: a name, parameters, and a distribution. And rules as text, for command lines and
-records.
-"""
+"""What a rule is, a name, parameters and a distribution: the exact rule, the base classes, and the verdict by rules."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +16,10 @@ from fsd_core.former import FormerName, Renamed
 from fsd_core.registry import Registry
 from fsd_core.tensors import at_nodes, to_device, wide
 from fsd_infer.rules._walk import walk
+from fsd_infer.rules.block_test import block_test
 from fsd_infer.rules.distributions import OutputDistribution
 from fsd_infer.rules.inputs import RuleInputs
-from fsd_infer.rules.parameters import FORMER, current, parameter, parameters_of, reads_former_names
+from fsd_infer.rules.parameters import FORMER, parameter, parameters_of, reads_former_names
 from fsd_infer.rules.texts import markers
 from fsd_infer.rules.verification import RoundInput, Verdict, row_index
 from fsd_infer.trees.tree import Draws
@@ -204,6 +202,44 @@ class _Rules(Registry[type[Rule]]):
 RULES = _Rules("rule")
 
 
+@RULES.register("exact")
+@dataclass(frozen=True)
+class Exact(Rule):
+    """Lossless: the output has the target's distribution.
+
+    On a deterministic tree draw y ~ p and accept the child y, if there is one. No rule with distribution p accepts
+    more. Drawn drafts are tested together, see :func:`block_test`.
+
+    Args:
+        block: draft chains, every token of them drawn from q, above temperature 0. False: draft trees. None: from
+            temperature 0.5 on chains with a small LM whose trees have no requested shape, else trees.
+        draw: from temperature 0.5 on, let trees have drawn nodes (:mod:`fsd_infer.drafters.drawing`). The distribution
+            is the same; more drafts are accepted. False: draft likely tokens alone.
+
+    Raises:
+        FsdError: block=True with draw=False.
+    """
+
+    block: bool | None = parameter(None)
+    draw: bool = parameter(True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block and not self.draw:
+            raise FsdError("rule 'exact': block=true draws all drafts, and draw=false none: leave out one of the two.")
+
+    @property
+    def draws(self) -> Draws:
+        if self.block is None and self.draw:
+            return Draws.ANY
+        return Draws.CHAIN if self.block else super().draws
+
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
+        return OutputDistribution(
+            torch.zeros_like(inputs.tree.is_draft), test=block_test(inputs) if inputs.sampled else None
+        )
+
+
 def apply_rules(rules: Sequence[Rule], round: RoundInput) -> Verdict:
     """Return the verdict on one round, on the CPU, with a rule per row.
 
@@ -252,78 +288,3 @@ def _allowed(rows: Mapping[Rule, Sequence[int]], inputs: RuleInputs, verdict: Ve
             nats = (nats * emitted).sum(1)
             allowed = nats if allowed is None else allowed + nats
     return allowed
-
-
-RuleLike = str | Rule | Sequence[str | Rule]
-
-
-def parse_rule(rule: str | Rule) -> Rule:
-    """Return the rule that ``rule`` describes; a Rule passes through.
-
-    Text is the rule's name, then its parameters in the order of the class, by position or as ``key=value``, separated
-    by colons. Digits after a top-k divergence are the divergence's own parameter (``top_k_js:20``).
-
-    Raises:
-        UnknownNameError: unknown rule or divergence.
-        FsdError: a parameter that is unknown, given twice, missing, of the wrong type, or out of range.
-    """
-    if isinstance(rule, Rule):
-        return rule
-    if not isinstance(rule, str):
-        raise FsdError(f"a rule is a Rule or text like 'fuzzy:js:0.3', not {type(rule).__name__}.")
-    name, *parts = _split(rule)
-    rule_class = RULES.get(name)
-    parameters = parameters_of(rule_class)
-    keys = {parameter.range.alias or key: key for key, parameter in parameters.items()}
-    keys |= {key: key for key in parameters}
-    usage = f"{name} takes {', '.join(parameters) or 'no parameters'}"
-    order = iter(parameters)
-    values: dict[str, Any] = {}
-    for part in parts:
-        key, equals, text = part.partition("=")
-        if not equals:
-            key, text = next(order, ""), part
-        key = current(key, keys)
-        if key not in keys:
-            renamed = "no_repeat is now exact_ngram_size; " if key == "no_repeat" else ""
-            raise FsdError(f"rule {rule!r}: cannot use {part!r}; {renamed}{usage}.")
-        key = keys[key]
-        if key in values:
-            raise FsdError(f"rule {rule!r}: {key} is given twice; {usage}.")
-        values[key] = parameters[key].parsed(text)
-    required = [key for key, parameter in parameters.items() if parameter.default is dataclasses.MISSING]
-    missing = [key for key in required if key not in values]
-    if missing:
-        raise FsdError(f"rule {rule!r}: {', '.join(missing)} is missing; {usage}.")
-    return rule_class(**values)
-
-
-def rule_text(rule: Rule) -> str:
-    """Return the text that :func:`parse_rule` reads as this rule; parameters with default values are left out."""
-    parts = [rule.name]
-    for name, of_class in parameters_of(type(rule)).items():
-        value = getattr(rule, name)
-        if value != of_class.default:
-            parts.append(f"{name}={getattr(value, 'value', value)}")  # an enum's value
-    return ":".join(parts)
-
-
-def parse_rules(rules: RuleLike) -> list[Rule]:
-    """Return one rule, or one per prompt. Raises as :func:`parse_rule`."""
-    if isinstance(rules, (str, Rule)) or not isinstance(rules, Sequence):
-        rules = [rules]
-    parsed = [parse_rule(rule) for rule in rules]
-    if not parsed:
-        raise FsdError("no rules: give one, or one per prompt.")
-    return parsed
-
-
-def _split(text: str) -> list[str]:
-    """Split at colons, but keep a top-k divergence and its parameter together."""
-    parts: list[str] = []
-    for part in text.split(":"):
-        if parts and part.isascii() and part.isdigit() and parts[-1].rpartition("=")[2].startswith("top_k_"):
-            parts[-1] += f":{part}"
-        else:
-            parts.append(part)
-    return parts

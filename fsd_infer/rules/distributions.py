@@ -41,7 +41,7 @@ class AcceptanceTest(NamedTuple):
 
 @dataclass(frozen=True)
 class OutputDistribution:
-    """The distribution at each context of a round. Use one of the class methods to construct it.
+    """The distribution at each context of a round: p without a bias or ``log_r``. The class methods construct others.
 
     Attributes:
         applies: [B, N] bool; elsewhere, and where the remaining budget does not pay, the distribution is p.
@@ -59,11 +59,6 @@ class OutputDistribution:
     gate: VocabFunction | None = None
     test: AcceptanceTest | None = None
     is_reducible: bool = False
-
-    @property
-    def is_target(self) -> bool:
-        """Whether r = p at all contexts."""
-        return self.logit_bias is None and self.log_r is None
 
     @classmethod
     def target(cls, inputs: RuleInputs, test: AcceptanceTest | None = None) -> OutputDistribution:

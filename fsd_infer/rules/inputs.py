@@ -33,6 +33,7 @@ class RuleInputs(Renamed):
         sampled: whether drafts were drawn from q. Then the distribution of a context must be decided before the draws
             below it.
         is_chain: whether all of them were, so that they form a chain.
+        nodes: [N] 0, 1, …
     """
 
     former_members = {
@@ -46,6 +47,7 @@ class RuleInputs(Renamed):
         self.round, self.tree, self.greedy = round, round.tree, round.greedy
         self.sampled = round.tree.sampled and not round.greedy
         self.is_chain = self.sampled and round.tree.drawn is None
+        self.nodes = torch.arange(round.tree.parents.shape[1], device=round.tree.parents.device)
         self._divergences: dict[tuple[str, bool], Tensor] = {}
         self._repeats: dict[int, Tensor] = {}
         if round.uniforms is None and not round.greedy:
@@ -66,11 +68,6 @@ class RuleInputs(Renamed):
     def any_child(self, holds: Tensor) -> Tensor:
         """Whether ``holds``, a bool per draft, is true for any child of each context."""
         return (self.tree.is_child & holds[:, None]).any(-1)
-
-    @cached_property
-    def nodes(self) -> Tensor:
-        """[N] 0, 1, …"""
-        return torch.arange(self.tree.parents.shape[1], device=self.tree.parents.device)
 
     @cached_property
     def _no_child(self) -> Tensor:

@@ -1,57 +1,15 @@
-"""Exact speculative decoding: the output's distribution is the target's."""
+"""The test of drawn drafts under the exact rule: block verification."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fsd_core import functional
-from fsd_core.errors import FsdError
 from fsd_core.tensors import wide
-from fsd_infer.rules.base import RULES, Rule
-from fsd_infer.rules.distributions import AcceptanceTest, OutputDistribution
+from fsd_infer.rules.distributions import AcceptanceTest
 from fsd_infer.rules.inputs import RuleInputs
-from fsd_infer.rules.parameters import parameter
 from fsd_infer.rules.vocab_rows import VocabRows
-from fsd_infer.trees.tree import Draws
-
-
-@RULES.register("exact")
-@dataclass(frozen=True)
-class Exact(Rule):
-    """Lossless: the output has the target's distribution.
-
-    On a deterministic tree draw y ~ p and accept the child y, if there is one. No rule with distribution p accepts
-    more. Drawn drafts are tested together, see :func:`block_test`.
-
-    Args:
-        block: draft chains, every token of them drawn from q, above temperature 0. False: draft trees. None: from
-            temperature 0.5 on chains with a small LM whose trees have no requested shape, else trees.
-        draw: from temperature 0.5 on, let trees have drawn nodes (:mod:`fsd_infer.drafters.drawing`). The distribution
-            is the same; more drafts are accepted. False: draft likely tokens alone.
-
-    Raises:
-        FsdError: block=True with draw=False.
-    """
-
-    block: bool | None = parameter(None)
-    draw: bool = parameter(True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.block and not self.draw:
-            raise FsdError("rule 'exact': block=true draws all drafts, and draw=false none: leave out one of the two.")
-
-    @property
-    def draws(self) -> Draws:
-        if self.block is None and self.draw:
-            return Draws.ANY
-        return Draws.CHAIN if self.block else super().draws
-
-    def output(self, inputs: RuleInputs) -> OutputDistribution:
-        return OutputDistribution.target(inputs, block_test(inputs) if inputs.sampled else None)
 
 
 def block_test(inputs: RuleInputs) -> AcceptanceTest:
