@@ -161,7 +161,7 @@ class EagleDrafter(TreeDrafter):
 
     def _find_fused_step(self) -> HeadStep | None:
         own, model = self.head.lm_head, self.target.model
-        if own is None and not self.target.logit_form.is_linear:
+        if own is None and self.target.logit_form is not None:
             return None
         lm_head = own or self.lm_head or model.get_output_embeddings()
         return self.head.stack.head_step(self.head, self.head.embed_tokens or model.get_input_embeddings(), lm_head)

@@ -190,7 +190,7 @@ def read_with_images(
     if not target.plain_stack.takes_keep:
         del given["logits_to_keep"]
     with (
-        target.dynamic_rope.of_texts(cache.prefilled),
+        target.angles_of_texts(cache.prefilled),
         target.plain_stack.captured(target.captured_layers) as found,
         _between_layers(model, on_layer),
     ):

@@ -12,28 +12,24 @@ from typing_extensions import Self
 
 @dataclass(frozen=True)
 class LogitForm:
-    """Logits are cap · tanh(x · factor / divisor / cap) of the LM head's x. None: left out.
-
-    Read from the config once: an attribute that a config of transformers lacks takes microseconds to miss.
-    """
+    """Logits are cap · tanh(x · factor / divisor / cap) of the LM head's x. None: left out."""
 
     factor: float | None = None
     divisor: float | None = None
     cap: float | None = None
 
     @classmethod
-    def of(cls, config: Any) -> Self:
-        """Read a text config's form, such as Cohere's, Falcon-H1's, Granite's or Gemma's."""
+    def of(cls, config: Any) -> Self | None:
+        """Read a text config's form, such as Cohere's, Falcon-H1's, Granite's or Gemma's.
+
+        None: logits are what the LM head returns.
+        """
         factor = getattr(config, "logit_scale", None) or getattr(
             config, "lm_head_multiplier", None
         )  # cohere, falcon_h1
         divisor = getattr(config, "logits_scaling", None)
-        return cls(factor, divisor, getattr(config, "final_logit_softcapping", None))
-
-    @property
-    def is_linear(self) -> bool:
-        """Whether logits are what the LM head returned."""
-        return self == LogitForm()
+        form = cls(factor, divisor, getattr(config, "final_logit_softcapping", None))
+        return None if form == cls() else form
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return the logits [..., V] of what the LM head returned."""

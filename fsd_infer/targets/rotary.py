@@ -65,9 +65,6 @@ class DynamicRope:
         Args:
             prefilled: [B] length of each row's text when it was last read at once; None: 0.
         """
-        if self.fixed_length is None:
-            yield
-            return
         hooks = [module.register_forward_hook(self._hook(prefilled), with_kwargs=True) for module in self.modules]
         try:
             yield

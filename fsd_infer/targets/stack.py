@@ -157,7 +157,7 @@ class TransformersStack(Stack):
     def __init__(self, model: Any, decoder: nn.Module, layers: Sequence[nn.Module]) -> None:
         self.model, self.decoder, self.layers = model, decoder, layers
         self._is_eager = model.config.get_text_config(decoder=True)._attn_implementation == "eager"
-        self.takes_keep = _takes_keep(type(model))
+        self.takes_keep, self._cache_argument = _takes_keep(type(model)), cache_argument(type(model))
         self._drops = any(map(_takes_keep, {type(part) for part in decoder.modules()}))
 
     def __call__(
@@ -173,7 +173,7 @@ class TransformersStack(Stack):
     ) -> Outputs:
         assert visible is not None and embeds is None, "for targets"
         masks = {kind: self._for_attention(mask) for kind, mask in visible.items()}
-        options: dict[str, Any] = {cache_argument(type(self.model)): cache}
+        options: dict[str, Any] = {self._cache_argument: cache}
         if keep and self.takes_keep:
             options["logits_to_keep"] = self.kept(keep, inputs.device)
         with self.captured(capture) as found:

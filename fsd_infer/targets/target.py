@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -57,7 +57,7 @@ class Target(CachedModel):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = self.cache_config = model.config.get_text_config(decoder=True)
-        self.logit_form = LogitForm.of(self.config)
+        self.logit_form = LogitForm.of(self.config)  # None: what the LM head returns
         # Mamba's final features; its LM head reads the model's dtype
         self._keeps_fp32 = bool(getattr(self.config, "residual_in_fp32", False))
         self.name = name or getattr(model, "name_or_path", "") or type(model).__name__
@@ -65,7 +65,9 @@ class Target(CachedModel):
         self.decoder: nn.Module = model.get_decoder()
         self.captured_layers: tuple[int, ...] = ()
         ready(self.model)
-        self.dynamic_rope = DynamicRope(self.decoder, self.config)
+        self.dynamic_rope = rope = DynamicRope(self.decoder, self.config)
+        # a context of forwards, given the lengths of texts on which their angles depend
+        self.angles_of_texts: Any = nullcontext if rope.fixed_length is None else rope.of_texts
         layers = layer_list(self.decoder, int(self.config.num_hidden_layers))
         self.plain_stack = TransformersStack(model, self.decoder, list(layers or []))
         self.stack: Stack = self.plain_stack
@@ -171,6 +173,11 @@ class Target(CachedModel):
         """Attention window by layer type (None: full), e.g. {"full_attention": None, "sliding_attention": 4096}."""
         return layer_windows(self.config)
 
+    @cached_property
+    def has_windows(self) -> bool:
+        """Whether any layer attends to a window of the text alone."""
+        return any(window is not None for window in self.layer_windows.values())
+
     def fingerprint(self) -> dict[str, Any]:
         """Return the facts that a drafter checkpoint must match: family, hidden size, vocabulary size and its digest.
 
@@ -224,7 +231,8 @@ class Target(CachedModel):
 
         A ``head`` of chosen rows of the LM head (see :meth:`reduced_lm_head`) gives [..., Vd] instead.
         """
-        return self.logit_form.apply((head or self.model.get_output_embeddings())(features))
+        logits: Tensor = (head or self.model.get_output_embeddings())(features)
+        return logits if self.logit_form is None else self.logit_form.apply(logits)
 
     def lm_head_rows(self, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return (weight [Vd, H], bias [Vd] or None) of the LM head for the target ids [Vd]; None: for all ids."""
@@ -328,7 +336,13 @@ class Target(CachedModel):
         Returns:
             (logits [B, M or keep, V] in the model's dtype, features [B, M, F])
         """
-        return self._step(cache, visible, tokens, positions, keep)
+        windows = self.layer_windows
+        masks = windowed(visible, positions, cache, windows) if self.has_windows else dict.fromkeys(windows, visible)
+        with self.angles_of_texts(cache.prefilled):
+            rotary = cache.rotary(positions)
+            final, others, logits = self.stack(tokens, rotary, masks, cache, capture=self.captured_layers, keep=keep)
+        logits = self.lm_logits(final[:, -keep:]) if logits is None else logits  # [-0:] is all
+        return logits, self.joined(final, *others)
 
     @contextmanager
     def adapted(self, adapter: str | None) -> Iterator[None]:
@@ -347,16 +361,6 @@ class Target(CachedModel):
                 yield
             finally:
                 self.recorder, self.prefixes, self.stack = kept
-
-    def _step(
-        self, cache: SlotCache, visible: Tensor, tokens: Tensor, positions: Tensor, keep: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        masks = windowed(visible, positions, cache, self.layer_windows)
-        with self.dynamic_rope.of_texts(cache.prefilled):
-            rotary = cache.rotary(positions)
-            final, others, logits = self.stack(tokens, rotary, masks, cache, capture=self.captured_layers, keep=keep)
-        logits = self.lm_logits(final[:, -keep:]) if logits is None else logits  # [-0:] is all
-        return logits, self.joined(final, *others)
 
     def joined(self, final: Tensor, *others: Tensor) -> Tensor:
         """Final features [B, M, H] and the outputs of captured layers -> [B, M, F]."""
