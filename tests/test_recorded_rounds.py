@@ -24,7 +24,7 @@ from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.callbacks import Streaming
 from fsd_infer.engine.parts import outputs_of
 from fsd_infer.engine.recording import RoundRecorder
-from fsd_infer.engine.verified import VerifiedTree
+from fsd_infer.engine.round import VerifiedTree
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.target import Target
 from tests.families import tiny_head, tiny_model

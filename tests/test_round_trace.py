@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fsd_core import functional
 from fsd_infer.drafters import TreeShape
 from fsd_infer.engine import Request, decode, loop
 from fsd_infer.rules import parse_rule
@@ -55,6 +56,8 @@ def traced(root: Path, calls: set[Call], packages: tuple[str, ...] = PACKAGES) -
 @pytest.mark.parametrize("layout", ["eagle3", "fsd"])
 def test_a_greedy_round_is_short_to_follow(layout: str, repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round of `exact` with a tree of 60 nodes by torch alone, once the request has begun."""
+    for kernels in functional.KERNELS.values():  # those of a backend that other tests have loaded
+        monkeypatch.delitem(kernels, "cpu", raising=False)
     whole, rounds, calls = Target(tiny_model("llama")), 0, set[Call]()
     decode_round = loop.decode_round
 
@@ -71,7 +74,7 @@ def test_a_greedy_round_is_short_to_follow(layout: str, repo_root: Path, monkeyp
     head = tiny_head(whole, TreeShape(depth=6, width=10, nodes=60), layout=layout, **fused)
     decode(whole, head, parse_rule("exact"), Request([[7, 8, 9, 1]], 30, True))
     functions = {(file, name) for _, file, name in calls}
-    assert 30 < len(functions) <= 60, sorted(functions)
-    assert len({file for file, _ in functions} - WATCHING) <= 26
+    assert 30 < len(functions) <= 46, sorted(functions)
+    assert len({file for file, _ in functions} - WATCHING) <= 15
     direct = {file for caller, file, _ in calls if caller == "fsd_infer/engine/round.py"}
-    assert len(direct - WATCHING) <= 10, "what draft, verify, accept, commit and advance call themselves"
+    assert len(direct - WATCHING) <= 8, "what draft, verify, accept, commit and advance call themselves"

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from fsd_core.tensors import packed, put
 from fsd_infer.engine.report import columns_of
-from fsd_infer.engine.round import RoundTensors, accept_and_commit, advance, verify
+from fsd_infer.engine.round import RoundTensors, VerifiedTree, accept_and_commit, advance, verify
 from fsd_infer.engine.state import DecodeState
-from fsd_infer.engine.verified import VerifiedTree
 from fsd_infer.trees.tree import DraftTree
 
 
@@ -76,14 +75,8 @@ def finish_round(
     state.cache.recurrent.kept.update(verified.recurrent)
     result = accept_and_commit(state, verified.with_computed(state, computed))
     if advances:
-        advance_session(state, result)
+        advance(state, result)
     result.packed = packed(*columns_of(result).values())
-    return result
-
-
-def advance_session(state: DecodeState, result: RoundTensors) -> RoundTensors:
-    advance(state, result, result.verdict.tokens, result.verdict.accepted + 1)
-    state.on_phase("advance")
     return result
 
 

@@ -15,10 +15,9 @@ from fsd_infer.drafters.base import Drafter
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.engine.recording import RecordingKey, RoundRecorder, bucket
 from fsd_infer.engine.request import Request
-from fsd_infer.engine.round import RoundTensors, accept, advance
+from fsd_infer.engine.round import RoundTensors, VerifiedTree, accept, extend_texts
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.engine.tracker import RequestTracker
-from fsd_infer.engine.verified import VerifiedTree
 from fsd_infer.request.processors import TreeProcessors, temperature_of
 from fsd_infer.request.prompts import (
     check_image_inputs,
@@ -208,7 +207,7 @@ def _draft_request(
         batch=sizes.rows,
         cache_slots=sizes.drafter_slots,
         greedy=request.greedy,
-        process=plan.processors.of_drafts if plan.processors else None,
+        process=plan.processors.of_drafts if plan.processors.is_needed else None,
         generator=generator,
         device=device,
         draft_bonus=plan.draft_bonus,
@@ -302,6 +301,6 @@ def prefill(state: DecodeState, tracker: RequestTracker) -> RoundTensors:
     next_tokens = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
     next_tokens.scatter_(1, (state.lengths - 1)[:, None], result.verdict.tokens[:, :1])
     result.features = features
-    state.extend(result.verdict.tokens, result.verdict.accepted)
-    advance(state, result, next_tokens, state.lengths.clone())  # which the next round changes in place
+    extend_texts(state, result.verdict)
+    state.session.extend(next_tokens, features, state.lengths.clone())  # lengths that the next round changes in place
     return result

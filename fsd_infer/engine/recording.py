@@ -27,15 +27,13 @@ from fsd_infer.device.cuda_graphs import GraphRecorder
 from fsd_infer.engine.parts import (
     RecordedGraph,
     Recording,
-    advance_session,
     draft_and_verify,
     finish_round,
     outputs_of,
     tensors_of,
 )
-from fsd_infer.engine.round import RoundTensors, accept_and_commit, decode_round
+from fsd_infer.engine.round import RoundTensors, VerifiedTree, accept_and_commit, advance, decode_round
 from fsd_infer.engine.state import DecodeState
-from fsd_infer.engine.verified import VerifiedTree
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.menu import MenuPolicy
@@ -195,7 +193,7 @@ class RoundRecorder:
         else:
             result = self._replayed(state, tree, inputs, recording)
         if tree is not None:
-            advance_session(state, result)
+            advance(state, result)
         return result
 
     def _replayed(
@@ -238,7 +236,9 @@ class RoundRecorder:
         state.on_phase("target")
         result = accept_and_commit(state, verified)
         recording.computed_on_host = tuple(verified.computed())
-        return result if tree is not None else advance_session(state, result)
+        if tree is None:
+            advance(state, result)
+        return result
 
     def _record(
         self, state: DecodeState, run: Callable[..., Any], inputs: Sequence[Tensor], graphs: list[RecordedGraph]

@@ -7,15 +7,17 @@ allows; elsewhere they are fixed. :mod:`fsd_infer.engine.loop` calls :func:`deco
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsd_core.tensors import at_nodes, trimmed_on_host
 from fsd_infer.engine.state import DecodeState
-from fsd_infer.engine.verified import VerifiedTree
-from fsd_infer.rules import Verdict
+from fsd_infer.rules import RoundInput, Verdict
 from fsd_infer.rules.base import device_verdict
 from fsd_infer.rules.tilted import INITIAL_KL_COEF
 from fsd_infer.trees.tree import DraftTree
@@ -53,9 +55,8 @@ def decode_round(state: DecodeState) -> RoundTensors:
     verified = verify(state, tree)
     state.on_phase("target")
     result = accept_and_commit(state, verified)
-    # 6. Advance: the drafter reads the emitted tokens [B, D+1] with the features [B, D+1, F] before them.
-    advance(state, result, result.verdict.tokens, result.verdict.accepted + 1)
-    state.on_phase("advance")
+    # 5. Advance: the drafter reads the emitted tokens [B, D+1] with the features [B, D+1, F] before them.
+    advance(state, result)
     return result
 
 
@@ -64,12 +65,8 @@ def accept_and_commit(state: DecodeState, verified: VerifiedTree) -> RoundTensor
     # 3. Accept: a path [B, D+1] of nodes, and the token after each of them, by each row's rule.
     result = accept(state, verified)
     state.on_phase("rule")
-    # 4. Commit: the path's keys and values move to the end of the text.
-    verdict = result.verdict
-    state.cache.commit(state.lengths, verdict.path, verdict.accepted)
-    # 5. The emitted tokens extend the texts.
-    state.lengths += verdict.accepted + 1
-    state.extend(verdict.tokens, verdict.accepted)
+    # 4. Commit: the path's keys and values move to the end of the text, which the emitted tokens extend.
+    commit(state, result.verdict)
     state.on_phase("cache")
     return result
 
@@ -124,10 +121,115 @@ def max_accepted(state: DecodeState, tree: DraftTree) -> Tensor | None:
     return (longest - 1 - state.lengths).clamp_min(0).where(prefilled <= longest, tree.tokens.shape[1])
 
 
-def advance(state: DecodeState, result: RoundTensors, tokens: Tensor, counts: Tensor) -> None:
-    """Extend the drafter's texts by tokens [B, K], of which ``counts`` [B] are real.
+def commit(state: DecodeState, verdict: Verdict) -> None:
+    """Keep the accepted path in the target's cache, and extend the texts."""
+    state.cache.commit(state.lengths, verdict.path, verdict.accepted)
+    state.lengths += verdict.accepted + 1
+    extend_texts(state, verdict)
 
-    ``result.features`` [B, K, F] are those before the tokens.
-    """
-    tokens, features = trimmed_on_host(counts, tokens, result.features)
+
+def extend_texts(state: DecodeState, verdict: Verdict) -> None:
+    """Append the emitted tokens to the texts; the last one of a row is its next root."""
+    state.texts.append(verdict.tokens, verdict.accepted + 1)
+    state.roots.copy_(verdict.tokens.gather(1, verdict.accepted.clamp_min(0)[:, None])[:, 0])
+
+
+def advance(state: DecodeState, result: RoundTensors) -> None:
+    """Extend the drafter's texts by the emitted tokens, each with the features before it."""
+    counts = result.verdict.accepted + 1
+    tokens, features = trimmed_on_host(counts, result.verdict.tokens, result.features)
     state.session.extend(tokens, features, counts)
+    state.on_phase("advance")
+
+
+class VerifiedTree:
+    """A tree with the target's logits and features at its nodes.
+
+    The rest is computed when a rule asks for it: by the device, or by the host if :attr:`.DecodeState.asks_host`.
+
+    Attributes:
+        tree: the drafts.
+        logits: [B, N, V] the target's, in its dtype.
+        features: [B, N, F] the target's.
+        recurrent: what recurrent layers keep of the nodes until some are accepted.
+    """
+
+    def __init__(self, state: DecodeState, tree: DraftTree, logits: Tensor, features: Tensor) -> None:
+        self.tree, self.logits, self.features, self._state = tree, logits, features, state
+        self.recurrent: dict[Hashable, Any] = dict(state.cache.recurrent.kept)
+        self._seen_ngrams: dict[int, Tensor | None] = {}
+
+    def round_input(self, uniforms: Tensor, max_accepted: Tensor | None) -> RoundInput:
+        """Return the input of the rules.
+
+        Args:
+            uniforms: [B, N, 3] in [0, 1).
+            max_accepted: [B] most drafts that each row may accept; None: all.
+        """
+        state = self._state
+        return RoundInput(
+            tree=self.tree,
+            logits=self.raw_logits,
+            scores=self.scores,
+            greedy=state.greedy,
+            uniforms=uniforms,
+            budget_left=state.budget,
+            process_draft=(lambda tree: self.draft_scores) if state.processors.is_needed else None,
+            texts=state.texts,
+            kl_excess=state.kl_excess,
+            seen_ngrams=self.seen_ngrams,
+            max_accepted=max_accepted,
+        )
+
+    @cached_property
+    def raw_logits(self) -> Tensor:
+        """The logits that processors read: in fp32, as in generate. Rules convert what they look at."""
+        return self.logits.float() if self._state.processors.is_needed else self.logits
+
+    @cached_property
+    def _texts(self) -> Sequence[Tensor | None]:
+        return self._state.history() if self._state.processors.contextual else ()
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """[B, N, V] the logits after the request's processors."""
+        state = self._state
+        if not state.processors.is_needed:
+            return self.logits
+        return state.processors.nodes(self.raw_logits, self.tree, self._texts, state.padded_prompt_indices)
+
+    @cached_property
+    def draft_scores(self) -> Tensor:
+        """[B, I, V] the drafter's logits after them."""
+        state = self._state
+        return state.processors.drafts(self.tree, self.logits.shape[-1], self._texts, state.padded_prompt_indices)
+
+    def seen_ngrams(self, n: int) -> Tensor | None:
+        """[B, N] bool; drafts that complete an n-gram of other texts that the drafter reads; None: it reads none."""
+        if n not in self._seen_ngrams:
+            self._seen_ngrams[n] = self._state.session.seen_ngrams(self.tree, n)
+        return self._seen_ngrams[n]
+
+    def compute(self, name: Hashable) -> None:
+        """Compute what :meth:`computed` returns by this name."""
+        if isinstance(name, int):
+            self.seen_ngrams(name)
+        else:
+            getattr(self, str(name))
+
+    def computed(self) -> dict[Hashable, Tensor]:
+        """Return what the host has computed so far, by name; drafts that complete seen n-grams by n."""
+        names = ("scores", "draft_scores") if self._state.processors.contextual else ()
+        values: dict[Hashable, Tensor] = {name: vars(self)[name] for name in names if name in vars(self)}
+        return values | {n: seen for n, seen in self._seen_ngrams.items() if seen is not None}
+
+    def with_computed(self, state: DecodeState, computed: Mapping[Hashable, Tensor] | None = None) -> VerifiedTree:
+        """Return the same tree for ``state`` with these results of :meth:`computed`, and no others."""
+        tree = VerifiedTree(state, replace(self.tree), self.logits, self.features)
+        tree.recurrent = self.recurrent
+        for name, values in (computed or {}).items():
+            if isinstance(name, int):
+                tree._seen_ngrams[name] = values
+            else:
+                vars(tree)[str(name)] = values
+        return tree

@@ -82,11 +82,6 @@ class DecodeState:
         """[B] index of each row among the prompts, 0 for rows that no text fills."""
         return [*self.prompt_indices, *[0] * (len(self.rules) - len(self.prompt_indices))]
 
-    def extend(self, tokens: Tensor, accepted: Tensor) -> None:
-        """Append the first ``accepted`` + 1 of tokens [B, D+1] to each text; the last one is the next root."""
-        self.texts.append(tokens, accepted + 1)
-        self.roots.copy_(tokens.gather(1, accepted.clamp_min(0)[:, None])[:, 0])
-
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch, which ascend; drop or mask all others."""
         if self.live is not None:

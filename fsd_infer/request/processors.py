@@ -70,11 +70,9 @@ class TreeProcessors:
                     f"{name} cannot be applied to a draft tree: it keeps a state that follows one text, or runs a "
                     "model of its own. Leave it out."
                 )
+        self.is_needed = bool(self.processors)
         self.contextual = any(name not in _CONTEXT_FREE for name in names)
         self._free = [p for p, name in zip(self.processors, names, strict=True) if name in _CONTEXT_FREE]
-
-    def __bool__(self) -> bool:
-        return len(self.processors) > 0
 
     @property
     def signature(self) -> Hashable:

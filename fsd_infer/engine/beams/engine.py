@@ -253,7 +253,7 @@ class _Beams:
             for successors, of_node in zip(search.successors[search.read :], of_row):
                 successors.logits = of_node
             search.read = len(search.tokens)
-        if not self.processors:
+        if not self.processors.is_needed:
             values, tokens = functional.topk_logprobs(logits, self.list_size)
             for row, search in enumerate(self.searches):
                 new = range(frontier.read[row], search.read)
@@ -295,7 +295,7 @@ class _Beams:
         """Return the target's processed log-probabilities [M, V], fp32, at nodes of one depth that it has read."""
         logits = torch.stack([of for node in nodes if (of := search.successors[node].logits) is not None])
         scores = logits.float().log_softmax(-1)
-        if not self.processors:
+        if not self.processors.is_needed:
             return scores
         if not self.processors.contextual:
             return self.processors.context_free(scores)
