@@ -90,7 +90,7 @@ class MenuPolicy:
         return self.expected[index] * self._shape_ratio(self.menu[index]).value * self.ratio.value
 
     def _values(self, rows: int) -> list[float]:
-        """Return tokens less their price, by shape."""
+        """Return tokens less what they cost, by shape."""
         return [
             rows * (1.0 + self._expected_drafts(index)) - self.rate.value * cost
             for index, cost in enumerate(self.costs)

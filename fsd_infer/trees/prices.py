@@ -10,9 +10,10 @@ includes the draft bonus of a distribution that favours drafts. Every round maxi
 
     tokens - rate · cost,    rate = tokens per unit of cost so far.
 
-At the fixed point this maximises tokens per second (Dinkelbach 1967). So rate · cost is a price in tokens, and a node
-is expanded, a depth added or a node kept only if its expected tokens exceed its price. So predictable text gets large
-trees, other text small ones. The rows of a batch share one forward, hence one sum.
+At the fixed point this maximises tokens per second (Dinkelbach 1967). So rate · cost is a number of tokens, with
+rate · a, rate · b … as prices: a node is expanded, a depth added or a node kept only if it brings more tokens than it
+costs. So predictable text gets large trees, other text small ones. The rows of a batch share one forward, hence one
+sum.
 
 Related work: Sequoia (arXiv 2402.12374) chooses one tree per device. DySpec (2410.11744) grows trees best first.
 SpecDec++ (2405.19715) stops at a threshold. OPT-Tree (2406.17276) keeps the nodes with the best scores.
@@ -111,7 +112,7 @@ class Prices:
         accept_rate: probability that a row accepts a child of an expanded node that it has reached.
         reach_ratio: rows that reach expanded nodes, per row that is expected to.
         draft_price: of a round that drafts, with the drafter's reading of the accepted tokens.
-        expected_gain: tokens that drafts are expected to add, less the price of their verification, per row that no
+        expected_gain: tokens that drafts are expected to add, less what their verification costs, per row that no
             grafted tree covers.
         max_loss: tokens that drafting may be expected to lose: more than 0 in attempts, infinite in trials.
         min_accept_prob: at which a node is worth verifying, in a tree as large as the last ones.
@@ -144,7 +145,7 @@ class Prices:
         return self.draft_price - self.expected_gain * sum(self.uncovered)
 
     def verify_price(self, nodes: int) -> float:
-        """Return the price of verifying ``nodes`` nodes of all rows instead of one."""
+        """Return what verifying ``nodes`` nodes of all rows costs instead of one."""
         return sum(map(mul, self.verify_prices, spans(nodes)))
 
     def beside(self, tree: DraftTree) -> Prices:
@@ -172,8 +173,8 @@ class Prices:
             probs: of acceptance, falling.
 
         Returns:
-            Expected tokens minus price for the best prefix. The probability that one more node needs: that of the
-            prefix's last node, which it may displace, or the price of a node after it, whichever is less.
+            Expected tokens minus costs of the best prefix. The probability that one more node needs: that of the
+            prefix's last node, which it may displace, or what a node after it costs, whichever is less.
         """
         prices, rows = self.verify_prices, len(self.uncovered)
         best = gain = 0.0
@@ -193,19 +194,19 @@ class Prices:
             frontier: of each row's nodes that may be expanded, falling.
         """
         gain, marginal = self.best_gain(probs)
-        # Expand a node only if its best child's expected gain exceeds the price of its drafting and verification.
-        price, accept_rate = (self.expand_price + marginal) * len(frontier), self.accept_rate * self.reach_ratio
-        width = sum(accept_rate * sum(row[rank] for row in frontier) > price for rank in range(len(frontier[0])))
+        # Expand a node only if its best child's expected gain exceeds what its drafting and verification cost.
+        cost, accept_rate = (self.expand_price + marginal) * len(frontier), self.accept_rate * self.reach_ratio
+        width = sum(accept_rate * sum(row[rank] for row in frontier) > cost for rank in range(len(frontier[0])))
         return width if width and self._pays(probs, gain, [row[:width] for row in frontier]) else 0
 
     def _pays(self, probs: Sequence[float], gain: float, frontier: Sequence[Sequence[float]]) -> bool:
         """Return whether up to AHEAD more depths pay, the first from this frontier, later ones of one node a row."""
-        rows, price = len(frontier), 0.0
+        rows, cost = len(frontier), 0.0
         best = [[prob * self.reach_ratio * self.accept_rate for prob in row] for row in frontier]
         for depth in range(AHEAD):
-            price += self.depth_price + self.expand_price * (len(frontier[0]) if depth == 0 else 1) * rows
+            cost += self.depth_price + self.expand_price * (len(frontier[0]) if depth == 0 else 1) * rows
             probs = sorted([*probs, *(prob for row in best for prob in row)], reverse=True)
-            if self.best_gain(probs)[0] - gain > price:
+            if self.best_gain(probs)[0] - gain > cost:
                 return True
             best = [[row[0] * self.accept_rate] for row in best]
         return False
