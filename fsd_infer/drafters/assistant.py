@@ -28,7 +28,7 @@ from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.steps import HEADS, FeatureReader, FeatureSession, StepDrafter
 from fsd_infer.drafters.vocabulary import NEVER
 from fsd_infer.heads.kinds import ASSISTANT
-from fsd_infer.heads.layers import mask_for
+from fsd_infer.targets.stack import mask_for
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
 

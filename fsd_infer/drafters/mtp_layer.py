@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fsd_core.errors import ModelLoadError
 from fsd_infer.device.cache import cache_argument
-from fsd_infer.heads.layers import mask_for
 from fsd_infer.heads.mtp_layouts import Layout
+from fsd_infer.targets.stack import mask_for
 
 
 class _PlainBlock(nn.Module):

@@ -30,20 +30,69 @@ from transformers.cache_utils import Cache
 from fsd_core.errors import CheckpointError, shortened
 from fsd_core.files import HUB_OPTIONS, disk_errors, replacing
 from fsd_core.hub import hub_errors, is_hub_id, load_whole
-from fsd_infer.device.cache import SlotCache
+from fsd_infer.device.cache import SlotCache, cache_argument
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.formats import read_head
 from fsd_infer.heads.hub import find_head
-from fsd_infer.heads.layers import Eagle3Layer, HeadStack, LayerFusion, build_layers, has_mrope, no_bars
+from fsd_infer.heads.layers import build_layers, has_mrope, no_bars
 from fsd_infer.heads.stored_parts import CONFIG, StoredHead
 from fsd_infer.heads.weights import SINGLE
-from fsd_infer.targets.stack import Stack
+from fsd_infer.targets.stack import HeadStack, Stack
 
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
 
 __all__ = ["EagleConfig", "EagleHead", "HeadModel"]
+
+
+class Eagle3Layer(nn.Module):
+    """EAGLE-3's first layer (arXiv 2503.01840): attention reads [norm(embedding) ; norm(x)], the residual is x.
+
+    Args:
+        layer: a decoder layer of a pre-norm family, whose modules are reused; its three input projections are replaced.
+        norm_before_residual: use norm(x) as the residual.
+    """
+
+    def __init__(self, layer: Any, norm_before_residual: bool = False) -> None:
+        super().__init__()
+        self.norm_before_residual = norm_before_residual
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.input_layernorm = layer.input_layernorm
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.hidden_norm = copy.deepcopy(layer.input_layernorm)
+        self._cache_argument = cache_argument(type(self.self_attn))
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = getattr(self.self_attn, name)
+            wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
+            setattr(self.self_attn, name, wide)
+
+    def forward(self, embeds: Tensor, x: Tensor, cache: Any = None, **others: Any) -> Tensor:
+        """Map embeds and x [B, M, H] to [B, M, H]; the cache and ``others`` are arguments of the attention."""
+        x, attended = self.attended(embeds, x)
+        x = x + self.self_attn(attended, **{self._cache_argument: cache}, **others)[0]
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def attended(self, embeds: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the residual [B, M, H] and the attention's input [B, M, 2H] for embeds and x [B, M, H]."""
+        normed = self.hidden_norm(x)
+        attended = torch.cat([self.input_layernorm(embeds), normed], -1)
+        return normed if self.norm_before_residual else x, attended
+
+
+class LayerFusion(nn.Module):
+    """A projection of k inner layers of the target to the head's width, Σ_l W_l · RMSNorm_l(h_l), initially zero."""
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(size, eps=1e-6) for _ in range(count))
+        self.project = nn.Linear(count * size, size, bias=False)
+        nn.init.zeros_(self.project.weight)
+
+    def forward(self, layers: Tensor) -> Tensor:
+        """Map layers [..., k·H] to [..., H]."""
+        parts = layers.chunk(len(self.norms), dim=-1)
+        return self.project(torch.cat([norm(part) for norm, part in zip(self.norms, parts, strict=True)], dim=-1))
 
 
 class EagleHead(PreTrainedModel):

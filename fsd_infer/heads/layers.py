@@ -1,23 +1,21 @@
-"""Decoder layers of a draft head: transformers' own, alone, and EAGLE-3's variant of them."""
+"""Decoder layers of transformers without their model, as a draft head has them: which fit, and how they are built."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
+from torch import nn
 from transformers import MODEL_MAPPING, AutoConfig, DynamicCache
 from transformers.utils import logging
 
 from fsd_core.registry import is_whole
-from fsd_core.tensors import additive
-from fsd_infer.device.cache import cache_argument
 from fsd_infer.recurrent.mixers import recurrent_layers
-from fsd_infer.targets.stack import Outputs, Stack
+from fsd_infer.targets.stack import mask_for, run_layers
 
 EAGLE3_LAYERS = ("llama", "qwen3")  # layer types of published EAGLE-3 heads
 LLAMA_LIKE = (*EAGLE3_LAYERS, "qwen2")  # layer types whose own rotary embedding knows no M-RoPE
@@ -31,55 +29,6 @@ LAYER_FIELDS = (
     *("attention_bias", "mlp_bias", "use_qkv_bias", "use_qk_norm", "qk_layernorm"),
     *("query_pre_attn_scalar", "attn_logit_softcapping", "attention_multiplier", "residual_multiplier"),
 )
-
-
-class Eagle3Layer(nn.Module):
-    """EAGLE-3's first layer (arXiv 2503.01840): attention reads [norm(embedding) ; norm(x)], the residual is x.
-
-    Args:
-        layer: a decoder layer of a pre-norm family, whose modules are reused; its three input projections are replaced.
-        norm_before_residual: use norm(x) as the residual.
-    """
-
-    def __init__(self, layer: Any, norm_before_residual: bool = False) -> None:
-        super().__init__()
-        self.norm_before_residual = norm_before_residual
-        self.self_attn, self.mlp = layer.self_attn, layer.mlp
-        self.input_layernorm = layer.input_layernorm
-        self.post_attention_layernorm = layer.post_attention_layernorm
-        self.hidden_norm = copy.deepcopy(layer.input_layernorm)
-        self._cache_argument = cache_argument(type(self.self_attn))
-        for name in ("q_proj", "k_proj", "v_proj"):
-            narrow = getattr(self.self_attn, name)
-            wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
-            setattr(self.self_attn, name, wide)
-
-    def forward(self, embeds: Tensor, x: Tensor, cache: Any = None, **others: Any) -> Tensor:
-        """Map embeds and x [B, M, H] to [B, M, H]; the cache and ``others`` are arguments of the attention."""
-        x, attended = self.attended(embeds, x)
-        x = x + self.self_attn(attended, **{self._cache_argument: cache}, **others)[0]
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-    def attended(self, embeds: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residual [B, M, H] and the attention's input [B, M, 2H] for embeds and x [B, M, H]."""
-        normed = self.hidden_norm(x)
-        attended = torch.cat([self.input_layernorm(embeds), normed], -1)
-        return normed if self.norm_before_residual else x, attended
-
-
-class LayerFusion(nn.Module):
-    """A projection of k inner layers of the target to the head's width, Σ_l W_l · RMSNorm_l(h_l), initially zero."""
-
-    def __init__(self, count: int, size: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(size, eps=1e-6) for _ in range(count))
-        self.project = nn.Linear(count * size, size, bias=False)
-        nn.init.zeros_(self.project.weight)
-
-    def forward(self, layers: Tensor) -> Tensor:
-        """Map layers [..., k·H] to [..., H]."""
-        parts = layers.chunk(len(self.norms), dim=-1)
-        return self.project(torch.cat([norm(part) for norm, part in zip(self.norms, parts, strict=True)], dim=-1))
 
 
 def llama_layer(config: Any, hidden_size: int) -> dict[str, Any]:
@@ -163,54 +112,6 @@ def _multi_rotary(config: Any, rope: Mapping[str, Any]) -> nn.Module:
     return (Qwen3VLTextRotaryEmbedding if rope.get("mrope_interleaved") else Qwen2_5_VLRotaryEmbedding)(made)
 
 
-def run_layers(
-    layers: Iterable[nn.Module], x: Tensor, angles: Any, positions: Tensor, mask: Tensor | None, cache: Any
-) -> Tensor:
-    """Run x [B, M, H] through decoder layers, with the rotary ``angles`` of ``positions`` [B, M]."""
-    for layer in layers:
-        given = {} if cache is None else {cache_argument(type(layer)): cache}
-        x = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles, **given)
-        x = x[0] if isinstance(x, tuple) else x
-    return x
-
-
-class HeadStack(Stack):
-    """A head's layers as transformers runs them, and the norm after them, if any.
-
-    Args:
-        layers: the decoder layers.
-        rotary: their rotary embedding.
-        norm: the norm after the last layer.
-    """
-
-    def __init__(self, layers: nn.ModuleList, rotary: nn.Module, norm: nn.Module | None) -> None:
-        self.layers, self.rotary, self.norm = layers, rotary, norm
-
-    def __call__(
-        self,
-        inputs: Tensor,
-        positions: Tensor,
-        visible: Mapping[str, Tensor] | None,
-        cache: Any,
-        *,
-        capture: Sequence[int] = (),
-        embeds: Tensor | None = None,
-        keep: int = 0,
-    ) -> Outputs:
-        """Run one forward, as :class:`fsd_infer.targets.stack.Stack` says. Captures no layers."""
-        x, count = inputs, inputs.shape[1]
-        mask = None if visible is None else next(iter(visible.values()))
-        mask = mask[:, None] if isinstance(mask, Tensor) else mask  # packed rows have masks of their own
-        if mask is None and is_eager(self.layers) and count > 1:  # eager attention is not causal by itself
-            mask = torch.ones(count, count, dtype=torch.bool, device=x.device).tril()[None, None]
-        mask, angles, layers = mask_for(self.layers, mask, x.dtype), self.rotary(x, positions), list(self.layers)
-        if embeds is not None:
-            given: dict[str, Any] = dict(attention_mask=mask, position_ids=positions, position_embeddings=angles)
-            x = layers.pop(0)(embeds, x, cache, **given)
-        x = run_layers(layers, x, angles, positions, mask, cache)
-        return Outputs(x if self.norm is None else self.norm(x))
-
-
 @torch.no_grad()
 def _probe(layers: nn.ModuleList, rotary: nn.Module, norm: nn.Module, hidden_size: int) -> None:
     """Raise ValueError unless the layer is causal through an explicit mask and a cache."""
@@ -241,14 +142,3 @@ def no_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def is_eager(layers: nn.ModuleList) -> bool:
-    """Whether the layers' attention is eager: it needs additive masks and is not causal by itself."""
-    config = getattr(getattr(layers[0], "self_attn", None), "config", None)
-    return getattr(config, "_attn_implementation", "sdpa") == "eager"
-
-
-def mask_for(layers: nn.ModuleList, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Convert a boolean mask for the layers' attention: additive if eager, else boolean."""
-    return mask if mask is None or not is_eager(layers) else additive(mask, dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -207,6 +207,65 @@ class TransformersStack(Stack):
         """[B, M, S] bool -> [B, 1, M, S] as the model's attention takes it, additive if eager."""
         mask = mask[:, None]
         return additive(mask, self.model.dtype) if self._is_eager else mask
+
+
+class HeadStack(Stack):
+    """A head's layers as transformers runs them, and the norm after them, if any.
+
+    Args:
+        layers: the decoder layers.
+        rotary: their rotary embedding.
+        norm: the norm after the last layer.
+    """
+
+    def __init__(self, layers: nn.ModuleList, rotary: nn.Module, norm: nn.Module | None) -> None:
+        self.layers, self.rotary, self.norm = layers, rotary, norm
+
+    def __call__(
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        visible: Mapping[str, Tensor] | None,
+        cache: Any,
+        *,
+        capture: Sequence[int] = (),
+        embeds: Tensor | None = None,
+        keep: int = 0,
+    ) -> Outputs:
+        """Run one forward, as :class:`Stack` says. Captures no layers."""
+        x, count = inputs, inputs.shape[1]
+        mask = None if visible is None else next(iter(visible.values()))
+        mask = mask[:, None] if isinstance(mask, Tensor) else mask  # packed rows have masks of their own
+        if mask is None and is_eager(self.layers) and count > 1:  # eager attention is not causal by itself
+            mask = torch.ones(count, count, dtype=torch.bool, device=x.device).tril()[None, None]
+        mask, angles, layers = mask_for(self.layers, mask, x.dtype), self.rotary(x, positions), list(self.layers)
+        if embeds is not None:
+            given: dict[str, Any] = dict(attention_mask=mask, position_ids=positions, position_embeddings=angles)
+            x = layers.pop(0)(embeds, x, cache, **given)
+        x = run_layers(layers, x, angles, positions, mask, cache)
+        return Outputs(x if self.norm is None else self.norm(x))
+
+
+def run_layers(
+    layers: Iterable[nn.Module], x: Tensor, angles: Any, positions: Tensor, mask: Tensor | None, cache: Any
+) -> Tensor:
+    """Run x [B, M, H] through decoder layers, with the rotary ``angles`` of ``positions`` [B, M]."""
+    for layer in layers:
+        given = {} if cache is None else {cache_argument(type(layer)): cache}
+        x = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles, **given)
+        x = x[0] if isinstance(x, tuple) else x
+    return x
+
+
+def is_eager(layers: nn.ModuleList) -> bool:
+    """Whether the layers' attention is eager: it needs additive masks and is not causal by itself."""
+    config = getattr(getattr(layers[0], "self_attn", None), "config", None)
+    return getattr(config, "_attn_implementation", "sdpa") == "eager"
+
+
+def mask_for(layers: nn.ModuleList, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Convert a boolean mask for the layers' attention: additive if eager, else boolean."""
+    return mask if mask is None or not is_eager(layers) else additive(mask, dtype)
 
 
 def _takes_keep(kind: type[nn.Module]) -> bool:
