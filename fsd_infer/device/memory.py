@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from fsd_core.errors import CacheMemoryError
+from fsd_core.tensors import is_host
 
 
 def check_caches(needed: int, rows: int, tokens: int, device: torch.device, limit: int | None, held: int = 0) -> None:
@@ -42,7 +43,7 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":  # including memory that torch has reserved and freed
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    if device.type != "cpu":
+    if not is_host(device):
         return None
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
