@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsd_core.tensors import packed, put
 from fsd_infer.engine.report import columns_of
-from fsd_infer.engine.round import RoundTensors, VerifiedTree, accept_and_commit, advance, verify
+from fsd_infer.engine.round import RoundTensors, VerifiedTree, accept, advance, commit, verify
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.trees.tree import DraftTree
 
@@ -68,6 +68,21 @@ def draft_and_verify(state: DecodeState, tree: DraftTree | None, inputs: Sequenc
     return verified
 
 
+def accept_and_commit(state: DecodeState, verified: VerifiedTree) -> RoundTensors:
+    """Accept a path of a verified tree, and commit it."""
+    result = accept(state, verified)
+    state.on_phase("rule")
+    commit(state, result.verdict)
+    state.on_phase("cache")
+    return result
+
+
+def advance_session(state: DecodeState, result: RoundTensors) -> None:
+    """Let the drafter read what was accepted."""
+    advance(state, result)
+    state.on_phase("advance")
+
+
 def finish_round(
     state: DecodeState, verified: VerifiedTree, advances: bool, computed: Mapping[Hashable, Tensor] | None = None
 ) -> RoundTensors:
@@ -75,7 +90,7 @@ def finish_round(
     state.cache.recurrent.kept.update(verified.recurrent)
     result = accept_and_commit(state, verified.with_computed(state, computed))
     if advances:
-        advance(state, result)
+        advance_session(state, result)
     result.packed = packed(*columns_of(result).values())
     return result
 

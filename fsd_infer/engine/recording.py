@@ -27,12 +27,14 @@ from fsd_infer.device.cuda_graphs import GraphRecorder
 from fsd_infer.engine.parts import (
     RecordedGraph,
     Recording,
+    accept_and_commit,
+    advance_session,
     draft_and_verify,
     finish_round,
     outputs_of,
     tensors_of,
 )
-from fsd_infer.engine.round import RoundTensors, VerifiedTree, accept_and_commit, advance, decode_round
+from fsd_infer.engine.round import RoundTensors, VerifiedTree, decode_round
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
@@ -193,7 +195,7 @@ class RoundRecorder:
         else:
             result = self._replayed(state, tree, inputs, recording)
         if tree is not None:
-            advance(state, result)
+            advance_session(state, result)
         return result
 
     def _replayed(
@@ -237,7 +239,7 @@ class RoundRecorder:
         result = accept_and_commit(state, verified)
         recording.computed_on_host = tuple(verified.computed())
         if tree is None:
-            advance(state, result)
+            advance_session(state, result)
         return result
 
     def _record(

@@ -54,20 +54,15 @@ def decode_round(state: DecodeState) -> RoundTensors:
     # 2. Verify: run the target over all nodes, which gives logits [B, N, V] and features [B, N, F].
     verified = verify(state, tree)
     state.on_phase("target")
-    result = accept_and_commit(state, verified)
-    # 5. Advance: the drafter reads the emitted tokens [B, D+1] with the features [B, D+1, F] before them.
-    advance(state, result)
-    return result
-
-
-def accept_and_commit(state: DecodeState, verified: VerifiedTree) -> RoundTensors:
-    """Accept a path of a verified tree, and commit it to the target's cache and to the texts."""
     # 3. Accept: a path [B, D+1] of nodes, and the token after each of them, by each row's rule.
     result = accept(state, verified)
     state.on_phase("rule")
     # 4. Commit: the path's keys and values move to the end of the text, which the emitted tokens extend.
     commit(state, result.verdict)
     state.on_phase("cache")
+    # 5. Advance: the drafter reads the emitted tokens [B, D+1] with the features [B, D+1, F] before them.
+    advance(state, result)
+    state.on_phase("advance")
     return result
 
 
@@ -139,7 +134,6 @@ def advance(state: DecodeState, result: RoundTensors) -> None:
     counts = result.verdict.accepted + 1
     tokens, features = trimmed_on_host(counts, result.verdict.tokens, result.features)
     state.session.extend(tokens, features, counts)
-    state.on_phase("advance")
 
 
 class VerifiedTree:
