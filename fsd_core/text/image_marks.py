@@ -14,7 +14,7 @@ from typing import Any
 from fsd_core.errors import DataError
 
 _IMAGE, _PART, START, _FIRST = "\uf8fd", "\uf8fc", "\uf8fb", 0xF0000  # private characters: image, next part of text
-MOST = 4096  # images of a row
+MAX_IMAGES = 4096  # images of a row
 _KEPT = "_fsd_image_tokens"  # attribute of tokenizers
 _SPLIT = re.compile(f"({_IMAGE}.|{_PART})", re.DOTALL)
 _Span = tuple[int, int]

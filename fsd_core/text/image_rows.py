@@ -12,7 +12,7 @@ from typing import Any
 
 from fsd_core.errors import DataError
 from fsd_core.text.conversations import IMAGES, TEXTS, Message, role_of
-from fsd_core.text.image_marks import MOST, check_unmarked, has_mark, joined_parts, split_parts
+from fsd_core.text.image_marks import MAX_IMAGES, check_unmarked, has_mark, joined_parts, split_parts
 from fsd_core.text.row_check import RowFields
 
 PARTS = ("image", "image_url")  # types of parts that hold an image
@@ -80,8 +80,8 @@ def take_images(row: Mapping[str, Any], folder: Path) -> tuple[RowFields, list[A
             raise DataError("images go with messages, conversations or the text of a prompt, and the row has none.")
         [turn] = _marked_turns([{"role": "user", "content": made[field]}], waiting, taken)
         made[field] = turn["content"]
-    if len(taken) > MOST:
-        raise DataError(f"the row has {len(taken)} images. Give at most {MOST}.")
+    if len(taken) > MAX_IMAGES:
+        raise DataError(f"the row has {len(taken)} images. Give at most {MAX_IMAGES}.")
     return made, [_placed(source, folder) for source in taken]
 
 

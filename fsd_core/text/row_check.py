@@ -1,6 +1,6 @@
 """Account of the rows that a command reads: those that it cannot use, and the fields that nothing reads.
 
-Rows that cannot be used are skipped and counted by reason. More than :data:`MOST_SKIPPED` of them end the command, and
+Rows that cannot be used are skipped and counted by reason. More than :data:`MAX_SKIPPED` of them end the command, and
 so does the first one if the check is strict.
 """
 
@@ -19,11 +19,11 @@ from fsd_core.errors import DataError
 from fsd_core.files import write_text
 from fsd_core.text.conversations import ANSWERS, THOUGHTS, TOOLS, WEIGHT, role_of, turn_fields
 
-MOST_SKIPPED = 0.05  # share of the rows
+MAX_SKIPPED = 0.05  # share of the rows
 LISTING = "skipped-rows.jsonl"  # in the directory of an output; an output that is a file gets it as suffix
-_MOST_COMPARED = 1000  # rows that are read behind the last one needed, to see whether few of them are bad
+_MAX_COMPARED = 1000  # rows that are read behind the last one needed, to see whether few of them are bad
 _HOPELESS = 100  # rows of which none can be used: the rest is not read
-_MOST_SAID = 5  # reasons and fields named on the terminal
+_MAX_SAID = 5  # reasons and fields named on the terminal
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|-?\d+")  # parts of a reason that differ from row to row
 # where a row comes from and how its answer was made: no one has to read it
@@ -158,8 +158,8 @@ class RowCheck:
 
     @property
     def too_many(self) -> bool:
-        """Whether more than :data:`MOST_SKIPPED` of the rows so far cannot be used."""
-        return len(self.bad) > MOST_SKIPPED * self.read
+        """Whether more than :data:`MAX_SKIPPED` of the rows so far cannot be used."""
+        return len(self.bad) > MAX_SKIPPED * self.read
 
     @property
     def _is_over(self) -> bool:
@@ -168,14 +168,14 @@ class RowCheck:
     def first(self, rows: Iterable[_Row], limit: int | None) -> list[_Row]:
         """Return the first ``limit`` usable rows.
 
-        Too many others among them are compared with the rows that follow, at most :data:`_MOST_COMPARED`.
+        Too many others among them are compared with the rows that follow, at most :data:`_MAX_COMPARED`.
         """
         kept: list[_Row] = []
         for row in rows:
             if limit is None or len(kept) < limit:
                 kept.append(row)
             if limit is not None and len(kept) >= limit:
-                self._last = self._last or self.read + _MOST_COMPARED
+                self._last = self._last or self.read + _MAX_COMPARED
                 if not self.too_many or self._is_over:
                     break
         return kept
@@ -207,7 +207,7 @@ class RowCheck:
 
     def _error(self, listing: Path | None = None) -> DataError:
         (where, reason), count = self.bad[0], len(self.bad)
-        more = f" {count} of {self.read} rows cannot be used, more than {MOST_SKIPPED:.0%}"
+        more = f" {count} of {self.read} rows cannot be used, more than {MAX_SKIPPED:.0%}"
         listed = "" if listing is None or count == 1 else f"; {listing} lists them"
         return DataError(f"{where}: {reason.rstrip('.')}.{more}{listed}.")
 
@@ -216,11 +216,11 @@ class RowCheck:
         firsts = {row.kind: row for row in reversed(self.bad)}
         listed = "" if listing is None else f"; {listing} lists them"
         lines = [f"warning: skipped {len(self.bad)} of {self.read} rows, which cannot be used{listed}"]
-        for kind, count in kinds.most_common(_MOST_SAID):
+        for kind, count in kinds.most_common(_MAX_SAID):
             where, reason = firsts[kind]
             lines.append(f"  {count} x {where}: {reason}")
-        if len(kinds) > _MOST_SAID:
-            lines.append(f"  and {len(kinds) - _MOST_SAID} more reasons")
+        if len(kinds) > _MAX_SAID:
+            lines.append(f"  and {len(kinds) - _MAX_SAID} more reasons")
         return lines
 
     def name_unread(self, known: Iterable[str] = ()) -> None:
@@ -230,8 +230,8 @@ class RowCheck:
         found = Counter({n: count for n, count in self.unread.items() if n not in read and not n.endswith(ends)})
         self.unread.clear()
         if found:
-            named = ", ".join(f"`{name}` ({count} rows)" for name, count in found.most_common(2 * _MOST_SAID))
-            more = f" and {len(found) - 2 * _MOST_SAID} more" if len(found) > 2 * _MOST_SAID else ""
+            named = ", ".join(f"`{name}` ({count} rows)" for name, count in found.most_common(2 * _MAX_SAID))
+            more = f" and {len(found) - 2 * _MAX_SAID} more" if len(found) > 2 * _MAX_SAID else ""
             print(f"notice: nothing reads the fields {named}{more} (docs/training.md)", file=sys.stderr)
 
 

@@ -12,7 +12,7 @@ from fsd_core.text.conversations import THOUGHT, THOUGHTS, TOOLS, WEIGHT, Messag
 
 WORD = "Rhubarb"  # no template contains it
 _KEPT = "_fsd_template_forms"  # attribute of tokenizers
-_MOST_KEPT = 64  # rows may bring templates of their own
+_MAX_KEPT = 64  # rows may bring templates of their own
 _CALL = {"type": "function", "function": {"name": "look", "arguments": {}}}
 _CALLED = {"type": "function", "function": {"name": WORD, "arguments": {}}, "id": "call00000"}
 _TOOL = {"type": "function", "function": {"name": WORD, "description": "", "parameters": {}}}
@@ -63,7 +63,7 @@ def form_of(tokenizer: Any, options: Mapping[str, Any] | None = None) -> Templat
     kept: dict[str, TemplateForm] = vars(tokenizer).setdefault(_KEPT, {})
     found = kept.get(template)  # other threads may clear what is kept
     if found is None:
-        if len(kept) >= _MOST_KEPT:
+        if len(kept) >= _MAX_KEPT:
             kept.clear()
         found = kept[template] = _probed(tokenizer, template)
     return found
