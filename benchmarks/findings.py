@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results_page import RESULTS, filled
-from benchmarks.tables import beside_exact, sweep_tables
+from benchmarks.results_page import RESULTS, filled, fresh
+from benchmarks.tables import sweep_tables
 from fsd_bench.record import write_record
 from fsd_bench.sweep.runner import Sweep, read_sweep
 from fsd_bench.sweep.summary import summarise
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if args.record is None:
             with misshapen(args.sweep, ADVICE):
-                print(beside_exact(read_json(args.sweep, ADVICE)))
+                print(fresh(read_json(args.sweep, ADVICE)))
             return 0
         with misshapen(args.sweep, ADVICE):
             record = record_of(read_sweep(args.sweep))

@@ -266,8 +266,8 @@ def _training(sizes: RunSizes, directory: Path) -> list[Stage]:
     answers = ["-m", "fsd_train.cli", "regenerate", *recipe, *sizes.answers]
 
     def fit(minutes: float, *more: str) -> list[str]:
-        clock = f"00:00:{int(minutes):02}:{round(60 * minutes) % 60:02}"
-        return ["-m", "fsd_train.cli", "fit", *recipe, "--trainer.max_time", clock, *more]
+        limit = json.dumps({"seconds": round(60 * minutes)})
+        return ["-m", "fsd_train.cli", "fit", *recipe, "--trainer.max_time", limit, *more]
 
     return [
         Stage("answers", "TinyLlama's answers to learn from", answers, LIMIT,

@@ -1,9 +1,9 @@
-"""A target of random weights on a device, for measurements of rounds."""
+"""A target of random weights on a device, for measurements of rounds and of training steps."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,11 +22,19 @@ class Place:
         device: on which it is made.
         new: tokens of an answer.
         prompt: tokens of a prompt.
+        changes: sizes to change, as :func:`.planned_target` takes them.
     """
 
-    def __init__(self, shape: str, device: str, prompt: int = PROMPT, new: int = NEW) -> None:
+    def __init__(
+        self,
+        shape: str,
+        device: str,
+        prompt: int = PROMPT,
+        new: int = NEW,
+        changes: Mapping[str, int] | None = None,
+    ) -> None:
         self.device, self.prompt, self.new = torch.device(device), prompt, new
-        self.planned = planned_target(shape)
+        self.planned = planned_target(shape, changes)
         self.config = self.planned.config
         self.config.eos_token_id = None
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
@@ -49,8 +57,9 @@ class Place:
         self.sync()
         return time.perf_counter() - start
 
-    def timed(self, run: Callable[[], Any], repeats: int = 30) -> float:
+    def timed(self, run: Callable[[], Any]) -> float:
         """Milliseconds of one of many runs in a row, recorded as a graph where that is possible."""
+        repeats = 30 if self.device.type == "cuda" else 1
         run()
         if self.device.type == "cuda":
             stream = torch.cuda.Stream()
@@ -62,7 +71,5 @@ class Place:
             with torch.cuda.graph(graph):
                 run()
             run = graph.replay
-        else:
-            repeats = 1
         run()
         return 1e3 * self.seconds(lambda: [run() for _ in range(repeats)]) / repeats

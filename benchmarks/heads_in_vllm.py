@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.peers import PEERS, install, vllm_variables
-from benchmarks.recorded import parser_of, record_main
+from benchmarks.recorded import parser_of, record_main, spread
 from fsd_core.errors import FsdError
 from fsd_core.text.encoding import encode_chat, read_prompts
 from fsd_infer import FuzzyDecoder, Target
@@ -199,7 +199,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = Target.from_pretrained(args.target, dtype=torch.bfloat16).tokenizer
     prompts = [encode_chat(tokenizer, row.messages) for row in read_prompts(args.data)]
     prompts = [ids for ids in prompts if len(ids) <= args.max_prompt_tokens]
-    prompts = prompts[:: max(len(prompts) // args.limit, 1)][: args.limit]
+    prompts = spread(prompts, args.limit)
     heads: list[dict[str, Any]] = []
     plain = None
     for number, head in enumerate(args.head):

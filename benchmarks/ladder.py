@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from scipy.stats import spearmanr
 
+from benchmarks import results_page
 from benchmarks.recorded import BUILT_IN, parser_of, record_main, run_resumed
 from benchmarks.workplace import Workplace
 from fsd_bench.prompts import Encoder, encode_rows, first_rows
@@ -36,7 +37,7 @@ from fsd_bench.record import write_record
 from fsd_bench.worth.forecasts import forecast
 from fsd_core.files import jsonable
 from fsd_core.hub import is_hub_id
-from fsd_core.tables import number, percent, table
+from fsd_core.tables import number, table
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import TreeShape
 from fsd_infer.heads.hub import find_head
@@ -287,19 +288,10 @@ def write_routing(rungs: dict[str, Any], cost: float, path: Path) -> None:
 
 
 def report(record: dict[str, Any]) -> str:
-    """Return a table with a line per rung and rule."""
-    rows, ranks = [], []
-    for rung, facts in record["rungs"].items():
-        for rule, found in facts["rules"].items():
-            gain = (found.get("gain") or {}).get("ratio")
-            equal = {None: "", True: "yes", False: "no"}[found.get("equal")]
-            row = [f"{rung} {rule}", percent(facts["drafts"]["agreement"], 0), number(facts["drafts"]["regret_median"])]
-            rows.append([*row, number(found["tau"]), number(gain), equal])
-    for outcome, found in record["correlations"].items():
-        ranks.append([f"rank correlation with {outcome}", *map(number, found.values())])
-    text = table(["rung, rule", "agrees %", "median gap", "tau", "x exact", "equal"], rows)
-    names = ["", "rungs", "agreement", "median gap", "below 1 nat", "near ties"]
-    return f"{text}\n\n{table(names, ranks)}" if ranks else text
+    """Return the page's table, and the rank correlations with each outcome."""
+    names = ["rank correlation with", "rungs", "agreement", "median gap", "below 1 nat", "near ties"]
+    ranks = [[outcome, *map(number, found.values())] for outcome, found in record["correlations"].items()]
+    return f"{results_page.ladder(record)}\n\n{table(names, ranks)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

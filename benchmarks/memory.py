@@ -58,30 +58,20 @@ SCHEMA = {
 EDIT = "Here is a piece of code:\n```python\n{old}```\nReplace these lines:\n```python\n{gone}```\nwith these:\n```python\n{come}```\nWrite the whole piece."  # noqa: E501
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(module: str = "benchmarks.memory", text: str | None = __doc__) -> argparse.ArgumentParser:
     """Its options."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--methods", default=METHODS, help="comma-separated (%(default)s)")
-    parser.add_argument("--before", type=Path, help="a checkout from before the drafter memory, for the old lookup")
-    parser.add_argument("--target", default=TARGET, help="(%(default)s)")
-    parser.add_argument(
-        "--workloads", default="chat,rag,summaries,replay,samples,edits,forced,json", help="(%(default)s)"
-    )
-    parser.add_argument("--prompts", type=Path, default=ROOT / "data" / "spec_bench_dev.jsonl")
-    parser.add_argument("--problems", type=Path, default=ROOT / "data" / "gsm8k_test_dev.jsonl")
-    parser.add_argument("--each", type=int, default=8, help="prompts of chat, rag and summaries (%(default)s)")
-    parser.add_argument("--sampled", type=int, default=8, help="problems with eight samples each (%(default)s)")
-    parser.add_argument("--edits", type=int, default=10, help="(%(default)s)")
-    parser.add_argument("--texts", type=int, default=40, help="articles that become JSON (%(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=96, help="(%(default)s)")
-    parser.add_argument(
-        "--tree",
-        default="auto",
-        help="DEPTH,WIDTH,NODES, auto, which reads the clock, or none, for drafters without a model (%(default)s)",
-    )
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="(%(default)s)")
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "memory.json")
-    return parser
+    from benchmarks.recorded import PROMPTS, parser_of
+
+    return parser_of(
+        module, text, methods=(METHODS, "comma-separated"),
+        before=(None, "a checkout from before the drafter memory, for the old lookup"), target=TARGET,
+        workloads=("chat,rag,summaries,replay,samples,edits,forced,json", "comma-separated"), prompts=PROMPTS,
+        problems=(ROOT / "data" / "gsm8k_test_dev.jsonl", "file of word problems"),
+        each=(8, "prompts of chat, rag and summaries"), sampled=(8, "problems with eight samples each"),
+        edits=(10, "edits"), texts=(40, "articles that become JSON"), max_new_tokens=96,
+        tree=("auto", "DEPTH,WIDTH,NODES, auto, which reads the clock, or none, for drafters without a model"),
+        threads=os.cpu_count() or 1, json=ROOT / "benchmarks" / "results" / "memory.json",
+    )  # fmt: skip
 
 
 # workloads ------------------------------------------------------------------------------------------------------------
@@ -89,6 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Questions in order: {"workload", "turns", and what differs from a greedy answer}."""
+    from benchmarks.recorded import spread
     from fsd_core.text.rows import read_jsonl
 
     rows = [row for _, row in read_jsonl(args.prompts)]
@@ -121,13 +112,10 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             raise ValueError(f"no workload {name!r}.")
 
 
-def spread(rows: Sequence[Any], count: int) -> list[Any]:
-    """Return ``count`` of the rows, evenly spread."""
-    return list(rows[:: max(len(rows) // count, 1)][:count]) if count else []
-
-
 def edits_of(repository: Path, count: int) -> list[tuple[str, str]]:
     """(request, answer) of commits that replaced a few lines of one place in a Python file, the latest first."""
+    from benchmarks.recorded import spread
+
     git = ["git", "-C", str(repository)]
     log = [*git, "log", "--no-merges", "--format=%x00", "-p", "-U14", "-n", "400", "fb4a028", "--", "*.py"]
     patches = subprocess.run(log, capture_output=True, text=True, check=True).stdout
@@ -314,25 +302,10 @@ def summary(answers: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str
     return found
 
 
-def report(record: dict[str, Any]) -> str:
-    """A table of tokens per forward, tokens per second and both as ratios to the baseline's."""
-    from fsd_bench.intervals import ratio_text
-    from fsd_core.tables import table
-
-    rows = [
-        [workload, method, str(cell["answers"]), f"{cell['tau']:.2f}", ratio_text(cell["tau_ratio"]),
-         f"{cell['tokens_per_second']:.0f}", ratio_text(cell["tokens_per_second_ratio"]),
-         f"{cell.get('oracle_tau', float('nan')):.2f}"]
-        for workload, methods in record["workloads"].items()
-        for method, cell in methods.items()
-    ]  # fmt: skip
-    names = ["workload", "method", "answers", "τ", "ratio", "tok/s", "ratio", "oracle's τ"]
-    return table(names, rows) + f"\nratios to {record['baseline']}, 95 % intervals over answers"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     from benchmarks.recorded import record_main, settings_of
+    from benchmarks.results_page import memory
 
     def run(args: argparse.Namespace) -> dict[str, Any]:
         answers = measure(args)
@@ -343,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record |= {"workloads": summary(answers, baseline), "answers": answers}
         return record
 
-    return record_main("benchmarks.memory", build_parser(), run, report, argv)
+    return record_main("benchmarks.memory", build_parser(), run, memory, argv)
 
 
 if __name__ == "__main__":

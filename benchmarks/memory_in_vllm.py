@@ -18,9 +18,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.memory import TARGET, TARGETS, build_parser, report, rows_of, summary
+from benchmarks.memory import TARGET, TARGETS, build_parser, rows_of, summary
 from benchmarks.peers import HERE, vllm_variables
 from benchmarks.recorded import Finished, record_main
+from benchmarks.results_page import memory
 from fsd_bench.process import ProcessMethod
 from fsd_infer.targets.loading import load_tokenizer, resolve_target
 
@@ -73,11 +74,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = build_parser()
-    parser.prog, parser.description = "python -m benchmarks.memory_in_vllm", (__doc__ or "").split("\n\n")[0]
+    parser = build_parser("benchmarks.memory_in_vllm", __doc__)
     parser.set_defaults(methods="vllm ngram,vllm suffix", workloads="chat,rag,summaries,replay,samples,edits,json")
     parser.add_argument("--vllm", type=Path, default=Path(".venv-vllm/bin/python"), help="(%(default)s)")
-    return record_main("benchmarks.memory_in_vllm", parser, measure, report, argv)
+    return record_main("benchmarks.memory_in_vllm", parser, measure, memory, argv)
 
 
 if __name__ == "__main__":

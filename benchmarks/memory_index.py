@@ -22,20 +22,15 @@ from statistics import median, quantiles
 from types import SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.recorded import ROOT, parser_of, record_main, settings_of
+from fsd_core.text.rows import read_jsonl
+from fsd_infer.drafters.corpus import SUFFIX, open_corpus
+from fsd_infer.drafters.free import best_first
+from fsd_infer.drafters.memory import TextMatcher
+from fsd_infer.drafters.prefixes import Store
+
 VOCABULARY = 49152
-DEPTH, NODES, LEAST = 24, 24, 0.02
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Its options."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_index", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--tokens", type=int, default=10_000_000, help="of the corpus (%(default)s)")
-    parser.add_argument("--requests", type=int, default=10_000, help="(%(default)s)")
-    parser.add_argument("--store-mib", type=int, default=16, help="(%(default)s)")
-    parser.add_argument("--folder", type=Path, help="of the corpus, kept (default: a temporary one)")
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "memory-index.json")
-    return parser
+DEPTH, NODES, MIN_ACCEPT_PROB = 24, 24, 0.02
 
 
 def target() -> Any:
@@ -45,8 +40,6 @@ def target() -> Any:
 
 def texts(seed: int) -> Iterator[list[int]]:
     """Prompts with their answers, again and again; with a seed other than 0, other tokens stand here and there."""
-    from fsd_core.text.rows import read_jsonl
-
     draws = Random(seed)
     while True:
         for file in sorted((ROOT / "data").glob("smollm2-135m-answers*.jsonl.gz")):
@@ -73,8 +66,6 @@ def contexts(count: int) -> list[list[int]]:
 
 def first_use(file: Path) -> dict[str, float]:
     """Be the process that uses an index for the first time."""
-    from fsd_infer.drafters.corpus import open_corpus
-
     start = time.perf_counter()
     opened = open_corpus(file, target())
     opened.matches(list(range(40)), 12)
@@ -94,8 +85,6 @@ def first_use(file: Path) -> dict[str, float]:
 
 def corpus_figures(folder: Path, tokens: int) -> dict[str, Any]:
     """Seconds, bytes and look-ups of an index."""
-    from fsd_infer.drafters.corpus import SUFFIX, open_corpus
-
     file = folder / "corpus.jsonl"
     if not file.exists():
         write_corpus(file, tokens)
@@ -115,8 +104,6 @@ def resident() -> int:
 
 def store_figures(requests: int, mib: int) -> dict[str, Any]:
     """Return the bytes of a store after ``requests`` requests, and the milliseconds that remembering one takes."""
-    from fsd_infer.drafters.prefixes import Store
-
     store, taken, before, most = Store(mib << 20), [], resident(), 0
     for ids, _ in zip(texts(5), range(requests)):
         half = len(ids) // 2
@@ -133,10 +120,6 @@ def store_figures(requests: int, mib: int) -> dict[str, Any]:
 
 def draft_figures(mib: int) -> dict[str, float]:
     """Milliseconds of a draft, and microseconds of a token that the text grows by, alone and with a full store."""
-    from fsd_infer.drafters.free import best_first
-    from fsd_infer.drafters.memory import TextMatcher
-    from fsd_infer.drafters.prefixes import Store
-
     store = Store(mib << 20)
     for ids, _ in zip(texts(5), range(4000)):
         store.add([ids])
@@ -148,7 +131,7 @@ def draft_figures(mib: int) -> dict[str, float]:
             for place, token in enumerate(ids):
                 if place > 40 and place % 3 == 0:
                     begun = time.perf_counter()
-                    best_first(matcher, matcher.look_up(), matcher.tokens[-1], NODES, DEPTH, LEAST)
+                    best_first(matcher, matcher.look_up(), matcher.tokens[-1], NODES, DEPTH, MIN_ACCEPT_PROB)
                     drafts.append(1e3 * (time.perf_counter() - begun))
                 begun = time.perf_counter()
                 matcher.append(token)
@@ -164,25 +147,26 @@ def report(record: dict[str, Any]) -> str:
     return "\n".join(f"{part} {name}: {value:,.4g}" for part in parts for name, value in record[part].items())
 
 
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of a corpus, of a store, and of drafts."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = args.folder or Path(made)
+        folder.mkdir(parents=True, exist_ok=True)
+        corpus = corpus_figures(folder, args.tokens)
+    settings = {name: value for name, value in settings_of(args).items() if name != "folder"}
+    store, draft = store_figures(args.requests, args.store_mib), draft_figures(args.store_mib)
+    return {"settings": settings, "corpus": corpus, "store": store, "draft": draft}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
-    from benchmarks.recorded import record_main, settings_of
-
-    def run(args: argparse.Namespace) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as made:
-            folder = args.folder or Path(made)
-            folder.mkdir(parents=True, exist_ok=True)
-            corpus = corpus_figures(folder, args.tokens)
-        settings = settings_of(args)
-        settings.pop("folder", None)
-        parts = {"corpus": corpus, "store": store_figures(args.requests, args.store_mib)}
-        return {
-            "settings": settings,
-            **parts,
-            "draft": draft_figures(args.store_mib),
-        }
-
-    return record_main("benchmarks.memory_index", build_parser(), run, report, argv)
+    parser = parser_of(
+        "benchmarks.memory_index", __doc__, tokens=(10_000_000, "tokens of the corpus"),
+        requests=(10_000, "requests that the store remembers"), store_mib=(16, "size of the store"),
+        folder=(None, "folder of the corpus, which stays; default: a temporary one"),
+        json=ROOT / "benchmarks" / "results" / "memory-index.json",
+    )  # fmt: skip
+    return record_main("benchmarks.memory_index", parser, measure, report, argv)
 
 
 if __name__ == "__main__":

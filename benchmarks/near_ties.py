@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.recorded import BUILT_IN, PROMPTS, parser_of, record_main
+from benchmarks.recorded import BUILT_IN, PROMPTS, parser_of, record_main, spread
+from benchmarks.results_page import ties
 from fsd_bench.intervals import mean_interval
 from fsd_bench.prompts import Encoder, encode_rows, spread_rows
-from fsd_core.tables import table
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.request.prompts import read_text
 from fsd_infer.targets.target import Target
@@ -59,7 +59,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     exact = FuzzyDecoder.from_pretrained(args.target, "none", dtype=torch.float32)
     encoder = Encoder.of(decoder, False)
     rows = [row for row in spread_rows([args.prompts], encoder) if len(encode_rows([row], encoder)[0]) <= LONGEST]
-    prompts = encode_rows(rows[:: max(len(rows) // args.limit, 1)][: args.limit], encoder)
+    prompts = encode_rows(spread(rows, args.limit), encoder)
     found = []
     for prompt in prompts:
         answer = decoder.generate(prompt, max_new_tokens=args.max_new_tokens, do_sample=False).sequences[0]
@@ -89,24 +89,13 @@ def summary(found: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
     }
 
 
-def report(record: dict[str, Any]) -> str:
-    """Return a row per pair."""
-    rows = []
-    for name, facts in record["pairs"].items():
-        share, leads = facts["differ"], facts["leads"] or [0.0]
-        cells = [f"{100 * share[key]:.2f}" for key in ("mean", "low", "high")]
-        rows.append([name, *cells, str(facts["answers_with_one"]), f"{np.median(leads):.3f}", f"{max(leads):.3f}"])
-    head = ["pair", "differ %", "low", "high", "answers", "median lead, nats", "largest"]
-    return f"{record['positions']} positions of {record['prompts']} answers\n{table(head, rows)}"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write the record. Return 2 after bad input."""
     parser = parser_of(
         "benchmarks.near_ties", __doc__, target=BUILT_IN, prompts=PROMPTS, limit=24, max_new_tokens=64,
         rows=(13, "tokens of a verifying forward"), json=None,
     )  # fmt: skip
-    return record_main("benchmarks.near_ties", parser, measure, report, argv)
+    return record_main("benchmarks.near_ties", parser, measure, ties, argv)
 
 
 if __name__ == "__main__":

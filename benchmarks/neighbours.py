@@ -155,9 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "benchmarks.neighbours", __doc__, target=BUILT_IN, rules="plain,exact", prompts=PROMPTS, threads=2,
         neighbours=(2, "most busy processes beside"), blocks=(2, "turns of each case"),
         seconds=(5.0, "most seconds of a turn"), json=None,
-        kernels_only=(False, "leave out FSD_KERNELS=0"),
+        kernels_only=(False, "leave out FSD_KERNELS=0"), before=(None, "an earlier checkout, to compare with"),
     )  # fmt: skip
-    parser.add_argument("--before", type=Path, help="an earlier checkout, to compare with")
     return record_main("benchmarks.neighbours", parser, measure, report, argv)
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.recorded import BUILT_IN, PROMPTS, ROOT, parser_of, record_main, run_resumed
-from fsd_bench.intervals import ratio_interval, ratio_text
+from benchmarks.recorded import BUILT_IN, PROMPTS, ROOT, parser_of, record_main, run_resumed, spread
+from benchmarks.results_page import by_place
+from fsd_bench.intervals import ratio_interval
 from fsd_core.files import write_text
-from fsd_core.tables import table
 from fsd_core.text.rows import read_jsonl, read_rows
 from fsd_infer.trees.shape import parse_tree
 
@@ -49,7 +49,7 @@ def write_chats(file: Path, source: Path, limit: int) -> None:
     """Write ``limit`` questions, equally spread over ``source``, after earlier turns of each of :data:`PLACES`."""
     asked = [row["turns"][0] for _, row in read_jsonl(source)]
     rows, earlier = [], answered()
-    for question in asked[:: max(len(asked) // limit, 1)][:limit]:
+    for question in spread(asked, limit):
         for place in PLACES:
             turns = [*chat(list(up_to(earlier, place))), {"role": "user", "content": question}]
             rows.append({"category": str(place), "messages": turns})
@@ -65,15 +65,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             prompts, ["exact"], args.json and args.json.with_name(f"{args.json.stem}-run.json"), target=args.target,
             drafter=args.drafter, max_new_tokens=args.max_new_tokens, tree=parse_tree(args.tree), threads=args.threads,
         )  # fmt: skip
-    by_place: dict[str, list[tuple[float, float]]] = {}
+    pairs_at: dict[str, list[tuple[float, float]]] = {}  # tokens and forwards of answers, by place
     lengths: dict[str, list[int]] = {}
     for row in found["prompts"]:
         answer = row["methods"]["exact"][0]
-        by_place.setdefault(row["category"], []).append(
-            (answer["tau"] * answer["target_forwards"], answer["target_forwards"])
-        )
+        tokens, forwards = answer["tau"] * answer["target_forwards"], answer["target_forwards"]
+        pairs_at.setdefault(row["category"], []).append((tokens, forwards))
         lengths.setdefault(row["category"], []).append(row["prompt_tokens"])
-    first = by_place[str(PLACES[0])]
+    first = pairs_at[str(PLACES[0])]
     return {
         "places": {
             place: {
@@ -81,18 +80,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 "tau": sum(tokens for tokens, _ in pairs) / sum(forwards for _, forwards in pairs),
                 "ratio": ratio_interval(pairs, first),
             }
-            for place, pairs in by_place.items()
+            for place, pairs in pairs_at.items()
         }
     }  # fmt: skip
-
-
-def report(record: dict[str, Any]) -> str:
-    """Return a table by place."""
-    rows = [
-        [place, "–".join(map(str, cell["prompt_tokens"])), f"{cell['tau']:.2f}", ratio_text(cell["ratio"])]
-        for place, cell in record["places"].items()
-    ]
-    return table(["earlier turns", "prompt tokens", "τ", "ratio"], rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         limit=(20, "number of questions"), tree=("6,2,12", "depth, width and nodes"), max_new_tokens=64, threads=1,
         json=None, work=(None, "directory for the prompts; default: a temporary one"),
     )  # fmt: skip
-    return record_main("benchmarks.positions", parser, measure, report, argv)
+    return record_main("benchmarks.positions", parser, measure, by_place, argv)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.workplace import shown_command
 from fsd_bench import run
@@ -18,10 +18,11 @@ from fsd_core.errors import FsdError
 from fsd_core.files import append_json, jsonable, write_text
 from fsd_infer.environment import environment
 
+Row = TypeVar("Row")
 ROOT = Path(__file__).resolve().parent.parent
 BUILT_IN, PROMPTS = "smollm2-135m", ROOT / "data" / "spec_bench_dev.jsonl"
 PLACES = ("json", "work", "scratch")  # options that say where files go
-PATHS = ("prompts", "figure", "routing", *PLACES)
+PATHS = ("prompts", "figure", "routing", "before", "folder", *PLACES)
 HELP = {
     "target": "built-in name, directory or hub id",
     "drafter": "what `--drafter` of `fsd-infer` takes",
@@ -66,6 +67,11 @@ def parser_of(module: str, text: str | None, **options: Any) -> argparse.Argumen
             kind = Path if isinstance(default, Path) else type(default)
             parser.add_argument(flag, type=kind, default=default, help=f"{said} (default: %(default)s)")
     return parser
+
+
+def spread(rows: Sequence[Row], count: int) -> list[Row]:
+    """Return ``count`` of the rows, evenly spread."""
+    return list(rows[:: max(len(rows) // count, 1)][:count]) if count else []
 
 
 def run_resumed(prompts: Path | str, methods: Sequence[str], file: Path | None, **options: Any) -> dict[str, Any]:

@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.tables import beside_exact, difference, ratio, sweep_tables
+from benchmarks.tables import beside_exact, columns, difference, ratio, sweep_tables, trainer_steps
 
 RESULTS = Path(__file__).parent / "results"
 PLACE = re.compile(r"(\[(\S+)]\(\2\.json\) <!-- (\w+) -->\n\n).*?(?=<!-- end -->)", re.DOTALL)
 Record = dict[str, Any]
-
-
-def columns(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a Markdown table."""
-    heads, *lines = [f"| {' | '.join(line)} |" for line in (list(header), *rows)]
-    return "\n".join([heads, "|" + "---|" * (heads.count(" | ") + 1), *lines])
 
 
 def plain(value: float | None, digits: int = 2) -> str:
@@ -70,9 +64,9 @@ def acceptance(record: Record) -> str:
 
 
 def fresh(record: Record) -> str:
+    """Lossy rules of `fsd-bench run` with scores, beside exact."""
     header = ["rule", "× τ", "score, points", "retention", "lost, gained", "ended, points", "repeated 4-grams, points"]
-    rows = [line.strip("| ").split(" | ") for line in beside_exact(record).splitlines()]
-    return columns([*header, "nats per token"], rows)
+    return columns([*header, "nats per token"], beside_exact(record))
 
 
 def ladder(record: Record) -> str:
@@ -145,14 +139,14 @@ def ties(record: Record) -> str:
 
 
 def memory(record: Record) -> str:
-    """Tokens per forward and per second by workload, beside the head with n-gram lookup."""
+    """Tokens per forward and per second by workload, beside the baseline."""
     rows = [
         [workload, f"`{method}`", plain(cell["tau"]), ratio(cell["tau_ratio"]), ratio(cell["tokens_per_second_ratio"]),
          plain(cell.get("oracle_tau"))]
         for workload, methods in record["workloads"].items()
         for method, cell in methods.items()
     ]  # fmt: skip
-    return columns(["workload", "drafter", "τ", "× `lookup`'s", "× speed", "oracle's τ"], rows)
+    return columns(["workload", "drafter", "τ", f"× `{record['baseline']}`'s", "× speed", "oracle's τ"], rows)
 
 
 def training(record: Record) -> str:
@@ -165,12 +159,11 @@ def training(record: Record) -> str:
 
 
 def trainers(record: Record) -> str:
-    """A step of the head's training here and by speculators, without the target."""
-    own, peer = record["parts_ms"], record["speculators"]
-    ours = sum(own.values()) - own["target"]
+    """A step of the head's training here and by other trainers, without the target."""
+    steps = trainer_steps(record)
     rows = [
-        ["here", plain(ours, 0), plain(record["trained_parameters"] / 1e6, 1), "1"],
-        [peer["version"], plain(peer["ms"], 0), plain(peer["trained_parameters"] / 1e6, 1), plain(peer["ms"] / ours)],
+        [name, plain(ms, 0), plain(trained / 1e6, 1), "1" if name == "here" else plain(ms / steps[0][1])]
+        for name, ms, trained in steps
     ]
     return columns(["trainer", "ms a step", "million trained parameters", "× the time"], rows)
 

@@ -32,21 +32,21 @@ STUDY, FRESH, ODD = "lead-study", "rules-made-late", "rules-ifeval-odd-lead"
 CONFIDENCE = 0.9
 
 
-def counted(results: Path = RESULTS) -> dict[str, dict[str, Any]]:
+def counted() -> dict[str, dict[str, Any]]:
     """Return by set what the rule did beside exact: prompts, right_by_exact, lost, gained, and differences."""
     sets = {}
-    for name, found in _read(results, STUDY)["tuned"].items():
+    for name, found in _read(STUDY)["tuned"].items():
         facts = found["rules"][FORMER]
         sets[f"{STUDY}, {name}"] = {key: found[key] for key in ("prompts", "right_by_exact")} | {
             key: facts[key] for key in ("lost", "gained", "tau", "ended", "repeated_4grams")
         }
-    sets[FRESH] = _beside_exact(_read(results, FRESH), RULE)
+    sets[FRESH] = _beside_exact(_read(FRESH), RULE)
     return sets
 
 
-def verified(results: Path = RESULTS) -> dict[str, Any]:
+def verified() -> dict[str, Any]:
     """Return the same of the odd rows of IFEval."""
-    record = _read(results, ODD)
+    record = _read(ODD)
     difference = record["differences"]["exact"][FORMER]["score"]
     return {"record": ODD, "score_difference": difference, **_beside_exact(record, FORMER)}
 
@@ -75,20 +75,20 @@ def levels(sets: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     return []
 
 
-def setting(results: Path = RESULTS) -> Calibrated:
+def setting() -> Calibrated:
     """Return what is written: exact for ``rule="calibrated"``, since no rule is certain to lose less than 1 point."""
-    sets = counted(results)
+    sets = counted()
     inputs = {
         "confidence": CONFIDENCE,
         "calibration": sets,
-        "verification": verified(results),
+        "verification": verified(),
         "speed": "ratio of tokens per forward; tree 6,2,12, 128 tokens, shipped head",
     }
     return Calibrated(0.0, "exact", None, {"kind": SCORE, "value": 0.01}, inputs, levels(sets))
 
 
-def _read(results: Path, name: str) -> Any:
-    return json.loads((results / f"{name}.json").read_text("utf-8"))
+def _read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

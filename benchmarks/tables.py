@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fsd_bench.sweep.settings import EXACT
@@ -13,29 +14,34 @@ DIFFERENCES = {  # heading: quantity, scale, digits
 }  # fmt: skip
 
 
+def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [f"| {' | '.join(line)} |" for line in (header, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
+
+
 def sweep_tables(record: dict[str, Any]) -> str:
     """Return a Markdown table per temperature with each setting's ratios to exact and its differences from it."""
-    headers = ["rule", *RATIOS, *DIFFERENCES, "nats per answer"]
+    header = ["rule", *RATIOS, *DIFFERENCES, "nats per answer"]
     parts = []
     for temperature, settings in record["temperatures"].items():
         exact = settings[EXACT]
         score = exact["means"].get("score")
-        lines = [f"Temperature {temperature}, `{EXACT}`: {exact['tau']:.2f} tokens per forward."]
+        said = f"Temperature {temperature}, `{EXACT}`: {exact['tau']:.2f} tokens per forward"
         if score is not None:
             mean, low, high = (f"{100 * score[key]:.0f}" for key in ("mean", "low", "high"))
-            lines[0] = f"{lines[0][:-1]}, score {mean} % ({low}–{high})."
-        lines += ["", "| " + " | ".join(headers) + " |", "|" + "---|" * len(headers)]
+            said += f", score {mean} % ({low}–{high})"
+        rows = []
         for name, facts in settings.items():
             if name != EXACT:
                 cells = [ratio(facts["ratios"].get(key)) for key in RATIOS.values()]
                 cells += [difference(facts["differences"].get(key), *form) for key, *form in DIFFERENCES.values()]
-                cells.append(f"{facts['nats_per_answer']['mean']:.1f}")
-                lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-        parts.append("\n".join([*lines, ""]))
+                rows.append([f"`{name}`", *cells, f"{facts['nats_per_answer']['mean']:.1f}"])
+        parts.append(f"{said}.\n\n{columns(header, rows)}\n")
     return "\n".join(parts)
 
 
-def beside_exact(record: dict[str, Any]) -> str:
+def beside_exact(record: dict[str, Any]) -> list[list[str]]:
     """Return a row per rule of a record of `fsd-bench run`: τ, score, flips, ends and repeats beside exact."""
     rows = []
     for name, less in record["differences"][EXACT].items():
@@ -45,7 +51,7 @@ def beside_exact(record: dict[str, Any]) -> str:
         nats = facts["divergence_spent"] / facts["answer_tokens"]
         lost = f"{flips['lost']}, {flips['gained']}"
         rows.append([f"`{name}`", ratio(ratios["tau"]), points[0], kept, lost, *points[1:], f"{nats:.3f}"])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return rows
 
 
 def ratio(values: dict[str, float] | None) -> str:
@@ -59,3 +65,13 @@ def difference(values: dict[str, float] | None, scale: float, digits: int) -> st
         return "–"
     mean, low, high = (f"{scale * values[key]:+.{digits}f}" for key in ("mean", "low", "high"))
     return f"{mean} ({low} to {high})".replace("-", "−")
+
+
+def trainer_steps(record: dict[str, Any]) -> list[tuple[str, float, int]]:
+    """Return each trainer's name, milliseconds of a step without the target, and trained parameters; ours first."""
+    own = sum(ms for part, ms in record["parts_ms"].items() if part != "target")
+    others = [record[name] for name in ("speculators", "specforge") if record.get(name)]
+    return [
+        ("here", own, record["trained_parameters"]),
+        *((peer["version"], peer["ms"], peer["trained_parameters"]) for peer in others),
+    ]

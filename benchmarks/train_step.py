@@ -16,9 +16,9 @@ optimizer  AdamW
 =========  =============================================================================================================
 
 Beside a step stand what the host plans before each one, and what interrupts steps now and then: a batch of validation,
-an export of the head, and a checkpoint, the latter two to a temporary directory. ``--speculators ENVIRONMENT`` trains
-a head of the same shape on the same sequences with speculators, which is installed there. It reads features from disk,
-so its step compares with ours without the target.
+an export of the head, and a checkpoint, the latter two to a temporary directory. ``--speculators ENVIRONMENT`` and
+``--specforge ENVIRONMENT`` train a head of the same shape on the same sequences with those libraries, which are
+installed there. They read features from disk, so their steps compare with ours without the target.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
+from benchmarks.gpu_place import DRAFTED, Place
 from benchmarks.peers import HERE, TRAINERS, install
 from benchmarks.recorded import parser_of, record_main
-from fsd_bench.planned import planned_target
+from benchmarks.tables import trainer_steps
 from fsd_bench.roofline import peak_of
 from fsd_core.errors import FsdError
 from fsd_core.tables import table
@@ -52,7 +52,7 @@ from fsd_train.models.unroll import plan_chains
 from fsd_train.models.work import real_tokens
 
 PROMPT, ANSWER = 140, 110  # mean tokens of a conversation's prompt and answer
-DRAFTED, UNROLLED, DECAY = 32000, 5, 0.8  # as in recipes/llama-3.1-8b.yaml
+UNROLLED, DECAY = 5, 0.8  # as in recipes/llama-3.1-8b.yaml
 PARTS = ("target", "head", "loss", "backward", "optimizer")
 
 
@@ -71,20 +71,15 @@ class Bench:
     def __init__(
         self, shape: str, device: str, layers: int | None, tokens: int, compile: bool | None, drafted: int | None
     ) -> None:
-        self.device, self.tokens = torch.device(device), tokens
-        changes = {} if layers is None else {"num_hidden_layers": layers}
-        config = planned_target(shape, changes).config
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        torch.manual_seed(0)
-        with torch.device(self.device):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+        self.place = Place(shape, device, changes={} if layers is None else {"num_hidden_layers": layers})
+        self.tokens, self.device, config = tokens, self.place.device, self.place.config
         self.config, self.drafted = config, drafted or (DRAFTED if config.vocab_size > 2 * DRAFTED else None)
         self.fused = sorted({min(2, config.num_hidden_layers - 1), config.num_hidden_layers // 2})
         self.module = EagleModule(
             shape, HeadOptions(layout="eagle3", fused_layers=self.fused), draft_vocab_size=self.drafted,
             loss="kl_pq", unroll_steps=UNROLLED, step_decay=DECAY, compile=compile,
         )  # fmt: skip
-        self.module._frozen.target = Target(model, name=shape)
+        self.module._frozen.target = Target(self.place.model().requires_grad_(False), name=shape)
         self.module.target.capture_layers(self.fused)
         self.module.configure_model()
         self.module.to(self.device)
@@ -120,18 +115,9 @@ class Bench:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def sync(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
     def seconds(self, batches: Sequence[dict[str, Any]]) -> float:
         """Return the seconds of a step that waits for nothing between steps."""
-        self.sync()
-        start = time.perf_counter()
-        for batch in batches:
-            self.step(batch)
-        self.sync()
-        return (time.perf_counter() - start) / len(batches)
+        return self.place.seconds(lambda: [self.step(batch) for batch in batches]) / len(batches)
 
     def by_part(self, batch: dict[str, Any]) -> dict[str, float]:
         """Return the seconds of a step's parts, each of which waits for the device."""
@@ -169,35 +155,28 @@ class Bench:
                 "export": lambda: module.export(Path(scratch) / "head"),
                 "checkpoint": lambda: torch.save([module.state_dict(), self.optimizer.state_dict()], state),
             }
-            return {name: self._time(run) for name, run in done.items()}
-
-    def _time(self, run: Callable[[], Any]) -> float:
-        """Return the seconds of a call after a first one."""
-        run()
-        self.sync()
-        start = time.perf_counter()
-        run()
-        self.sync()
-        return time.perf_counter() - start
+            for run in done.values():  # once before it counts
+                run()
+            return {name: self.place.seconds(run) for name, run in done.items()}
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:
         if self._spent is None:
             yield
             return
-        self.sync()
+        self.place.sync()
         start = time.perf_counter()
         yield
-        self.sync()
+        self.place.sync()
         self._spent[name] += time.perf_counter() - start
 
 
-def by_speculators(bench: Bench, batches: Sequence[dict[str, Any]], environment: Path) -> dict[str, Any]:
-    """Return the seconds of a step of speculators on the same sequences, and how many parameters it trains.
+def by_trainer(name: str, bench: Bench, batches: Sequence[dict[str, Any]], environment: Path) -> dict[str, Any]:
+    """Return the milliseconds of another trainer's step on the same sequences, and how many parameters it trains.
 
     Raises FsdError with the end of its log if it fails.
     """
-    peer = TRAINERS["speculators"]
+    peer = TRAINERS[name]
     job = {
         "config": bench.config.to_dict(), "drafted": bench.drafted, "inputs": len(bench.fused), "unrolled": UNROLLED,
         "decay": DECAY, "device": bench.device.type, "threads": torch.get_num_threads(),
@@ -212,10 +191,10 @@ def by_speculators(bench: Bench, batches: Sequence[dict[str, Any]], environment:
     command = [str(install(peer, environment)), str(HERE / peer.script)]
     done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, check=False)
     if done.returncode:
-        raise FsdError(f"speculators failed with status {done.returncode}:\n{done.stderr[-2000:]}")
+        raise FsdError(f"{name} failed with status {done.returncode}:\n{done.stderr[-2000:]}")
     reply: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     seconds = sum(reply.pop("seconds")) / len(batches)
-    return {"version": peer.requirements[0], "ms": 1e3 * seconds, **reply}
+    return {"version": (*peer.bare, *peer.requirements)[0], "ms": 1e3 * seconds, **reply}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -238,14 +217,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     name = torch.cuda.get_device_name() if bench.device.type == "cuda" else "cpu"
     peak = peak_of(name)
     trained = sum(weight.numel() for weight in bench.module.head.parameters() if weight.requires_grad)
-    peer = by_speculators(bench, batches, Path(args.speculators)) if args.speculators else None
+    environments = {name: getattr(args, name) for name in TRAINERS}
+    others = {name: by_trainer(name, bench, batches, Path(path)) for name, path in environments.items() if path}
     return {
         "device": name, "compiled": bench.module.is_compiled, "ms": 1e3 * seconds, "tokens_per_s": real / seconds,
         "fill": real / args.tokens, "mfu": None if peak is None else sum(tera.values()) * 1e12 / seconds / peak,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if bench.device.type == "cuda" else None,
         "teraflop": tera, "parts_ms": {part: 1e3 * median(each[part] for each in parts) for part in PARTS},
         "beside_ms": {name: 1e3 * value for name, value in bench.beside(batches[0]).items()},
-        "trained_parameters": trained, "speculators": peer,
+        "trained_parameters": trained, **others,
     }  # fmt: skip
 
 
@@ -258,11 +238,11 @@ def report(record: dict[str, Any]) -> str:
         "MFU": "unknown" if record["mfu"] is None else f"{record['mfu']:.1%}",
         "peak memory": "unknown" if record["peak_gb"] is None else f"{record['peak_gb']:.1f} GB",
     }  # fmt: skip
-    if peer := record.get("speculators"):
-        own = sum(record["parts_ms"].values()) - record["parts_ms"]["target"]
-        facts["step without the target"] = f"{own:.1f} ms, {record['trained_parameters'] / 1e6:.1f} M parameters"
-        trained = f"{peer['trained_parameters'] / 1e6:.1f} M parameters"
-        facts[f"step of {peer['version']}"] = f"{peer['ms']:.1f} ms, {trained}; {peer['ms'] / own:.2f} times"
+    if len(compared := trainer_steps(record)) > 1:
+        (_, own, _), *_ = compared
+        for name, ms, trained in compared:
+            title = "step without the target" if name == "here" else f"step of {name}"
+            facts[title] = f"{ms:.1f} ms, {trained / 1e6:.1f} M parameters; {ms / own:.2f} times"
     tables = [table(["what", "measured"], [[*each] for each in facts.items()])]
     for title in ("parts_ms", "beside_ms"):
         tables.append(
@@ -280,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokens=(8192, "tokens of a packed sequence"), steps=(5, "timed steps, each of another batch"),
         compile=("auto", "model.compile: auto, on or off"),
         drafted=(0, "tokens of the draft vocabulary; 0: as the recipe has it"),
-        speculators=("", "environment with speculators, made if missing"), json=None,
+        **{name: ("", f"environment with {name}, made if missing") for name in TRAINERS}, json=None,
     )  # fmt: skip
     return record_main("benchmarks.train_step", parser, measure, report, argv)
 

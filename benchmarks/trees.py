@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import harmonic_mean
 from typing import Any
 
-from benchmarks.recorded import BUILT_IN, PROMPTS, ROOT, parser_of, record_main
+from benchmarks.recorded import BUILT_IN, PROMPTS, ROOT, parser_of, record_main, spread
 from fsd_bench import run
 from fsd_bench.intervals import ratio_interval, ratio_text
 from fsd_core.files import write_text
@@ -41,8 +41,8 @@ def write_interleaved(source: Path, file: Path, each: int) -> Path:
         for kind, categories in KINDS.items():
             if row["category"] in categories:
                 by_kind[kind].append(row["turns"][0])
-    spread = {kind: texts[:: max(len(texts) // each, 1)][:each] for kind, texts in by_kind.items()}
-    rows = [{"category": kind, "prompt": texts[place]} for place in range(each) for kind, texts in spread.items()]
+    asked = {kind: spread(texts, each) for kind, texts in by_kind.items()}
+    rows = [{"category": kind, "prompt": texts[place]} for place in range(each) for kind, texts in asked.items()]
     write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
     return file
 

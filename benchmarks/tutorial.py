@@ -26,9 +26,9 @@ from fsd_core.tables import table
 INSTALL = "make install"
 
 
-def commands_of(page: str, sections: int = 2) -> list[str]:
-    """Return the shell commands of a page's first sections, without comments and installation."""
-    text = "".join(re.split(r"^## ", page, flags=re.M)[1 : 1 + sections])
+def commands_of(page: str) -> list[str]:
+    """Return the shell commands of a page's first two sections, without comments and installation."""
+    text = "".join(re.split(r"^## ", page, flags=re.M)[1:3])
     lines = "".join(re.findall(r"```bash\n(.*?)```", text, flags=re.S)).replace("\\\n", " ").splitlines()
     return [" ".join(line.split("  #")[0].split()) for line in lines if not line.startswith(INSTALL)]
 

@@ -55,7 +55,7 @@ __all__ = [
     "parse_methods",
 ]
 
-LOOKUP_TOKENS, MOST_BEAMS, MOST_DRAFTS = 8, 64, 64
+LOOKUP_TOKENS, MAX_BEAMS, MAX_DRAFTS = 8, 64, 64
 _LABEL = re.compile(r"([\w.+ -]+)=(.+)", re.DOTALL)
 _SHAPED = re.compile(r"(.+)@(\d+x\d+x\d+(?:x[\d.]+)?)", re.ASCII | re.DOTALL)
 
@@ -132,7 +132,7 @@ def _check_number(spec: MethodSpec, text: str, least: int, most: int, example: i
 
 def _beams(spec: MethodSpec) -> tuple[int, BeamOptions]:
     beams, _, options = spec.argument.partition(":")
-    _check_number(spec, beams, 2, MOST_BEAMS, 4)
+    _check_number(spec, beams, 2, MAX_BEAMS, 4)
     return int(beams), BeamOptions.parse(options) if options else BeamOptions()
 
 
@@ -148,8 +148,8 @@ def _assistant(spec: MethodSpec) -> tuple[str, dict[str, Any]]:
         raise FsdError(f"method {spec.text!r}: name the assistant model, e.g. hf-assisted:DIRECTORY.")
     if directory == spec.argument:
         return directory, {}
-    if not 1 <= (read_int(drafts) or 0) <= MOST_DRAFTS:
-        raise FsdError(f"method {spec.text!r}: give 1 to {MOST_DRAFTS} drafts, e.g. hf-assisted:DIRECTORY#4.")
+    if not 1 <= (read_int(drafts) or 0) <= MAX_DRAFTS:
+        raise FsdError(f"method {spec.text!r}: give 1 to {MAX_DRAFTS} drafts, e.g. hf-assisted:DIRECTORY#4.")
     fixed = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
     return directory, {"num_assistant_tokens": int(drafts), **fixed}
 
@@ -185,7 +185,7 @@ for _name, _kind in {
     "plain": MethodKind(_plain),
     "hf-generate": MethodKind(lambda spec, models: GenerateMethod(spec.name, models.reference[0])),
     "hf-lookup": _generate("prompt_lookup_num_tokens", 1, 1024, LOOKUP_TOKENS),
-    "hf-beams": _generate("num_beams", 2, MOST_BEAMS),
+    "hf-beams": _generate("num_beams", 2, MAX_BEAMS),
     "beams": MethodKind(_beam_search, _beams, takes_drafter=True),
     "hf-assisted": MethodKind(_assisted, _assistant),
     "server": MethodKind(lambda spec, models: ServerMethod(spec.name, *_server(spec)), _server),

@@ -110,7 +110,7 @@ class RunFile:
     def add(self, trial: Trial, run: TimedRun) -> None:
         """Keep a finished run. It is on disk when this returns."""
         self.runs[trial] = run
-        self._append({"job": asdict(trial), "run": asdict(run)})
+        self._append({"trial": asdict(trial), "run": asdict(run)})
 
     def describe(self, name: str, facts: dict[str, Any]) -> None:
         """Keep the description of a method."""
@@ -166,7 +166,8 @@ def _signed(line: dict[str, Any]) -> dict[str, Any]:
 
 def read_run(line: dict[str, Any]) -> tuple[Trial, TimedRun]:
     """Return the trial and run of a line. Raises TypeError, KeyError or ValueError if it has none."""
-    return typed(line["job"], Trial), typed(line["run"], TimedRun)
+    trial = line["trial"] if "trial" in line else line["job"]  # its name in files of earlier versions
+    return typed(trial, Trial), typed(line["run"], TimedRun)
 
 
 def read_lines(path: Path, kind: str) -> list[dict[str, Any]] | None:

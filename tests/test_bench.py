@@ -20,7 +20,7 @@ from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.record import BenchPrompt
 from fsd_bench.report import bench_table, brief_table
 from fsd_bench.runner import partial_path
-from fsd_bench.runs import RunFile, Trial
+from fsd_bench.runs import RunFile, Trial, read_run
 from fsd_bench.server import Server, ServerMethod
 from fsd_core.console import TerminatedError
 from fsd_infer import FsdError, Target, TreeShape
@@ -127,25 +127,27 @@ def test_damaged_lines_of_an_unfinished_run_are_measured_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whether they were cut, of another run or edited; none is believed, and the loss is said."""
-    job, jobs = Trial("plain", 0), {Trial("plain", 0): 1, Trial("plain", 1): 1}
-    made = RunFile(tmp_path / "r.jsonl", "bench", {"seed": 1}, jobs)
-    made.add(job, TimedRun(1.0, 0.1, [MeasuredAnswer([1], 1, 1, divergence_spent=float("inf"))], {"draft": 0.5}))
+    trial, trials = Trial("plain", 0), {Trial("plain", 0): 1, Trial("plain", 1): 1}
+    made = RunFile(tmp_path / "r.jsonl", "bench", {"seed": 1}, trials)
+    made.add(trial, TimedRun(1.0, 0.1, [MeasuredAnswer([1], 1, 1, divergence_spent=float("inf"))], {"draft": 0.5}))
     assert made.path is not None
     whole = made.path.read_bytes()
+    line = json.loads(whole.splitlines()[1])
+    assert read_run({"job": line["trial"], "run": line["run"]}) == (trial, made.runs[trial])  # of an earlier version
     foreign = whole.splitlines()[1].replace(b'"group": 0', b'"group": "x"')
     other = whole.splitlines()[1].replace(b'"group": 0', b'"group": 7')
     faster = whole.replace(b'"seconds": 1.0', b'"seconds": 0.5')
     made.path.write_bytes(faster)
-    assert faster != whole and RunFile(made.path, "bench", {"seed": 1}, jobs).runs == {}
+    assert faster != whole and RunFile(made.path, "bench", {"seed": 1}, trials).runs == {}
     assert "r.jsonl: line 2 is damaged or was edited" in capsys.readouterr().err
-    for line in (b'{"job": 1', b"[]", b"{}", foreign, other, b"\xff", b"[" * 9999):
+    for line in (b'{"trial": 1', b"[]", b"{}", foreign, other, b"\xff", b"[" * 9999):
         made.path.write_bytes(whole + line + b"\n")
-        again = RunFile(made.path, "bench", {"seed": 1}, jobs)
+        again = RunFile(made.path, "bench", {"seed": 1}, trials)
         assert again.runs == made.runs and made.path.read_bytes() == whole
     for header in (b"hello\n", b"[]\n", b'{"bench": 3, "settings": 7}\n', b'{"settings": {"seed": 1}}\n', b"\xff\n"):
         made.path.write_bytes(header)
         with pytest.raises(FsdError, match="r.jsonl is no file of a bench, or of another version"):
-            RunFile(made.path, "bench", {"seed": 1}, jobs)
+            RunFile(made.path, "bench", {"seed": 1}, trials)
 
 
 def test_a_file_takes_the_runs_of_one_process_at_a_time(tmp_path: Path) -> None:

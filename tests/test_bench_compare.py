@@ -258,7 +258,7 @@ def test_a_dying_process_loses_nothing(
     log.write_text("")
     partial = path.with_name("record.json.partial.jsonl")
     with partial.open("a") as file:  # as a kill leaves it
-        file.write('{"job": {"method": "a", "gro')
+        file.write('{"trial": {"method": "a", "gro')
     for more, message in (([], "add --resume to continue it"), (["--resume", "--seed", "9"], "other settings (seed)")):
         assert main([*argv, *more]) == 2 and message in capsys.readouterr().err
     assert main([*argv, "--resume"]) == 0 and not partial.exists()

@@ -238,7 +238,7 @@ def learnt(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "_train", kept)
         patched.setattr(module.subprocess, "run", in_this_process)
-        patched.setattr(module, "MOST_STEPS", 100)
+        patched.setattr(module, "MAX_STEPS", 100)
         overfit(world, root / "found.json", "600", "--config", str(root / "recipe.yaml"))
     return root
 

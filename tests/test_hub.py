@@ -207,7 +207,7 @@ def test_a_published_head_has_a_card_with_its_measurements(
     hub: Hub, trained: Path, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_x")
-    monkeypatch.setattr("fsd_train.commands.publish.LEAST_TAU", 0.0)
+    monkeypatch.setattr("fsd_train.commands.publish.MIN_TAU", 0.0)
     known = ["--base-model", "owner/target", "--base-revision", "abc", "--license", "mit", "--dataset", "owner/data"]
     (tmp_path / "curves.png").write_bytes(b"picture")
     options = [str(trained), "owner/head", *known, "--max-new-tokens", "12", "--limit", "3"]
@@ -279,7 +279,7 @@ def test_what_cannot_be_published_is_refused_in_a_line(
             status, _, said = publish(str(trained), "owner/head", *few)
         assert status == 2 and message in said.splitlines()[-1], said
     hub.token = 429
-    monkeypatch.setattr("fsd_train.commands.publish.LEAST_TAU", 0.0)
+    monkeypatch.setattr("fsd_train.commands.publish.MIN_TAU", 0.0)
     repository = hub.add("owner/new", {})
     for repository.fault, message in (
         ("403 Forbidden", "(status 403): log in"),

@@ -72,7 +72,7 @@ def test_a_later_turn_goes_on_after_a_kill(toy: Toy, tmp_path: Path, monkeypatch
         measured(toy, tmp_path / "cut.json")
     monkeypatch.undo()
     lines = kept[0].splitlines(keepends=True)
-    runs = [number for number, line in enumerate(lines) if '"job"' in line]
+    runs = [number for number, line in enumerate(lines) if '"trial"' in line]
     partial.write_text("".join(lines[: runs[-3]]))
     again = measured(toy, tmp_path / "cut.json", resume=True)
     made = [[[prompt["methods"][name][0]["tokens_sha256"] for name in METHODS] for prompt in record["prompts"]]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.near_ties import compare, read_answer, report, summary
+from benchmarks.near_ties import compare, read_answer, summary
+from benchmarks.results_page import ties
 from fsd_infer.targets.target import Target
 from tests.families import tiny_model
 
@@ -33,4 +34,4 @@ def test_differences_are_counted_by_the_lead_of_the_best_token() -> None:
     assert pair["leads"] == pytest.approx([0.03, 0.2], abs=1e-4)
     assert pair["by_lead"] == [[0.0, 1, 1], [0.05, 0, 0], [0.1, 1, 1], [0.25, 1, 0], [0.5, 0, 0], [1.0, 1, 0]]
     assert found["pairs"]["plain, fp32"]["leads"] == []
-    assert "4 positions of 2 answers" in report({**found, "prompts": 2})
+    assert "differ, of 4 tokens | answers with one, of 2 |" in ties({**found, "prompts": 2})

@@ -32,8 +32,9 @@ def test_a_step_is_measured_by_part(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "backward" in capsys.readouterr().out
 
 
-def test_speculators_gets_the_same_sequences(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", train_step.TRAINERS)
+def test_another_trainer_gets_the_same_sequences(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A script in its place says what it was asked for."""
     script = tmp_path / "peer.py"
@@ -42,16 +43,16 @@ def test_speculators_gets_the_same_sequences(
         "assert all(len(b['ids']) == len(b['mask']) == sum(b['lengths']) == 96 for b in batches)\n"
         "print(json.dumps({'seconds': [2.0] * len(batches), 'trained_parameters': job['drafted'], 'loss': 1.0}))"
     )
-    peer = replace(train_step.TRAINERS["speculators"], script=str(script))
-    monkeypatch.setitem(train_step.TRAINERS, "speculators", peer)
+    peer = replace(train_step.TRAINERS[name], script=str(script))
+    monkeypatch.setitem(train_step.TRAINERS, name, peer)
     monkeypatch.setattr(train_step, "install", lambda peer, environment: Path(sys.executable))
     tiny_model("llama").config.save_pretrained(tmp_path)
     words = ["--shape", str(tmp_path), "--device", "cpu", "--tokens", "96", "--steps", "2", "--drafted", "40"]
-    assert train_step.main([*words, "--speculators", ".venv-peer"]) == 0
+    assert train_step.main([*words, f"--{name}", ".venv-peer"]) == 0
     assert "2000.0 ms, 0.0 M parameters" in capsys.readouterr().out
     script.write_text("raise SystemExit('no such head')")
-    assert train_step.main([*words, "--speculators", ".venv-peer"]) == 2
-    assert "speculators failed with status 1:\nno such head" in capsys.readouterr().err
+    assert train_step.main([*words, f"--{name}", ".venv-peer"]) == 2
+    assert f"{name} failed with status 1:\nno such head" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ class Peer:
             target in that form, ``{THREADS}`` the number of threads.
         requirements: what pip installs.
         script: file in this directory.
+        bare: what pip installs afterwards, without the packages that it asks for.
         imports: a statement that must work after the installation.
         unneeded: packages that are removed again, because importing them fails.
         variables: environment variables, from the environment's Python and the number of threads.
@@ -56,6 +57,7 @@ class Peer:
     requirements: list[str]
     script: str
     imports: str
+    bare: tuple[str, ...] = ()
     unneeded: tuple[str, ...] = ()
     variables: Callable[[Path, int], dict[str, str]] = lambda python, threads: {"OMP_NUM_THREADS": str(threads)}
     python: Path | None = None
@@ -120,20 +122,26 @@ TRAINERS = {
     "speculators": Peer(
         {}, ["speculators==0.9.0", "torch==2.13.0"], "run_speculators.py", "import speculators.models.eagle3",
         unneeded=("torchvision", "torchaudio"),  # built against another torch
-    )
+    ),
+    "specforge": Peer(
+        {}, ["torch==2.13.0", "triton==3.7.1", "transformers==5.8.1", "datasets==5.2.0", "accelerate==1.15.0"],
+        "run_specforge.py", "import specforge.algorithms.eagle3.model",
+        bare=("specforge==0.2.0",),  # asks for SGLang, which its offline training does not import
+    ),
 }  # fmt: skip
 
 
-def install(peer: Peer, environment: Path, python: str = sys.executable) -> Path:
+def install(peer: Peer, environment: Path) -> Path:
     """Return the Python of an environment with the peer, which is made if it is missing. Raises Unavailable."""
     stamp, inside = environment / ".installed", environment / "bin" / "python"
-    if stamp.is_file() and stamp.read_text(encoding="utf-8").split() == peer.requirements:
+    wanted = " ".join([*peer.requirements, *peer.bare])
+    if stamp.is_file() and stamp.read_text(encoding="utf-8").strip() == wanted:
         return inside
-    wanted = " ".join(peer.requirements)
     _say(f"installing {wanted} into {environment} (some minutes, once) ...")
     shutil.rmtree(environment, ignore_errors=True)
     pip = [str(inside), "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    commands = [[python, "-m", "venv", str(environment)], [*pip, "install", *peer.requirements]]
+    commands = [[sys.executable, "-m", "venv", str(environment)], [*pip, "install", *peer.requirements]]
+    commands += [[*pip, "install", "--no-deps", *peer.bare]] if peer.bare else []
     commands += [[*pip, "uninstall", "--yes", *peer.unneeded]] if peer.unneeded else []
     for command in [*commands, [str(inside), "-c", peer.imports]]:
         try:

@@ -1,27 +1,25 @@
-"""Time training steps of an EAGLE-3 head by speculators, for ``benchmarks.train_step``: one JSON job in, one line out.
+"""Time training steps of an EAGLE-3 head by speculators, for ``benchmarks.train_step``; see ``steps.py``.
 
 A step is what its trainer does with hidden states read from disk: the head's steps, the loss, gradients, clipping and
-AdamW. Dense masks take the place of FlexAttention on a CPU, where that has no gradients. The job has ``config`` (of the
-target's decoder), ``drafted`` tokens, ``inputs`` (number of fused layers), ``unrolled`` steps, their ``decay``,
-``device``, ``threads``, and ``batches``: for each its ``ids``, ``mask`` and ``lengths`` of conversations.
+AdamW. Dense masks take the place of FlexAttention on a CPU, where that has no gradients.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-import time
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
+from steps import Batch, Job, time_steps
+from torch import Tensor, nn
 from transformers import AutoConfig
 
 
-def head_of(job: dict[str, Any]) -> Eagle3DraftModel:
+def head_of(job: Job) -> Eagle3DraftModel:
     """Make a head with random weights."""
     config = AutoConfig.for_model(**job["config"])
     config.num_hidden_layers = 1
@@ -45,7 +43,7 @@ def head_of(job: dict[str, Any]) -> Eagle3DraftModel:
     return head.to(job["device"])
 
 
-def tensors_of(batch: dict[str, Any], job: dict[str, Any], hidden: int) -> dict[str, torch.Tensor]:
+def tensors_of(batch: Batch, job: Job, hidden: int) -> dict[str, Tensor]:
     """Return a packed sequence as the head takes it, [1, L] and [1, L, features], with random hidden states."""
     lengths = torch.tensor(batch["lengths"])
     positions = torch.cat([torch.arange(1, int(length) + 1) for length in lengths])
@@ -58,20 +56,14 @@ def tensors_of(batch: dict[str, Any], job: dict[str, Any], hidden: int) -> dict[
     return {name: tensor.to(job["device"]) for name, tensor in tensors.items()}
 
 
-def main() -> None:
-    """Time every batch of the job, after a first pass over all of them."""
-    job = json.load(sys.stdin)
-    torch.set_num_threads(job["threads"])
-    torch.manual_seed(0)
-    head = head_of(job)
+def prepare(job: Job) -> tuple[list[Batch], Callable[[Batch], Tensor], list[nn.Parameter]]:
+    head, cuda = head_of(job), job["device"] == "cuda"
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
-    loss_config = resolve_loss_config("kl_div", "fused" if job["device"] == "cuda" else "eager")
-    batches = [tensors_of(batch, job, head.config.transformer_layer_config.hidden_size) for batch in job["batches"]]
-    seconds = []
-    for batch in [*batches, *batches]:
-        start = time.perf_counter()
-        with torch.autocast(job["device"], torch.bfloat16, enabled=job["device"] == "cuda"):
+    loss_config = resolve_loss_config("kl_div", "fused" if cuda else "eager")
+
+    def step(batch: Batch) -> Tensor:
+        with torch.autocast(job["device"], torch.bfloat16, enabled=cuda):
             _, loss, _ = head(
                 **batch, ttt_steps=job["unrolled"], ttt_step_loss_decay=job["decay"], loss_config=loss_config
             )
@@ -79,12 +71,11 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if job["device"] == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    count = sum(parameter.numel() for parameter in trained)
-    print(json.dumps({"seconds": seconds[len(batches) :], "trained_parameters": count, "loss": float(loss.detach())}))
+        return loss
+
+    hidden = head.config.transformer_layer_config.hidden_size
+    return [tensors_of(batch, job, hidden) for batch in job["batches"]], step, trained
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(time_steps(prepare))

@@ -12,11 +12,11 @@ from fsd_core.errors import FsdError
 
 AUTO = "auto"
 PROMPTS, TOKENS = 16, 96  # of the forecast
-MOST = 4  # candidates, because each takes a share of the confidence
+MAX_CANDIDATES = 4  # candidates, because each takes a share of the confidence
 
 
 def forecast_rules(options: SweepOptions, progress: bool = False) -> list[str]:
-    """Return up to :data:`MOST` rules of the forecast's frontier with their fastest shapes, from cheap to dear.
+    """Return up to :data:`MAX_CANDIDATES` rules of the forecast's frontier with their fastest shapes, cheapest first.
 
     The forecast sees some of the prompts, but neither references nor scores.
 
@@ -35,5 +35,6 @@ def forecast_rules(options: SweepOptions, progress: bool = False) -> list[str]:
     rules = found.frontier()
     if not rules:
         raise FsdError(f"nothing to calibrate: {verdict(found)} Name rules to calibrate some anyway.")
-    kept = rules if len(rules) <= MOST else [rules[place * (len(rules) - 1) // (MOST - 1)] for place in range(MOST)]
+    last = min(len(rules), MAX_CANDIDATES) - 1
+    kept = [rules[place * (len(rules) - 1) // max(last, 1)] for place in range(last + 1)]
     return [f"{row.rule}@{row.best.shape.text}" for row in kept]

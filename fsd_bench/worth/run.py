@@ -73,7 +73,7 @@ def worth(options: WorthOptions, *, progress: bool = False) -> tuple[Forecast, d
 
 
 # a recommended rule's largest cost in nats per token, and its least speed relative to exact
-MOST_NATS, LEAST_SPEED = 0.1, 1.1
+MAX_NATS, MIN_SPEED = 0.1, 1.1
 
 
 def shape_name(shape: TreeShape) -> str:
@@ -135,8 +135,8 @@ def _costs_table(found: Forecast) -> str:
 
 
 def recommended(found: Forecast) -> ForecastRow | None:
-    """Return the fastest rule below :data:`MOST_NATS`, or None if it gains too little."""
-    rows = [row for row in found.frontier(MOST_NATS) if row.speed >= LEAST_SPEED]
+    """Return the fastest rule below :data:`MAX_NATS`, or None if it gains too little."""
+    rows = [row for row in found.frontier(MAX_NATS) if row.speed >= MIN_SPEED]
     return rows[-1] if rows else None
 
 
@@ -151,6 +151,6 @@ def verdict(found: Forecast) -> str:
     median = found.drafts["regret_median"]
     mistakes = "" if median is None else f"its mistakes cost {median:.1f} nats in the median, and "
     return (
-        f"With this drafter leave it exact: {mistakes}no rule below {MOST_NATS:g} nats per token is {LEAST_SPEED:g} "
+        f"With this drafter leave it exact: {mistakes}no rule below {MAX_NATS:g} nats per token is {MIN_SPEED:g} "
         "times as fast."
     )

@@ -19,7 +19,7 @@ from fsd_train.data.packs import on_host
 
 log = logging.getLogger(__name__)
 
-MOST_EPOCHS = 20  # beyond it a run gets a warning
+MAX_EPOCHS = 20  # beyond it a run gets a warning
 
 
 class RunProgress(ProgressBar):
@@ -149,10 +149,10 @@ def advice(trainer: Trainer, module: Any) -> list[str]:
             f"model.lr_scheduler's warmup_steps to about {max(1, round(steps / 20))}."
         )
     epochs = _epochs(trainer)
-    if MOST_EPOCHS < epochs < math.inf:
-        enough = max(1, round(steps * MOST_EPOCHS / epochs))
+    if MAX_EPOCHS < epochs < math.inf:
+        enough = max(1, round(steps * MAX_EPOCHS / epochs))
         warnings.append(
-            f"the run has {epochs:.0f} epochs. Lower trainer.max_steps to about {enough} for {MOST_EPOCHS}, or add "
+            f"the run has {epochs:.0f} epochs. Lower trainer.max_steps to about {enough} for {MAX_EPOCHS}, or add "
             "answers."
         )
     return warnings

@@ -41,7 +41,7 @@ from fsd_train.types import in_words
 log = logging.getLogger(__name__)
 
 CPU_PROCESSES = 8  # devices that a CPU of fewer cores may be asked for, to try a run out
-MOST_SAID = 800  # characters shown of a library's message
+MAX_SAID = 800  # characters shown of a library's message
 HEAD = ("--model", "fsd_train.models.EagleModule")  # class of a model section without class_path
 # beginnings of Lightning's messages that ask for no action and have no setting and no category of their own
 _IDLE_WARNINGS = (
@@ -54,7 +54,7 @@ class RecipeParser(LightningArgumentParser):
     """Parser that raises an error instead of printing its usage and exiting."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise FsdError(in_words(one_line(message))[:MOST_SAID]) from ex
+        raise FsdError(in_words(one_line(message))[:MAX_SAID]) from ex
 
 
 class TrainCLI(LightningCLI):
@@ -118,12 +118,12 @@ class TrainCLI(LightningCLI):
 
 
 # options that Lightning divides by, or reads as "off" below these
-_LEAST = {"accumulate_grad_batches": 1, "gradient_clip_val": 0, "log_every_n_steps": 0}
+_MIN = {"accumulate_grad_batches": 1, "gradient_clip_val": 0, "log_every_n_steps": 0}
 
 
 def check_trainer(options: Namespace) -> None:
     """Raise DataError for values of the trainer section that Lightning neither takes nor refuses."""
-    for name, least in _LEAST.items():
+    for name, least in _MIN.items():
         value = options.get(name)
         if isinstance(value, int | float) and not value >= least:
             raise DataError(f"trainer.{name}: expected a number >= {least}, got {value}.")
@@ -308,7 +308,7 @@ def config_errors() -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name is not None:
             raise  # the command line names the package to install
-        raise_ours(error, DataError(f"the configuration: {one_line(str(error))[:MOST_SAID]}"))
+        raise_ours(error, DataError(f"the configuration: {one_line(str(error))[:MAX_SAID]}"))
 
 
 @contextmanager
@@ -319,7 +319,7 @@ def run_errors() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise FsdError("the device is out of memory. Lower data.batch_tokens or model.unroll_steps.") from error
     except (MisconfigurationException, ImportError, ValueError) as error:
-        raise_ours(error, DataError(one_line(str(error))[:MOST_SAID]))
+        raise_ours(error, DataError(one_line(str(error))[:MAX_SAID]))
     except Exception as error:
         if isinstance(error, torch.distributed.DistError) or any(name in str(error) for name in ("gloo", "NCCL")):
             raise FsdError(

@@ -25,7 +25,7 @@ from fsd_train.commands.feeding import Feeding, Finding, Variant, other_position
 from fsd_train.commands.head_checks import Doctor
 
 _SHOWN = 8  # most faulty tensors that a line names
-_LEAST = 0.1  # share of first drafts that any trained layer has accepted; published ones reach 0.5 to 0.9
+_MIN_ACCEPTED = 0.1  # share of first drafts that any trained layer has accepted; published ones reach 0.5 to 0.9
 _ANEW = "fetch or export the checkpoint again"
 
 
@@ -214,7 +214,7 @@ class MtpDoctor(Doctor):
 
     def decoded(self, prompts: int, tokens: int) -> tuple[list[Finding], list[float], list[list[int]]]:
         (decoding, *others), accepted, answers = super().decoded(prompts, tokens)
-        if accepted[0] < _LEAST:
+        if accepted[0] < _MIN_ACCEPTED:
             fix = "if no line above says why, the layers are another model's, or were hardly trained"
             decoding = Finding(decoding.check, False, decoding.says, fix)
         return [decoding, *others], accepted, answers

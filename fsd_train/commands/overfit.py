@@ -43,8 +43,8 @@ from fsd_train.commands.new_recipe import recipe_for
 from fsd_train.data.row_encoding import encode_row
 
 LEARNT = 0.9  # agreement and acceptance of a head that learnt its answer
-LEAST = 16  # tokens of an answer that can show it
-MOST_STEPS = 400
+MIN_ANSWER = 16  # tokens of an answer that can show it
+MAX_STEPS = 400
 Row = dict[str, Any]
 
 
@@ -53,7 +53,7 @@ def overfit(args: argparse.Namespace, target: Target) -> list[Finding]:
 
     Args:
         args: of doctor: ``target``, ``config``, ``overfit`` (seconds of training), ``max_new_tokens``, and ``data``,
-            whose prompts are tried in turn until one has an answer of :data:`LEAST` tokens.
+            whose prompts are tried in turn until one has an answer of :data:`MIN_ANSWER` tokens.
         target: in fp32.
 
     Raises:
@@ -92,10 +92,10 @@ def _answered(
                 messages = messages[:-1]
             prompt = encode_chat(target.tokenizer, messages, options=template_options(values))
         answer = decoder.generate([prompt], max_new_tokens=tokens, temperature=0).sequences[0]
-        if len(answer) >= LEAST:
+        if len(answer) >= MIN_ANSWER:
             return prompt, answer, {**values, "messages": messages, "prompt_ids": prompt, "response_ids": answer}
     raise DataError(
-        f"none of {len(rows)} prompts has a greedy answer of {LEAST} tokens or more. Give other rows, or raise "
+        f"none of {len(rows)} prompts has a greedy answer of {MIN_ANSWER} tokens or more. Give other rows, or raise "
         "--max-new-tokens."
     )
 
@@ -176,7 +176,7 @@ def _overrides(directory: Path, seconds: int, tokens: int) -> dict[str, Any]:
     return {
         "overwrite": True,
         "trainer": {
-            "max_steps": MOST_STEPS,
+            "max_steps": MAX_STEPS,
             "max_epochs": -1,
             "max_time": f"00:{minutes // 60:02}:{minutes % 60:02}:{rest:02}",
             "accumulate_grad_batches": 1,
@@ -256,7 +256,7 @@ def _check_in_vllm(target: str, directory: Path, prompt: list[int], answer: list
     found = json.loads((directory / "vllm.json").read_text("utf-8"))
     same, accepted, rounds = found["same"], found["accepted"], max(found["drafts"], 1)
     says = f"its first {same} of {len(answer)} tokens are those of decoding here"
-    if same < LEAST:
+    if same < MIN_ANSWER:
         says += ", too few to judge drafts"
         return [Finding("vllm", None, says, "see that vLLM loads the same target, in as fine a dtype")]
     share = (accepted[-1] / rounds) ** (1 / len(accepted))

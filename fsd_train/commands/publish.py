@@ -43,7 +43,7 @@ from fsd_train.repository import find
 TEMPLATE = Path(__file__).with_name("card.md.in")
 RESULTS = "results.json"  # what the card's tables say, for programs
 CURVE = "curve.png"
-LEAST_TAU = 1.05  # acceptance length below which hardly any draft is accepted
+MIN_TAU = 1.05  # acceptance length below which hardly any draft is accepted
 DRAFTS = 7  # of the chains by which heads are compared
 
 
@@ -163,7 +163,7 @@ def measured(head: EagleHead, target: Target, args: argparse.Namespace) -> dict[
     decoder = FuzzyDecoder(target, EagleDrafter(head, target, shape))
     asked: list[Any] = [row.messages for row in rows]
     tau = decoder.generate(asked, **options).stats.acceptance_length
-    if not tau >= LEAST_TAU:
+    if not tau >= MIN_TAU:
         raise CheckpointError(
             f"{args.directory} has an acceptance length of {tau:.2f} with {target.name}, where 1 means no draft. "
             "Run `fsd-train doctor`."

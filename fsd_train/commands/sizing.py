@@ -212,7 +212,8 @@ def step_memory(
         facts: facts of the target.
         head: the head, with or without values.
         batch: its size.
-        device: device type. A CPU also holds the libraries, a checkpoint while it is written, and gaps in its heap,
+        device: device type. On CUDA, FlexAttention's block masks take no memory worth counting; elsewhere each step's
+            dense mask is kept. A CPU also holds the libraries, a checkpoint while it is written, and gaps in its heap,
             which were half of the activations in runs with rows of 8,192 tokens.
         cached: whether features are cached, so that only the target's embeddings and LM head are loaded.
     """
@@ -225,16 +226,18 @@ def step_memory(
     activations, kept = float(width * (tokens + (steps - 1) * answered)), f"{width} B x {tokens} tokens x {steps} steps"
     if answered < tokens:
         kept = f"{width} B x ({tokens} + {steps - 1} x {answered}) tokens"
-    masks = (steps - 1) * (steps + 2)
     rows = MemoryItem("target's rows", 2.0 * drafted * h, f"2 B x {drafted} x {h}")
     parts = [
         MemoryItem("target", 2.0 * loaded, f"2 B x {count_text(loaded)} weights (bf16)", shared=True),
         MemoryItem("head", 18.0 * weights, states, shared=True),
         *([rows] if drafted < facts.vocab_size else []),
         MemoryItem("activations", activations, kept),
-        MemoryItem("masks", float(masks * batch.length * answered), f"{masks} B x {batch.length} x {answered} tokens"),
         MemoryItem("logits", 1.3 * 4 * chunk * drafted, f"1.3 x 4 B x {chunk} rows x {drafted}"),
     ]
+    if device != "cuda":
+        masks = (steps - 1) * (steps + 2)
+        how = f"{masks} B x {batch.length} x {answered} tokens"
+        parts.append(MemoryItem("masks", float(masks * batch.length * answered), how))
     if device == "cpu":
         parts.append(MemoryItem("heap gaps", 0.5 * activations, "0.5 x activations, freed but kept"))
         parts.append(MemoryItem("checkpoint", 12.0 * weights, f"12 B x {count_text(weights)}, while it is written"))

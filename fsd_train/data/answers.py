@@ -31,7 +31,7 @@ from fsd_train.repository import find
 
 log = logging.getLogger(__name__)
 
-MOST_STEPS = 7  # of a chain in training, see fsd_train.types.ChainSteps
+MAX_STEPS = 7  # of a chain in training, see fsd_train.types.ChainSteps
 # point; id of the row, ids, mask and images; its highest id and place
 _Sided = tuple[float, tuple[str, list[int], list[int], SeenImages | None], tuple[int, str]]
 
@@ -126,7 +126,7 @@ class AnswersDataset(Dataset[Item]):
         return item
 
     def supervised(self, index: int) -> Tensor:
-        """Count a sequence's supervised rows by chain step: [:data:`MOST_STEPS`].
+        """Count a sequence's supervised rows by chain step: [:data:`MAX_STEPS`].
 
         A row of step s needs s + 2 answer tokens in a row, none of them the sequence's first token
         (:mod:`fsd_train.models.unroll`).
@@ -134,7 +134,7 @@ class AnswersDataset(Dataset[Item]):
         if index not in self._supervised:
             run = answer = self._masks[index][1:]
             counts = []
-            for step in range(MOST_STEPS):
+            for step in range(MAX_STEPS):
                 run = run[:-1] & answer[step + 1 :]
                 counts.append(run.sum())
             self._supervised[index] = torch.stack(counts)

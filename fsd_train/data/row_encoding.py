@@ -12,7 +12,7 @@ from fsd_core.text.image_rows import has_row_images
 from fsd_core.text.masks import encode_conversation
 from fsd_train.data.images import ImageReader, SeenImages
 
-MOST_ID = 2**31 - 1  # ids are kept as 32-bit numbers
+MAX_ID = 2**31 - 1  # ids are kept as 32-bit numbers
 Sequenced = tuple[list[int], list[int], SeenImages | None]  # ids, loss mask, images
 
 
@@ -96,9 +96,9 @@ def encode_row_with_images(
 def token_ids(row: Mapping[str, Any], field: str, where: str) -> list[int]:
     """Return a row's field of token ids. Raises DataError if it is none."""
     ids = row.get(field)
-    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i <= MOST_ID for i in ids):
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i <= MAX_ID for i in ids):
         raise DataError(
-            f"{where}: `{field}` must be a list of token ids (whole numbers from 0 to {MOST_ID}), and not empty."
+            f"{where}: `{field}` must be a list of token ids (whole numbers from 0 to {MAX_ID}), and not empty."
         )
     return ids
 

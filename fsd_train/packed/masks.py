@@ -151,7 +151,7 @@ class PackedMask(ABC):
             queries, keys = self.shape
             occupied = np.zeros((-(-queries // BLOCK), -(-keys // BLOCK)), dtype=bool)
             for first, last in self.key_ranges(window):
-                low, high = _least(first // BLOCK), _most(last // BLOCK)
+                low, high = _block_min(first // BLOCK), _block_max(last // BLOCK)
                 columns = np.arange(occupied.shape[1])
                 occupied |= (columns >= low[:, None]) & (columns <= high[:, None])
             counts = torch.from_numpy(occupied.sum(1).astype(np.int32))[None, None]
@@ -164,12 +164,12 @@ class PackedMask(ABC):
         return found
 
 
-def _least(values: np.ndarray) -> np.ndarray:
+def _block_min(values: np.ndarray) -> np.ndarray:
     """The least value of each block of queries."""
     return np.minimum.reduceat(values, np.arange(0, len(values), BLOCK))
 
 
-def _most(values: np.ndarray) -> np.ndarray:
+def _block_max(values: np.ndarray) -> np.ndarray:
     return np.maximum.reduceat(values, np.arange(0, len(values), BLOCK))
 
 
