@@ -159,6 +159,12 @@ def read_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Former names warn as if for the first time."""
+    monkeypatch.setattr("fsd_core.former._said", set())
+
+
+@pytest.fixture
 def several_threads() -> Iterator[None]:
     """Kernels share their work out among threads, however many the other tests are given."""
     before = torch.get_num_threads()

@@ -15,8 +15,6 @@ from fsd_core.text.masks import encode_conversation
 from fsd_core.text.pieces import Pieces, TokenBytes, token_pieces
 from fsd_infer import FuzzyDecoder
 from fsd_infer.serving.app import make_app
-from fsd_infer.serving.batcher import Logprob
-from fsd_infer.serving.replies import _by_text
 from fsd_infer.serving.text import AnswerText
 from tests.bench_toys import Toy
 from tests.serve_toys import CHAT, COMPLETIONS, LIMITS, asked, events
@@ -113,18 +111,6 @@ def test_special_tokens_stop_by_their_names(tokenizer: Any) -> None:
         answer.end()
         wanted = tokenizer.decode(ids, skip_special_tokens=True) if kept is None else kept
         assert answer.text == wanted and (count is None) == (kept is None)
-
-
-def test_tokens_that_decode_alike_keep_their_values() -> None:
-    """The chosen token is among the likeliest, under its own text."""
-    tokenizer = sentencepiece()
-    the, bare, byte = (tokenizer.convert_tokens_to_ids(name) for name in ("\u2581the", "the", "<0xF0>"))
-    pieces = Pieces(tokenizer)
-    assert [pieces.of(token).text for token in (the, bare)] == ["the", "the"]  # the text begins without its space
-    each = Logprob(pieces.of(bare), -3.0, ((pieces.of(the), -1.0), (pieces.of(byte), float("-inf"))))
-    assert _by_text(each) == {f"token_id:{the}": -1.0, "bytes:\\xf0": -9999.0, "the": -3.0}
-    pieces.add(bare)
-    assert [pieces.of(token).text for token in (the, bare)] == [" the", "the"]
 
 
 # served -------------------------------------------------------------------------------------------------------------

@@ -78,6 +78,8 @@ BAD = {
     "greedy and narrow": (["--num-beams", "2", "--beam-options", "join_every=4"], "a temperature above 0"),
     "empty prompt": (["--prompt", ""], "the prompt is empty"),
     "long prompt": (["--prompt", "the cat " * 200], "context of 256 tokens"),
+    "sampling as an option": (["--options", '{"do_sample": true}'], "use --temperature"),
+    "unknown option": (["--options", '{"no_such": 1}'], "unknown option 'no_such'"),
     "no file": (["--prompt-file", "none.txt"], "not allowed with argument --prompt"),
     "stream and json": (["--stream", "--json"], "--json"),
 }

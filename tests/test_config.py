@@ -6,7 +6,6 @@ import inspect
 import json
 import re
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,15 @@ import torch
 from transformers import GenerationConfig
 
 import fsd_infer
-from fsd_core import former
 from fsd_core.errors import FsdError
 from fsd_core.options import add_models
 from fsd_infer import FuzzyConfig, FuzzyDecoder, RuntimeConfig, Target, TreeShape
 from fsd_infer.decoder.config import OWN, FuzzyOptions
 from fsd_infer.drafters import NoDrafter
 from fsd_infer.engine.beams import BeamOptions
-from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.callbacks import Streaming
 from fsd_infer.request.options import GenerateOptions
-from fsd_infer.rules import RULES, Fuzzy, Tilted, parse_rule, rule_text
+from fsd_infer.rules import RULES, Fuzzy, Tilted
 from tests.families import tiny_head, tiny_model
 
 PROMPT = list(range(3, 20))
@@ -35,15 +32,6 @@ PROMPT = list(range(3, 20))
 def decoder() -> FuzzyDecoder:
     target = Target(tiny_model("llama"))
     return FuzzyDecoder(target, tiny_head(target, TreeShape(3, 2, 6)))
-
-
-@pytest.fixture
-def unsaid() -> Iterator[None]:
-    """Former names warn as if for the first time."""
-    before = set(former._said)
-    former._said.clear()
-    yield
-    former._said |= before
 
 
 def test_the_public_surface() -> None:
@@ -64,12 +52,6 @@ def test_every_field_is_documented() -> None:
     for kind, names in ((FuzzyConfig, OWN), (RuntimeConfig, RuntimeConfig().to_dict())):
         text = inspect.getdoc(kind) or ""
         assert all(f"\n    {name}: " in text for name in names), kind
-
-
-def test_rules_as_text() -> None:
-    rules = ["exact", "fuzzy:js:0.3", "fuzzy:top_k_js:20:0.3", "tilted", "tilted:1:budget=2", "exact:draw=false"]
-    assert [parse_rule(rule_text(parse_rule(rule))) for rule in rules] == [parse_rule(rule) for rule in rules]
-    assert rule_text(parse_rule("exact")) == "exact"
 
 
 def test_a_request_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -178,23 +160,6 @@ def test_a_tree_that_a_request_cannot_have_is_refused(decoder: FuzzyDecoder) -> 
         decoder.generate(PROMPT, rule="calibrated", tree="2,1,3")
 
 
-class Ending(Callback):
-    """Ends the first answer with its third token."""
-
-    def __init__(self) -> None:
-        self.counts = [0, 0]
-
-    def on_token(self, row: int, token: int) -> str | None:
-        self.counts[row] += 1
-        return "stop" if row == 0 and self.counts[0] == 3 else None
-
-
-def test_a_callback_ends_an_answer(decoder: FuzzyDecoder) -> None:
-    made = decoder.generate([PROMPT, PROMPT], callbacks=[Ending()], max_new_tokens=9, eos_token_id=[])
-    assert [len(answer) for answer in made.sequences] == [3, 9]
-    assert [row.finish_reason for row in made.stats.rows] == ["stop", "length"]
-
-
 @pytest.mark.parametrize(
     ("former", "now"),
     [
@@ -262,17 +227,6 @@ def test_names_that_moved_are_found_with_a_warning() -> None:
     assert set(RULES) and fsd_infer.Generation is fsd_infer.GenerateOutput
     with pytest.raises(AttributeError):
         fsd_infer.Nothing  # noqa: B018
-
-
-def test_former_names_of_measuring(unsaid: None) -> None:
-    import fsd_bench
-    from fsd_bench import worth
-
-    with pytest.warns(FutureWarning) as said:
-        assert fsd_bench.Settings is fsd_bench.RunOptions and worth.Shaped is worth.RuleOnShape
-    assert ["it is now RunOptions" in str(said[0].message), len(said)] == [True, 2]
-    with pytest.raises(AttributeError):
-        worth.Nothing  # noqa: B018
 
 
 def test_former_options_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:

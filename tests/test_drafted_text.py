@@ -18,45 +18,11 @@ from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters import TextDrafter, TranslatedDrafter
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.drafters.text import TextSession
-from fsd_infer.drafters.translation import Vocabulary
 from tests import families
 from tests.families import noisy_model, reference, tiny_model
 from tests.rules_toy import p_value
 from tests.test_translated import model_of, prompts_of
 from tests.text_toys import relabelled, tiny_sentencepiece, tiny_tokenizer
-
-
-def vocabulary(name: str) -> Vocabulary:
-    target = model_of(name)
-    return Vocabulary(target.tokenizer, target.vocab_size)
-
-
-def names_of(words: Vocabulary, tokens: list[int]) -> list[str]:
-    return list(words.tokenizer.convert_ids_to_tokens(tokens))
-
-
-def test_new_text_is_split_after_fixed_tokens() -> None:
-    """As the tokenizer splits both, also where one token would reach across, and in the middle of a character."""
-    for name in ("bytes", "pieces"):
-        words = vocabulary(name)
-        tokenized = words.tokenizer("the cat is there é", add_special_tokens=False).input_ids
-        for at in range(1, len(tokenized)):
-            raw = words.bytes_of(tokenized[at:])
-            if words.bytes_of(tokenized[:at])[-1] < 0x80:  # the end of a character
-                assert words.after(tokenized[:at], raw) == tokenized[at:]
-    assert names_of(words, words.after(words.spell(b" t"), b"he cat")) == ["h", "e", "▁cat"], "no ▁the"
-    assert words.after([], b"\xff") == words.spell(b"\xff"), "bytes that are no text"
-    assert words.after(words.spell(b" t"), b"") == []
-
-
-def test_last_tokens_are_split_anew() -> None:
-    """Where new text changes them, as far back as needed and no further."""
-    words = vocabulary("pieces")
-    before = [*words.tokenizer("at cat", add_special_tokens=False).input_ids, *words.spell(b" t")]
-    kept, more = words.again(before, b"he")
-    assert names_of(words, before) == ["▁", "at", "▁cat", "▁", "t"]
-    assert kept == 3 and names_of(words, more) == ["▁the"]
-    assert words.again(before, b" ") == (5, words.spell(b" ")), "nothing changes"
 
 
 @pytest.mark.parametrize(
@@ -173,12 +139,11 @@ def few_letters() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
 
 
-@pytest.mark.parametrize("kind", [TextDrafter, TranslatedDrafter])
-def test_a_small_lm_that_cannot_spell_the_text(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_lm_that_cannot_spell_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds of which it reads nothing at all."""
     monkeypatch.setattr("fsd_infer.drafters.translation.MIN_SHARED", 0.01)
     target, words = model_of("pieces"), few_letters()
-    drafter = kind(Target(noisy_model("llama", vocab_size=len(words)), words), target, TreeShape(3, 2, 6))
+    drafter = TranslatedDrafter(Target(noisy_model("llama", vocab_size=len(words)), words), target, TreeShape(3, 2, 6))
     silent = [token for token in range(target.vocab_size) if not drafter.translation.spell(token)]
     assert len(silent) > target.vocab_size // 2
     prompts = prompts_of(target)

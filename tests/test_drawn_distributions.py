@@ -21,7 +21,7 @@ from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.rules import RoundInput, RuleInputs, TokenHistory, VocabRows, parse_rule
 from fsd_infer.rules._walk import _Walk
-from fsd_infer.rules.optimal import clipped_distribution, least_divergent, passing_distribution
+from fsd_infer.rules.optimal import clipped_distribution, least_divergent
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws, select_nodes
 from tests.tree_rounds import masked
@@ -349,22 +349,3 @@ def test_the_distributions_of_a_node_with_a_drawn_child_are_the_best(seed: int) 
         spent = lambda r: -float(rel_entr(r, p).sum())  # noqa: E731
         limits = [(1e-12, 1.0 if inside else max(most, 1e-12)) for inside, most in zip(fixed, q)]
         assert spent(r) >= spent(best_of(spent, r, limits)) - 1e-6
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_distribution_of_both_kinds_is_that_of_either(seed: int) -> None:
-    """Without a drawn child it is the distribution of a tree, without fixed candidates that of a chain."""
-    generator = torch.Generator().manual_seed(seed)
-    p, q = (torch.randn(2, 1, 6, generator=generator).double() * 1.5).softmax(-1)
-    none, passes, fixed = torch.zeros_like(p), p >= 0.25, torch.arange(6)[None] < 2
-    raised = lambda x: (x / 0.6).clamp(max=1.0)  # noqa: E731
-    on_tree = passing_distribution(p, none, fixed, passes, raised)
-    chosen, mass = fixed & passes, (p * fixed).sum()
-    if chosen.any():
-        wanted = p * chosen / (p * chosen).sum()
-    else:
-        wanted = torch.where(fixed, p / mass * raised(mass), p / (1 - mass) * (1 - raised(mass)))
-    torch.testing.assert_close(on_tree, wanted)
-    on_chain = passing_distribution(p, q, torch.zeros_like(fixed), passes, raised)
-    kept, residual = torch.where(passes, q, torch.minimum(q, p / 0.6)), (p - q).clamp_min(0)
-    torch.testing.assert_close(on_chain, kept + (1 - kept.sum()) * residual / residual.sum())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 from pathlib import Path
@@ -15,11 +14,9 @@ from transformers import GenerationConfig, GenerationMixin
 
 from fsd_bench.engine import EngineMethod
 from fsd_bench.hf import GenerateMethod
-from fsd_infer import FsdError, FuzzyDecoder
-from fsd_infer.cli.commands import fuzzy_config
+from fsd_infer import FuzzyDecoder
 from fsd_infer.cli.main import main as fsd_infer
 from fsd_infer.decoder.requests import prepare
-from fsd_infer.request.options import shaping
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.app import make_app
 from fsd_train.cli import main as fsd_train
@@ -163,21 +160,3 @@ def test_a_length_of_the_request_is_instead_of_the_models(plain: FuzzyDecoder, m
                 assert prepare(plain.target, [[5]], None, asked_for)[0].max_new_tokens == right
                 given = GenerationConfig(**asked_for) if asked_for else None
                 assert prepare(plain.target, [[5]], given, {})[0].max_new_tokens == right
-
-
-def test_values_that_shape_nothing_are_not_named() -> None:
-    config = GenerationConfig(top_k=0, top_p=1.0, min_length=0, do_sample=False, repetition_penalty=1.0, max_length=9)
-    assert shaping(config) == {}
-    given: dict[str, Any] = {"top_k": 50, "forced_eos_token_id": 0, "temperature": 0.0}
-    assert shaping(GenerationConfig(**given)) == given
-
-
-def test_further_options_on_the_command_line() -> None:
-    args = argparse.Namespace(temperature=0.0, max_new_tokens=4, num_beams=1, beam_options=None, top_p=None, top_k=None)
-    args.options, args.rule, args.seed, args.raw = {"repetition_penalty": 1.3}, "exact", None, False
-    args.quality, args.schema, args.regex, args.max_cache_gib = None, None, None, None
-    assert fuzzy_config(args).repetition_penalty == 1.3
-    for wrong, words in (({"do_sample": True}, "use --temperature"), ({"no_such": 1}, "unknown option 'no_such'")):
-        args.options = wrong
-        with pytest.raises(FsdError, match=words):
-            fuzzy_config(args)

@@ -273,11 +273,12 @@ def test_an_export_replaces_a_head_whole_or_not_at_all(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_last_layers_features_are_from_before_the_final_norm(family: str) -> None:
+def test_captured_features_are_the_layers_outputs_before_the_final_norm(family: str) -> None:
     """In a forward of its own, which training runs, and in prompts and trees, whatever calls the model."""
     model = tiny_model(family)
-    target, last, found = Target(model), int(model.config.num_hidden_layers) - 1, list[Tensor]()
-    target.capture_layers([last])
+    target, found = Target(model), list[Tensor]()
+    captured = [0, int(model.config.num_hidden_layers) - 1]
+    target.capture_layers(captured)
 
     class Seen(Callback):
         def on_round(self, report: RoundReport) -> None:
@@ -289,12 +290,10 @@ def test_the_last_layers_features_are_from_before_the_final_norm(family: str) ->
         PROMPTS[:1], max_new_tokens=9, do_sample=False, callbacks=[Seen()]
     ).sequences[0]  # fmt: skip
     raw, text = list[Tensor](), torch.tensor([PROMPTS[0] + ids])
-    handle = target.layers([last])[0].register_forward_hook(
-        lambda *x: raw.append(x[2][0] if isinstance(x[2], tuple) else x[2])
-    )
+    for layer in target.layers(captured):
+        layer.register_forward_hook(lambda *x: raw.append(x[2][0] if isinstance(x[2], tuple) else x[2]))
     features = target.features(text)[0]
-    handle.remove()
     decoded = torch.cat(found)[: len(text[0]) - 1]
     for states in (features, decoded):
-        inner = target.features_of(states, [last])[:, target.hidden_size :]
-        torch.testing.assert_close(inner, raw[0][0][: len(states)], rtol=1e-4, atol=1e-4)
+        inner = target.features_of(states, captured)[:, target.hidden_size :]
+        torch.testing.assert_close(inner, torch.cat(raw[:2], -1)[0][: len(states)], rtol=1e-4, atol=1e-4)

@@ -226,18 +226,6 @@ def test_a_part_of_the_config_may_have_the_options(
     assert torch.equal(*(head(embeds, features, torch.arange(5)[None]) for head in (found, wanted)))
 
 
-def test_layers_of_eagle_may_have_all_biases_of_llama(heads: Path, target: Target, tmp_path: Path) -> None:
-    """Those of q, k and v alone are Qwen2's."""
-    plain, biases = load_head(heads / "eagle", target), {}
-    for name in "qkvo":
-        rows = len(plain.get_parameter(f"layers.0.self_attn.{name}_proj.weight"))
-        biases[f"layers.0.self_attn.{name}_proj.bias"] = torch.ones(rows) * (name == "o")
-    head = load_head(altered(heads / "eagle", tmp_path / "head", {"attention_bias": True}, biases), target)
-    x = torch.randn(1, 5, 32)
-    attended = [one.layers[0].self_attn(x, one.rotary_emb(x, torch.arange(5)[None]), None)[0] for one in (head, plain)]
-    torch.testing.assert_close(attended[0], attended[1] + 1)
-
-
 @pytest.mark.parametrize("place", [{"norm_before_fc": True}, {"eagle_config": {"norm_before_fc": True}}])
 def test_a_norm_over_all_fused_layers_comes_before_fc(
     place: dict[str, Any], heads: Path, target: Target, tmp_path: Path

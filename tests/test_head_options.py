@@ -17,9 +17,8 @@ from fsd_train.callbacks import ExportHead
 from fsd_train.commands.export import load_module
 from fsd_train.losses import LMHead
 from fsd_train.models.eagle import EagleModule
-from fsd_train.models.start import initialise_from
 from tests import train_toys
-from tests.families import FAMILIES, load_head, options_of, reference, save_head, tiny_model
+from tests.families import load_head, options_of, reference, save_head, tiny_model
 from tests.test_training import fit, make, whole  # noqa: F401  (fixtures)
 from tests.train_toys import toy_target
 
@@ -67,44 +66,10 @@ def test_option_trains_exports_and_decodes(toys: Path, tmp_path: Path, options: 
     assert found.sequences == expected
 
 
-IDS = torch.arange(3, 15).view(2, 6)
-
-
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_watched_layers_are_the_models_hidden_states(family: str) -> None:
-    model = tiny_model(family)
-    target = Target(model)
-    plain = target.features(IDS)
-    target.capture_layers([0])
-    found = target.features(IDS)
-    states = model(input_ids=IDS, output_hidden_states=True).hidden_states
-    torch.testing.assert_close(target.features_of(found), plain)
-    torch.testing.assert_close(found[..., plain.shape[-1] :], states[1])
-    assert target.features_of(found, [0]) is found
-
-
 @pytest.mark.parametrize("number", [-1, 2])
 def test_a_layer_that_is_not_there_is_named(number: int) -> None:
     with pytest.raises(ModelLoadError, match=f"no layer {number}: give numbers from 0 to 1"):
         toy_target().capture_layers([number])
-
-
-def fused_head(target: Target, seed: int = 0, **options: Any) -> EagleHead:
-    torch.manual_seed(seed)
-    head = EagleHead(EagleConfig.for_target(target, fused_layers=[1, 0], final_norm=True, **options))
-    initialise_from(head, target)
-    return head
-
-
-def test_fusion_starts_as_the_head_without_it() -> None:
-    target = toy_target()
-    head = fused_head(target)
-    plain = EagleHead(EagleConfig.for_target(target, final_norm=True))
-    plain.load_state_dict({k: v for k, v in head.state_dict().items() if not k.startswith("fusion")})
-    embeds, features, positions = torch.randn(1, 4, 32), torch.randn(1, 4, 96), torch.arange(4)[None]
-    assert torch.equal(head(embeds, features, positions), plain(embeds, features[..., :32], positions))
-    torch.nn.init.normal_(head.fusion.project.weight)
-    assert not torch.allclose(head(embeds, features, positions), plain(embeds, features[..., :32], positions))
 
 
 def test_training_goes_on_from_a_head_and_may_widen_it(

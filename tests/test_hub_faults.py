@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import close_session, constants, get_session
-from huggingface_hub.errors import OfflineModeIsEnabled
+from huggingface_hub import constants, get_session
 
-from fsd_core.hub import LARGE, guarded, is_damaged
+from fsd_core.hub import LARGE, is_damaged
 from fsd_core.text.rows import read_rows, rows_digest
 from fsd_infer import FsdError, Target
 from fsd_infer.drafters.corpus import open_corpus
@@ -154,23 +153,6 @@ def test_a_download_that_does_not_end(
     for repository in everything(hub):
         repository.fault = fault
     assert "was not transferred whole, the connection broke or stalled" in said(EagleHead.from_pretrained, "owner/head")
-
-
-def test_a_client_that_is_replaced_is_guarded_too(
-    hub: Hub, waits: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """huggingface_hub makes another client after a broken connection; hosts that were silent before stay so."""
-    first = get_session()
-    with guarded():
-        get_session().send.silent.add("127.0.0.1")
-        close_session()
-        other = get_session()
-        assert other is not first
-        with pytest.raises(OfflineModeIsEnabled, match="127.0.0.1 does not answer"):
-            other.get(f"{hub.url}/api/models/owner/one")
-    assert not hasattr(other.send, "silent") and not hasattr(get_session().send, "silent")
-    close_session()
-    assert get_session().get(f"{hub.url}/api/models/owner/one").status_code == 200
 
 
 @pytest.mark.parametrize("kind", ["head", "target"])

@@ -22,7 +22,6 @@ from fsd_infer import Target
 from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, TreeShape
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Request, decode
-from fsd_infer.heads.head import EagleHead
 from fsd_infer.rules import parse_rule
 from fsd_infer.trees.tree import DraftTree
 from tests.covering import covering, fast_only
@@ -137,28 +136,6 @@ def plain(name: str, count: int) -> list[list[int]]:
     return plain_of(target(name), count)
 
 
-@pytest.mark.parametrize(("name", "prefix"), [("dflash of z-lab", "model."), ("dspark of SpecForge", "draft_model.")])
-def test_names_may_begin_with_the_name_of_a_model(root: Path, name: str, prefix: str, tmp_path: Path) -> None:
-    made = layout(name)
-    below = replace(made, tensors={f"{prefix}{tensor}": values for tensor, values in made.tensors.items()})
-    found = drafted(load_drafter(str(below.write(tmp_path)), target(name), TREE), PROMPTS)
-    tree = drafted(load(root, name, TREE), PROMPTS)
-    assert torch.equal(found.tokens, tree.tokens) and torch.equal(found.q_logits, tree.q_logits)
-
-
-def test_the_drafted_ids_may_come_as_t2d_alone(root: Path, tmp_path: Path) -> None:
-    """And a prefixed table that is the target's own is shared, not kept twice."""
-    name = "dspark of speculators"
-    made, embeds = layout(name), target(name).model.get_input_embeddings().weight.detach().clone()
-    tensors = {f"model.{tensor}": values for tensor, values in made.tensors.items() if tensor != "d2t"}
-    drafter: Any = load_drafter(str(replace(made, tensors=tensors).write(tmp_path / "alone")), target(name), TREE)
-    found, tree = drafted(drafter, PROMPTS), drafted(load(root, name, TREE), PROMPTS)
-    assert torch.equal(found.tokens, tree.tokens) and torch.equal(found.q_logits, tree.q_logits)
-    tensors["model.embed_tokens.weight"] = embeds
-    drafter = load_drafter(str(replace(made, tensors=tensors).write(tmp_path / "shared")), target(name), TREE)
-    assert "embed_tokens.weight" not in drafter.model.head.state_dict()
-
-
 @pytest.mark.parametrize("kind", ["heads", "blocks alone", "a whole model"])
 def test_medusa_heads_may_lie_beside_or_inside_a_model(root: Path, kind: str, tmp_path: Path) -> None:
     """In the file of text-generation-inference, where blocks alone draft by the target's LM head, or in Medusa-2's."""
@@ -246,12 +223,6 @@ def test_the_confidence_head_cuts_by_what_comes_before(root: Path, threshold: fl
         lengths.add(kept)
         assert tree.tokens[row, : drafts + 1].tolist() == whole.tokens[row, : drafts + 1].tolist()
     assert (lengths == {BLOCK}) == (threshold == 0.0)
-
-
-def test_other_heads_are_no_eagle_heads(tmp_path: Path) -> None:
-    place = layout("dflash of z-lab").write(tmp_path / "head")
-    with pytest.raises(FsdError, match="is a head of kind block, not EAGLE"):
-        EagleHead.from_pretrained(place, target())
 
 
 @pytest.mark.parametrize(("name", "file"), [("medusa", "medusa_lm_head.pt"), ("dflash of z-lab", "pytorch_model.bin")])

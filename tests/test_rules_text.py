@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import pytest
 
+import fsd_bench.worth
 from fsd_core.errors import FsdError
 from fsd_infer.drafters.base import NoDrafter
 from fsd_infer.drafters.free import FreeDrafter
@@ -98,18 +100,16 @@ def test_rules_as_text(spec: str, rule: Rule) -> None:
 
 
 @pytest.mark.parametrize(("former", "now"), FORMER.items())
-def test_former_names_of_parameters(former: str, now: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_former_names_of_parameters(former: str, now: str, unsaid: None) -> None:
     """As text, as keywords and as attributes, with one warning for all."""
-    monkeypatch.setattr("fsd_core.former._said", set())
     with pytest.warns(FutureWarning, match=f"{former} of a rule .* it is now {now}") as said:
         assert parse_rule(f"tilted:{former}=1") == parse_rule(f"tilted:{now}=1") == Tilted(**{former: 1})
         assert getattr(Tilted(**{now: 1}), former) == 1
     assert len(said) == 1
 
 
-def test_a_rule_may_have_a_parameter_of_any_name_but_the_shared_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_may_have_a_parameter_of_any_name_but_the_shared_ones(unsaid: None) -> None:
     """A parameter ``nats`` is no budget."""
-    monkeypatch.setattr("fsd_core.former._said", set())
 
     @dataclass(frozen=True)
     class Unsure(LossyRule):
@@ -124,39 +124,48 @@ def test_a_rule_may_have_a_parameter_of_any_name_but_the_shared_ones(monkeypatch
         assert Fuzzy(budget=2.0).nats == 2.0  # type: ignore[attr-defined]
 
 
-def test_former_names_of_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsd_core.former._said", set())
-    inputs = RuleInputs(tree_round(0, greedy=True))
-    with pytest.warns(FutureWarning, match=r"RuleInputs\.regret|OutputDistribution\.lifted") as said:
-        made = OutputDistribution.lifted(inputs, inputs.regret)
-        assert inputs.chance is inputs.accept_prob
-    assert made == OutputDistribution.biased(inputs, inputs.logprob_gap) and len(said) == 3
+INPUTS: Any = RuleInputs(tree_round(0, greedy=True))
+GRAFT: Any = GraftedDrafter(NoDrafter(9), RecycleDrafter(9), nodes=2)
+RECORD, CHOICES = RowRecord([1]), FirstChoiceStats({"head": [[0.5]]})
+# a former name as its warning has it, and a use of it that is true
+USES: dict[str, Callable[[], bool]] = {
+    "RuleInputs.regret": lambda: INPUTS.regret is INPUTS.logprob_gap,
+    "RuleInputs.chance": lambda: INPUTS.chance is INPUTS.accept_prob,
+    "OutputDistribution.lifted": lambda: (
+        OutputDistribution.lifted(INPUTS, INPUTS.logprob_gap) == OutputDistribution.biased(INPUTS, INPUTS.logprob_gap)
+    ),
+    "RecycleDrafter(most=...)": lambda: RecycleDrafter(9, most=3).max_contexts == 3,
+    "GraftedDrafter(side=...)": lambda: GraftedDrafter(NoDrafter(9), side=RecycleDrafter(9), nodes=2).grafted.width > 0,
+    "GraftedDrafter.side": lambda: GRAFT.side is GRAFT.grafted,
+    "RowRecord.finish": lambda: RECORD.finish(1.0, [2], ()).new_tokens == 1,
+    "FirstChoiceStats.regrets": lambda: CHOICES.regrets() == {"head": [[0.5]]},
+    **{
+        f"{module}.{name}": lambda module=module, name=name, kind=kind: getattr(import_module(module), name) is kind
+        for module, name, kind in (
+            ("fsd_infer.rules", "Law", OutputDistribution), ("fsd_infer.rules", "Evidence", RuleInputs),
+            ("fsd_infer.rules", "Verification", RoundInput), ("fsd_bench", "Settings", fsd_bench.RunOptions),
+            ("fsd_bench.worth", "Shaped", fsd_bench.worth.RuleOnShape),
+        )
+    },
+}  # fmt: skip
 
 
-def test_a_rule_written_with_former_names_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsd_core.former._said", set())
+@pytest.mark.parametrize("name", USES)
+def test_former_names_are_read_with_one_warning(name: str, unsaid: None) -> None:
     with pytest.warns(FutureWarning) as said:
-        from fsd_infer.rules import Evidence, Law, Verification  # type: ignore[attr-defined]
+        assert USES[name]()
+    assert [str(each.message).split(" works")[0] for each in said] == [name]
+
+
+def test_a_class_written_with_former_names_works(unsaid: None) -> None:
+    with pytest.warns(FutureWarning) as said:
 
         class Always(LossyRule):
-            def law(self, evidence: Evidence) -> Law:
-                return Law.passing(evidence, -math.inf)
+            def law(self, evidence: RuleInputs) -> OutputDistribution:
+                return OutputDistribution.passing(evidence, -math.inf)
 
             def tilt(self, greedy: bool) -> float:
                 return 0.5
-
-    assert {str(each.message).split(" works")[0] for each in said} == {
-        "fsd_infer.rules.Evidence", "fsd_infer.rules.Law", "fsd_infer.rules.Verification", "Always.law", "Always.tilt"
-    }  # fmt: skip
-    round = tree_round(0, greedy=True)
-    assert Always()(round).accepted.tolist() == parse_rule("fuzzy:js:inf")(round).accepted.tolist()
-    assert Always().draft_bonus(True) == 0.5
-    assert Law is OutputDistribution and Evidence is RuleInputs and Verification is RoundInput
-
-
-def test_a_session_written_with_former_names_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsd_core.former._said", set())
-    with pytest.warns(FutureWarning, match=r"Own\.facts works until .*: call it feedback"):
 
         class Own(DraftSession):
             def facts(self, tree: Any, logits: Any, verdict: Any) -> list[Any]:
@@ -175,20 +184,12 @@ def test_a_session_written_with_former_names_works(monkeypatch: pytest.MonkeyPat
         class Bigrams(FreeDrafter):
             reach = 2
 
-    assert Own.feedback is vars(Own)["facts"] and Own.extend_on_host is vars(Own)["append"]
-    mine = Own()
-    with pytest.warns(FutureWarning, match=r"DraftSession\.select works until .*: it is now keep_rows"):
+        mine: Any = Own()
         mine.keep_rows([1])
-        assert mine.kept == [1] and mine.remembers is False  # type: ignore[attr-defined]
-    assert Bigrams.context_length == 2
-    with pytest.warns(FutureWarning, match=r"RecycleDrafter\(most=\.\.\.\) works until .*: it is now max_contexts"):
-        assert RecycleDrafter(9, least=0.1, most=3).max_contexts == 3  # type: ignore[call-arg]
-    with pytest.warns(FutureWarning) as said:
-        grafted = GraftedDrafter(NoDrafter(9), side=RecycleDrafter(9), nodes=2)  # type: ignore[call-arg]
-        assert grafted.side is grafted.grafted  # type: ignore[attr-defined]
-        assert RowRecord([1]).finish(1.0, [2], ()).new_tokens == 1  # type: ignore[attr-defined]
-        assert FirstChoiceStats({"head": [[0.5]]}).regrets() == {"head": [[0.5]]}  # type: ignore[attr-defined]
-    assert [str(each.message).split(" works")[0] for each in said] == [
-        "GraftedDrafter(side=...)", "GraftedDrafter.side", "RowRecord.finish",
-        "FirstChoiceStats.regrets",
-    ]  # fmt: skip
+        assert mine.kept == [1] and mine.remembers is False
+    told = [str(each.message).split(" works")[0] for each in said]
+    assert {"Always.law", "Always.tilt", "Own.facts", "Own.append", "DraftSession.select", "Bigrams.reach"} <= {*told}
+    round = tree_round(0, greedy=True)
+    assert Always()(round).accepted.tolist() == parse_rule("fuzzy:js:inf")(round).accepted.tolist()
+    assert Always().draft_bonus(True) == 0.5 and Bigrams.context_length == 2
+    assert Own.feedback is vars(Own)["facts"] and Own.extend_on_host is vars(Own)["append"]

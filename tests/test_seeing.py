@@ -24,7 +24,6 @@ from fsd_infer.decoder.image_prompts import encode_with_images, shows_images
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters import NoDrafter
 from fsd_infer.engine import Request, decode
-from fsd_infer.engine.callback import Callback
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.app import Limits, make_app
 from fsd_infer.targets.image_inputs import ImagePrompt, read_with_images
@@ -81,7 +80,7 @@ def expected_of(decoder: FuzzyDecoder, messages: Any, **options: Any) -> list[in
     return made[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("family", fast_only(SEEING, FAST))
+@pytest.mark.parametrize("family", fast_only(SEEING, ["gemma4", "qwen3_5", "lfm2_vl"]))
 def test_text_alone_equals_generate(family: str, tmp_path: Path) -> None:
     """From a directory, chains and trees, in ragged batches."""
     if family not in CONFIG_MAPPING:
@@ -173,27 +172,6 @@ def test_lossy_rules_and_several_answers() -> None:
     assert lossy.stats.divergence_spent > 0
     drawn = dict(max_new_tokens=6, do_sample=True, num_return_sequences=2, seed=3)
     assert decoder.generate(SHOWN[0], **drawn).sequences == decoder.generate(SHOWN[0], **drawn).sequences
-
-
-@pytest.mark.parametrize("family", fast_only(["qwen2_5_vl", "gemma3", "llava"], ["qwen2_5_vl"]))
-def test_reading_images_ends_between_layers(family: str) -> None:
-    """As where a client leaves, or a server stops, while a prompt is read. The next request is answered as ever."""
-    decoder = decoder_of(family)
-    (*_, last), ran = decoder.target.decoder.layers, list[str]()
-    answer = decoder.generate(SHOWN[0], **LIMITS).sequences  # after which nothing of the model is tried any more
-
-    class Leaves(Callback):
-        def on_phase(self, phase: str) -> None:
-            ran.append(phase)
-            if ran.count("prefill") == 2:
-                raise InterruptedError
-
-    hook = last.register_forward_hook(lambda *arguments: ran.append("last"))
-    with pytest.raises(InterruptedError):
-        decoder.generate(SHOWN[0], callbacks=[Leaves()], **LIMITS)
-    assert ran == ["prefill"] * 2
-    hook.remove()
-    assert decoder.generate(SHOWN[0], **LIMITS).sequences == answer == [expected_of(decoder, SHOWN[0])]
 
 
 class HostPrompt(ImagePrompt):

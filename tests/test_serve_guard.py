@@ -11,11 +11,9 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from itertools import zip_longest
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import h11
 import pytest
 from fastapi.testclient import TestClient
 
@@ -334,20 +332,6 @@ def test_the_decoding_thread_outlives_what_nobody_expects(
         assert isinstance(broken.reason, ZeroDivisionError)
     finally:
         batcher.close()
-
-
-@pytest.mark.parametrize(
-    "head", ["HTTP/1.1\r\nConnection: close", "HTTP/1.0", "HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c"]
-)
-def test_a_whole_request_is_never_late(head: str) -> None:
-    """However long its answer takes, and whatever follows on the connection."""
-    conn, cancelled = h11.Connection(h11.SERVER), threading.Event()
-    conn.receive_data(f"POST / {head}\r\nHost: a\r\nContent-Length: 2\r\n\r\n{{}}".encode())
-    while conn.next_event() not in (h11.NEED_DATA, h11.PAUSED):
-        pass
-    here = SimpleNamespace(conn=conn, _late=SimpleNamespace(cancel=cancelled.set))
-    Connection._expect_no_more(here)  # type: ignore[arg-type]
-    assert cancelled.is_set() and here._late is None
 
 
 def test_an_answer_that_fails_fails_alone(toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:

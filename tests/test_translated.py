@@ -60,19 +60,6 @@ def test_tokens_are_matched_by_their_bytes() -> None:
     torch.testing.assert_close(made.restrict(logits).double().softmax(-1), q_shared, atol=1e-6, rtol=1e-5)
 
 
-def test_what_the_small_model_reads() -> None:
-    """Its own tokens of the prompt's text; then, token by token, the same bytes, also of parts of characters."""
-    for ours, theirs in ((model_of("pieces"), model_of("bytes")), (model_of("bytes"), model_of("pieces"))):
-        made = Translation(ours, theirs)
-        assert made.read(theirs.tokenizer(TEXTS[1]).input_ids) == ours.tokenizer(TEXTS[1]).input_ids
-        for token, raw in made.theirs.raw.items():
-            assert b"".join(made.ours.raw[own] for own in made.spell(token)) == raw
-        assert made.spell(theirs.tokenizer.eos_token_id) == [ours.tokenizer.eos_token_id]
-        assert made.read([]), "never nothing"
-    start = theirs.tokenizer.bos_token_id
-    assert made.read([start]) == [min(made.ours.raw)], "another's beginning says nothing"
-
-
 ORDER = torch.randperm(len(tiny_tokenizer()), generator=torch.Generator().manual_seed(3)).tolist()
 
 
