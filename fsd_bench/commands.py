@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     """Run `fsd-bench run`."""
     import fsd_bench
     from fsd_bench.report import bench_table
-    from fsd_infer.decoder.models import model_options
+    from fsd_infer.decoder.config import model_options
 
     if args.resume and args.json is None:
         raise FsdError("--resume continues the unfinished run of a record: name it with --json FILE.")
@@ -60,7 +60,7 @@ def _check_apart(files: Sequence[Path]) -> None:
 def table(args: argparse.Namespace) -> int:
     """Run `fsd-bench table`."""
     from fsd_bench.table import field_table, markdown, measure_sets, parse_sets, specbundle
-    from fsd_infer.decoder.models import model_options
+    from fsd_infer.decoder.config import model_options
 
     named = picked(args, "json markdown specbundle")
     files = {name: path and writable(path, "the table", args.overwrite) for name, path in named.items()}
@@ -131,7 +131,7 @@ def worth(args: argparse.Namespace) -> int:
     """Run `fsd-bench worth`."""
     from fsd_bench.worth.run import WorthOptions, brief_text, worth_text
     from fsd_bench.worth.run import worth as run_worth
-    from fsd_infer.decoder.models import model_options
+    from fsd_infer.decoder.config import model_options
 
     record = None if args.json is None else writable(args.json, "the record", args.overwrite)
     set_threads(args.threads)
@@ -204,7 +204,7 @@ def board(args: argparse.Namespace) -> int:
 
 def _sweep_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the keywords that sweep and calibrate share."""
-    from fsd_infer.decoder.models import model_options
+    from fsd_infer.decoder.config import model_options
 
     files = {"prompts": words(args.prompts), "rules": words(args.rules)}
     return {**files, **model_options(args), **picked(args, "limit max_new_tokens batch_size seed score raw strict")}

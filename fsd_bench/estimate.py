@@ -31,11 +31,10 @@ import torch
 from fsd_bench.planned import EXPERTS, count_weights, planned_target, sizes_of
 from fsd_bench.roofline import FORWARD_GRAPHS, Hardware, MemoryItem, Work, device_rows, seconds
 from fsd_infer.device.cuda_graphs import shared_slots
-from fsd_infer.drafters.itself import PREFIX, Itself
+from fsd_infer.drafters.itself import GROUP, PREFIX, Itself
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.request.prompts import PREFILL_CHUNK
-from fsd_infer.targets.sharing import GROUP
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
 

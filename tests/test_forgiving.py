@@ -25,7 +25,7 @@ from fsd_infer import FsdError, FuzzyDecoder, Target
 from fsd_infer.cli import report
 from fsd_infer.cli.main import main as fsd_infer
 from fsd_infer.drafters.loading import NAMES
-from fsd_infer.request.options import _HONOURED, ARGUMENTS, NEW_TOKENS, GenerateOptions
+from fsd_infer.request.options import NEW_TOKENS
 from fsd_train.cli import main as fsd_train
 from tests.families import save_head, tiny_head
 from tests.fuzzing import called
@@ -131,10 +131,6 @@ def test_a_base_model_says_once_that_it_only_continues(target: Path, caplog: pyt
         for _ in range(2):
             made.generate(PROMPT, max_new_tokens=2)
     assert caplog.text.count("has no chat template: it continues prompts as they are") == 1
-
-
-def test_type_checkers_know_the_options() -> None:
-    assert GenerateOptions.__annotations__.keys() == _HONOURED | ARGUMENTS
 
 
 # The command line ----------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ FAULTS: list[tuple[str, Any, Any, str]] = [
     ("ours", {}, {"fc.weight": lambda weight: weight.to(torch.int8)}, "quantised heads are not read"),
     ("ours", {}, {"fc.weight": lambda weight: weight[:, :-1].clone()}, r"wrong shape \['fc.weight'\]"),
     ("ours", {}, None, "has no model.safetensors"),
-    ("eagle3", {"eagle_config": {LAYER_IDS: [2, 4, 5]}}, {}, "where ids should be one less"),
+    ("eagle3", {"eagle_config": {LAYER_IDS: [2, 4, 5]}}, {}, "the latter should be one less"),
     ("eagle3", {LAYER_IDS: [2, 4], "eagle_config": None}, {}, r"fuses 3 layers, but config.json names \[1, 3\]"),
     ("eagle3", {LAYER_IDS: [0, 4, 5], "eagle_config": None}, {}, r"names \[-1, 3, 4\]"),
     ("eagle3", {"norm_before_fc": True}, {}, r"missing \['input_norm.weight'\]"),

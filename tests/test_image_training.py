@@ -15,7 +15,7 @@ from torch import Tensor
 from fsd_core.errors import DataError
 from fsd_core.text.row_check import LISTING, RowCheck
 from fsd_infer import FuzzyDecoder, TreeShape
-from fsd_infer.decoder.image_prompts import encode_with_images
+from fsd_infer.decoder.prompts import encode_with_images
 from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.drafters.mtp import MtpSession
 from fsd_infer.engine import Callback

@@ -14,10 +14,9 @@ from fsd_infer.backends.cpu.packing import packed_products
 from fsd_infer.cli.main import main
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters import DraftRequest, GraftedDrafter, LMDrafter, NoDrafter
-from fsd_infer.drafters.itself import Itself, spelled
+from fsd_infer.drafters.itself import Itself, round_weight, spelled
 from fsd_infer.drafters.lm import LMSession, warn_context
 from fsd_infer.drafters.loading import load_drafter
-from fsd_infer.targets.sharing import round_weight
 from fsd_infer.targets.weights import weight_rows
 from fsd_infer.trees.tree import DraftTree
 from tests import families

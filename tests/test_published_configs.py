@@ -49,7 +49,7 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
         "dflash of z-lab", {"architectures": ["MyDraft"]}, '"sample_from_anchor": false'
     ),
     "a default that differs": ("dspark of speculators", {"sample_from_anchor": ...}, "must say sample_from_anchor"),
-    "two numberings": ("dflash of speculators", {"target_layer_ids": [1, 3]}, "which should be one more"),
+    "two numberings": ("dflash of speculators", {"target_layer_ids": [1, 3]}, "the latter should be one less"),
     "a layer that is not there": (
         "dflash of z-lab", z_lab(target_layer_ids=[0, 9]), r"layers \[0, 9\]; .* has 0 to 3, each once"
     ),

@@ -20,7 +20,7 @@ from fsd_core.errors import FsdError, ModelLoadError
 from fsd_core.tensors import to_device
 from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.cli.main import main
-from fsd_infer.decoder.image_prompts import encode_with_images, shows_images
+from fsd_infer.decoder.prompts import encode_with_images, shows_images
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters import NoDrafter
 from fsd_infer.engine import Request, decode

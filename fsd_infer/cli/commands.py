@@ -104,7 +104,7 @@ def _show(args: argparse.Namespace, decoder: Any, out: Any, streamed: bool) -> N
 
 def _decoder_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the model options as keywords of ``FuzzyDecoder.from_pretrained``."""
-    from fsd_infer.decoder.models import model_options
+    from fsd_infer.decoder.config import model_options
     from fsd_infer.targets.placing import parse_device, parse_dtype
 
     options = {**model_options(args), "dtype": parse_dtype(args.dtype), "device": parse_device(args.device)}

@@ -7,6 +7,7 @@ are saved as JSON; objects such as a streamer, callbacks or a drafter are argume
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing_extensions import Self, Unpack
 from fsd_core.errors import FsdError, ModelLoadError, shortened
 from fsd_core.files import read_json, write_json
 from fsd_core.former import Renamed, former_keywords
+from fsd_core.options import picked
 from fsd_core.registry import did_you_mean, is_whole
 from fsd_infer.decoder import retired
 from fsd_infer.decoder.calibrated import CALIBRATED, QUALITY, with_quality
@@ -26,24 +28,11 @@ from fsd_infer.request.guide import Guide
 from fsd_infer.request.options import GenerateOptions
 from fsd_infer.request.temperature import at_temperature
 from fsd_infer.rules import Rule, RuleLike, parse_rule, rule_text
+from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.trees.shape import TreeShape, parse_tree
 
 WEIGHTS = ("auto", "packed", "expanded", "plain")
 DRAFT_WEIGHTS = ("fp8", "plain")
-# the fields that FuzzyConfig adds to transformers' own, and their defaults
-OWN: dict[str, Any] = {
-    "rule": "exact",
-    "quality": None,
-    "tree": None,
-    "seed": None,
-    "adapter": None,
-    "apply_chat_template": None,
-    "measure_log_likelihood": False,
-    "max_cache_bytes": None,
-    "users": None,
-    "guide": None,
-    "beams": None,
-}
 _UNSEEN = frozenset({"_from_model_config", "_commit_hash", "_original_object_hash"})  # transformers' own notes
 
 
@@ -102,17 +91,17 @@ class FuzzyConfig(GenerationConfig):
         FsdError: a field that is unknown, or a value of ours that cannot be.
     """
 
-    rule: RuleLike
-    quality: float | None
-    tree: TreeShape | str | None
-    seed: int | None
-    adapter: str | None
-    apply_chat_template: bool | None
-    measure_log_likelihood: bool
-    max_cache_bytes: int | None
-    users: Sequence[str] | None
-    guide: Guide | Mapping[str, Any] | None
-    beams: BeamOptions | Mapping[str, Any] | str | None
+    rule: RuleLike = "exact"
+    quality: float | None = None
+    tree: TreeShape | str | None = None
+    seed: int | None = None
+    adapter: str | None = None
+    apply_chat_template: bool | None = None
+    measure_log_likelihood: bool = False
+    max_cache_bytes: int | None = None
+    users: Sequence[str] | None = None
+    guide: Guide | Mapping[str, Any] | None = None
+    beams: BeamOptions | Mapping[str, Any] | str | None = None
 
     def __init__(self, **values: Unpack[FuzzyOptions]) -> None:
         given: dict[str, Any] = dict(values)
@@ -182,6 +171,10 @@ class FuzzyConfig(GenerationConfig):
             raise FsdError(f"{pretrained_model_name}, {file}: {error}") from error
         except (TypeError, ValueError, AttributeError) as error:  # transformers', for no object, or a text as a number
             raise FsdError(f"{pretrained_model_name}, {file} cannot be read: {shortened(error)}") from error
+
+
+# the fields that FuzzyConfig adds to transformers' own, and their defaults
+OWN: dict[str, Any] = {name: getattr(FuzzyConfig, name) for name in FuzzyConfig.__annotations__}
 
 
 def request_config(given: GenerationConfig | None, overrides: Mapping[str, Any]) -> tuple[FuzzyConfig, dict[str, Any]]:
@@ -291,6 +284,17 @@ def runtime_config(given: RuntimeConfig | None, keywords: dict[str, Any]) -> tup
     own = {field.name for field in fields(RuntimeConfig)} & keywords.keys()
     changed = replace(given or RuntimeConfig(), **{name: keywords[name] for name in own})
     return changed, {name: value for name, value in keywords.items() if name not in own}
+
+
+def model_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of :func:`fsd_core.options.add_models` as keywords of a benchmark."""
+    drafter = args.drafter
+    if args.memory is not None:
+        main = drafter or ("recycle" if shipped_drafter(args.target) is None else "shipped")
+        drafter = f"{main.removesuffix('+memory')}+memory:{args.memory}"
+    runtime = RuntimeConfig(**picked(args, "weights draft_weights recording"))
+    options = picked(args, "target dtype device target_kwargs")
+    return {**options, "drafter": drafter, "tree": parse_tree(args.tree), "runtime": runtime}
 
 
 def _refuse_unknown(names: Any, known: Any, kind: str) -> None:

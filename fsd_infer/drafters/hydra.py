@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from fsd_core.errors import CheckpointError, VocabularyMismatchError
-from fsd_infer.drafters.session import DraftRequest
-from fsd_infer.drafters.steps import HEADS, StepDrafter, StepSession
+from fsd_core.errors import CheckpointError
+from fsd_infer.drafters.steps import HEADS, StepDrafter, check_sizes, filled
 from fsd_infer.heads.kinds import HYDRA
-from fsd_infer.heads.weights import Weights, fill
+from fsd_infer.heads.weights import Weights
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
 
@@ -60,7 +59,10 @@ class HydraHeads(nn.Module):
 
 @HEADS.register(HYDRA)
 class HydraDrafter(StepDrafter):
-    """Hydra heads, each of which drafts one depth."""
+    """Hydra heads, each of which drafts one depth.
+
+    A node's state is what the heads read, [B, E, (1 + depth)·H] above the nodes of a depth.
+    """
 
     name = "hydra"
     head: HydraHeads
@@ -76,35 +78,18 @@ class HydraDrafter(StepDrafter):
         count = len({name.split(".")[1] for name in names if name.startswith("hydra_lm_head.")})
         blocks = len({name.split(".")[2] for name in names if name.startswith("hydra_mlp.0.")})
         table = weights.shapes.get(names.get("hydra_lm_head.0.weight", ""), ())
-        if len(table) != 2 or not count or not blocks or table[1] != target.hidden_size:
-            raise CheckpointError(
-                f"the Hydra heads in {directory} have LM heads of shape {list(table)}, and {target.name} has features "
-                f"of {target.hidden_size}."
-            )
-        if table[0] != target.vocab_size:
-            raise VocabularyMismatchError(
-                f"the Hydra heads in {directory} draft over {table[0]} tokens, and {target.name} has "
-                f"{target.vocab_size}. Use heads for this target."
-            )
+        if len(table) != 2 or not blocks:
+            raise CheckpointError(f"the Hydra heads in {directory} lack an MLP or an LM head, a table [V, H].")
+        check_sizes(f"each of the Hydra heads in {directory}", table[1], table[0], target)
         grounded = bool(config.get("grounded_heads", False))
         with torch.device("meta"):
             made = HydraHeads(count, blocks, grounded, target.hidden_size, target.vocab_size)
-        fill(made, weights, names, target.dtype)
-        return cls(made.to(target.device), target, count, shape)
+        return cls(filled(made, weights, names, target), target, count, shape)
 
-    def start(self, first_tokens: Tensor, request: DraftRequest) -> HydraSession:
-        return HydraSession(self, request)
+    def begin(self, features: Tensor) -> Tensor:
+        return features[:, None]
 
-
-class HydraSession(StepSession):
-    """A session whose states are what the heads read, [B, E, (1 + depth)·H] above the nodes of a depth."""
-
-    drafter: HydraDrafter
-
-    def _begin(self, roots: Tensor) -> Tensor:
-        return self.last_features[:, None]
-
-    def _step(self, depth: int, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        if self.drafter.head.grounded:
-            state = torch.cat([state, self.drafter.target.embed(tokens)], -1)
-        return self.drafter.head.logits(depth, state), state
+    def step(self, depth: int, tokens: Tensor, state: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        if self.head.grounded:
+            state = torch.cat([state, self.target.embed(tokens)], -1)
+        return self.head.logits(depth, state), state

@@ -3,20 +3,42 @@
 
 "self:layers=0-9,20-29" is the target with these decoder layers only. "self:bits=3" is the target with linear weights
 rounded to three bits. "self:layers=0-9,20-29:bits=3" is both.
+
+A copy has its own module objects, so its layers can be left out and renumbered. Its only own weights are rounded ones;
+embeddings, norms and LM head are the target's. Layers that a backend packed use the target's packed weights.
+
+**Rounding by least squares.** In groups of 64 of an output's inputs, w ≈ z + s·n with whole n from 0 to 2^bits - 1.
+Scale s and zero z minimise a group's squared error. From several starts (the range, shrunk by several factors), two
+steps alternate: rounding n = round((w - z)/s), and linear regression of w on n. The best result wins. HQQ
+(half-quadratic quantization) alternates likewise but minimises another norm.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from fsd_core.errors import FsdError
+import torch
+from torch import Tensor, nn
+
+from fsd_core.errors import FsdError, ModelLoadError
 from fsd_core.registry import read_int
-from fsd_infer.targets.sharing import with_layers, with_rounded_weights
-from fsd_infer.targets.target import Target
+from fsd_infer.targets.target import Target, layer_list
+from fsd_infer.targets.weights import replace_parameter, weight_rows
 
 PREFIX = "self:"
 MAX_LAYERS = 4096
 _FORM = "write self:layers=0-9,20-29, self:bits=3 or self:layers=0-9,20-29:bits=3"
+GROUP = 64
+SHRINKING = (1.0, 0.9, 0.8, 0.7, 0.6)
+TURNS = 4
+_AT_ONCE = 2**19  # numbers per block, to fit a CPU's cache
+_ROUTERS = ("gate", "router", "shared_expert_gate")  # of experts: small, and rounding must not change their choices
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -78,3 +100,122 @@ def spelled(layers: tuple[int, ...]) -> str:
         else:
             runs.append([number, number])
     return f"{PREFIX}layers=" + ",".join(f"{low}-{high}" if low < high else str(low) for low, high in runs)
+
+
+def with_layers(target: Target, numbers: Sequence[int], name: str) -> Target:
+    """Return the target with these decoder layers alone, counted from 0, in ascending order; no weights are copied.
+
+    Raises:
+        FsdError: no layers, a layer twice or out of order.
+        ModelLoadError: there is no such layer, or the family's layers cannot be left out.
+    """
+    if not numbers or list(numbers) != sorted(set(numbers)):
+        raise FsdError(f"{name}: give one layer or more, each once and in ascending order.")
+    target.layers(numbers)  # raises for unknown layers
+    config, count = target.config, int(target.config.num_hidden_layers)
+    if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "scale_attn_by_inverse_layer_idx", False):
+        raise ModelLoadError(f"{name}: layers of {config.model_type} depend on their numbers, so none can be left out.")
+    model = _copy_of(target, name)
+    text = model.config.get_text_config(decoder=True)
+    for key, value in list(vars(text).items()):
+        if "layer" in key and isinstance(value, (list, tuple)) and len(value) == count:
+            setattr(text, key, [value[number] for number in numbers])
+    text.num_hidden_layers = len(numbers)
+    layers: Any = layer_list(model.get_decoder(), count)
+    kept = [layers[number] for number in numbers]
+    layers._modules = {str(place): layer for place, layer in enumerate(kept)}
+    for place, layer in enumerate(kept):
+        for part in layer.modules():
+            if isinstance(getattr(part, "layer_idx", None), int):
+                part.layer_idx = place
+    return Target(model, target.tokenizer, name)
+
+
+def with_rounded_weights(target: Target, bits: int, name: str) -> Target:
+    """Return the target with the matrices of its decoder layers rounded by :func:`round_weight`.
+
+    Norms, biases, routers of experts, embeddings and LM head stay.
+
+    Raises:
+        FsdError: bits out of range.
+        ModelLoadError: weights that are quantised already, or sharded over processes.
+    """
+    if not 2 <= bits <= 8:
+        raise FsdError(f"{name}: bits go from 2 to 8.")
+    if target.is_sharded or getattr(target.config, "quantization_config", None):
+        raise ModelLoadError(f"{name}: {target.name} is quantised or sharded already; only whole weights are rounded.")
+    model = _copy_of(target, name)
+    for layer in layer_list(model.get_decoder(), int(target.config.num_hidden_layers)) or []:
+        for path, part in layer.named_modules():
+            if path.rpartition(".")[2] not in _ROUTERS and "Router" not in type(part).__name__:
+                _round(part, bits)
+    return Target(model, target.tokenizer, name)
+
+
+@torch.no_grad()
+def _round(part: nn.Module, bits: int) -> None:
+    """Round a module's own matrices."""
+    for key, parameter in list(part.named_parameters(recurse=False)):
+        if parameter.dim() < 2:
+            continue
+        weight: Tensor = weight_rows(part, None) if key == "weight" else parameter
+        replace_parameter(part, key, round_weight(weight.detach(), bits))
+
+
+def _copy_of(target: Target, name: str) -> Any:
+    """Copy the model's modules and config, but not its tensors."""
+    if any("_hf_hook" in vars(part) for part in target.model.modules()):
+        raise ModelLoadError(f"{name}: {target.name} was placed by accelerate's hooks; load it without device_map.")
+    model = _shared(target.model)
+    whole, text = target.model.config, target.config
+    config = deepcopy(whole)
+    new = {id(whole): config, id(text): config.get_text_config(decoder=True)}
+    for part in model.modules():
+        if id(vars(part).get("config")) in new:
+            vars(part)["config"] = new[id(vars(part)["config"])]
+    return model
+
+
+def _shared(module: M) -> M:
+    """Copy a module tree: each copy has its own dicts of submodules, parameters, buffers and hooks."""
+    copy = module.__new__(type(module))
+    for key, value in vars(module).items():
+        vars(copy)[key] = value.copy() if isinstance(value, dict) else value
+    copy._modules = {name: None if part is None else _shared(part) for name, part in module._modules.items()}
+    return copy
+
+
+def round_weight(weight: Tensor, bits: int) -> Tensor:
+    """Return the weight [..., in] with each group of inputs rounded to 2^bits values, in the same dtype."""
+    width = weight.shape[-1]
+    group = math.gcd(width, GROUP)
+    groups = weight.reshape(-1, group if group >= GROUP // 4 else width)
+    rounded = torch.empty_like(groups)
+    for part, out in zip(
+        *(whole.split(max(_AT_ONCE // groups.shape[1], 1)) for whole in (groups, rounded)), strict=True
+    ):
+        out.copy_(_rounded(part.float(), 2**bits - 1))
+    return rounded.view(weight.shape)
+
+
+def _rounded(groups: Tensor, most: int) -> Tensor:
+    """Round [G, n] in fp32, with n from 0 to ``most``."""
+    low, high = (end[:, None] for end in groups.aminmax(dim=1))
+    mean, least = groups.mean(1, keepdim=True), torch.finfo(torch.float32).tiny
+    best, least_error = groups, torch.full_like(mean, math.inf)
+    for shrunk in SHRINKING:
+        zero = (low + high) / 2 - shrunk * (high - low) / 2
+        scale = (shrunk * (high - low) / most).clamp_min(least)
+        for _ in range(TURNS):
+            numbers = ((groups - zero) / scale).round_().clamp_(0, most)
+            centre = numbers.mean(1, keepdim=True)
+            deviations = numbers - centre
+            spread = deviations.square().sum(1, keepdim=True)
+            slope = (deviations * (groups - mean)).sum(1, keepdim=True) / spread.clamp_min(least)
+            scale = torch.where(spread > 0, slope, scale).clamp_min(least)
+            zero = mean - scale * centre
+        rounded = numbers * scale + zero
+        error = (rounded - groups).square().sum(1, keepdim=True)
+        best = torch.where(error < least_error, rounded, best)
+        least_error = torch.minimum(least_error, error)
+    return best

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from fsd_core.errors import CheckpointError, VocabularyMismatchError
-from fsd_infer.drafters.session import DraftRequest
-from fsd_infer.drafters.steps import HEADS, StepDrafter, StepSession
+from fsd_core.errors import CheckpointError
+from fsd_infer.drafters.steps import HEADS, StepDrafter, check_sizes, filled
 from fsd_infer.heads.kinds import MEDUSA
-from fsd_infer.heads.weights import MEDUSA_FILE, SINGLE, Weights, fill
+from fsd_infer.heads.weights import MEDUSA_FILE, SINGLE, Weights
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
 
@@ -60,7 +59,7 @@ class MedusaHeads(nn.Module):
 
 @HEADS.register(MEDUSA)
 class MedusaDrafter(StepDrafter):
-    """Medusa heads, each of which drafts one depth."""
+    """Medusa heads, each of which drafts one depth. Nodes have no state: a depth's logits are those of its head."""
 
     name = "medusa"
     head: MedusaHeads
@@ -74,15 +73,7 @@ class MedusaDrafter(StepDrafter):
         heads = {int(name.split(".")[1]) for name in names}
         layers = {int(name.split(".")[2]) for name in names if name.startswith("blocks.")}
         lm_heads, (vocabulary, size) = _sizes(names, weights, target)
-        if vocabulary != target.vocab_size:
-            raise VocabularyMismatchError(
-                f"the Medusa heads in {directory} draft over {vocabulary} tokens, and {target.name} has "
-                f"{target.vocab_size}. Use heads for this target."
-            )
-        if size != target.hidden_size:
-            raise CheckpointError(
-                f"the Medusa heads in {directory} read {size} features, and {target.name} has {target.hidden_size}."
-            )
+        check_sizes(f"each of the Medusa heads in {directory}", size, vocabulary, target)
         if lm_heads not in (0, 1, len(heads)):
             raise CheckpointError(
                 f"the Medusa heads in {directory} are {len(heads)} with {lm_heads} LM heads: each has one, or all "
@@ -90,23 +81,13 @@ class MedusaDrafter(StepDrafter):
             )
         with torch.device("meta"):
             made = MedusaHeads(len(heads), len(layers), size, vocabulary, "blocks.0.0.bias" in names, lm_heads)
-        fill(made, weights, names, target.dtype)
-        return cls(made.to(target.device), target, len(heads), shape)
+        return cls(filled(made, weights, names, target), target, len(heads), shape)
 
-    def start(self, first_tokens: Tensor, request: DraftRequest) -> MedusaSession:
-        return MedusaSession(self, request)
+    def begin(self, features: Tensor) -> Tensor:
+        return features.new_zeros(len(features), 1, 0)
 
-
-class MedusaSession(StepSession):
-    """A session without states of nodes: a depth's logits are those of its head."""
-
-    drafter: MedusaDrafter
-
-    def _begin(self, roots: Tensor) -> Tensor:
-        return self.last_features.new_zeros(len(roots), 1, 0)
-
-    def _step(self, depth: int, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.drafter.head.logits(depth, self.last_features, self.drafter.target)
+    def step(self, depth: int, tokens: Tensor, state: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head.logits(depth, features, self.target)
         return logits[:, None].expand(*tokens.shape, -1), state
 
 

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
-from fsd_core.errors import CheckpointError, VocabularyMismatchError
-from fsd_infer.drafters.session import DraftRequest
-from fsd_infer.drafters.steps import HEADS, StepDrafter, StepSession
+from fsd_core.errors import CheckpointError
+from fsd_infer.drafters.steps import HEADS, StepDrafter, check_sizes, filled
 from fsd_infer.heads.kinds import MLP_SPECULATOR
-from fsd_infer.heads.weights import Weights, fill
+from fsd_infer.heads.weights import Weights
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
 
@@ -84,7 +83,7 @@ class MLPSpeculator(nn.Module):
 
 @HEADS.register(MLP_SPECULATOR)
 class MLPSpeculatorDrafter(StepDrafter):
-    """An MLP speculator."""
+    """An MLP speculator. A node's state is the network's."""
 
     name = "mlp-speculator"
     head: MLPSpeculator
@@ -100,26 +99,21 @@ class MLPSpeculatorDrafter(StepDrafter):
         if type(count) is not int or count < 1 or [len(each) for each in first] != [2, 2, 1, 2]:
             raise CheckpointError(f"the MLP speculator in {directory} lacks n_predict, or a tensor of its first step.")
         (vocabulary, width), size = first[0], first[1][1]
-        if size != target.hidden_size:
-            raise CheckpointError(
-                f"the MLP speculator in {directory} reads {size} features, and {target.name} has {target.hidden_size}."
-            )
-        if vocabulary != target.vocab_size:
-            raise VocabularyMismatchError(
-                f"the MLP speculator in {directory} drafts over {vocabulary} tokens, and {target.name} has "
-                f"{target.vocab_size}. Use one for this target."
-            )
+        check_sizes(f"the MLP speculator in {directory}", size, vocabulary, target)
         tied = bool(config.get("tie_weights"))
         if tied:
             names = _without_repeats(weights, names, count)
         lengths = (1, min(count, 2)) if tied else (count, count)
         with torch.device("meta"):
             made = MLPSpeculator(count, size, width, vocabulary, lengths, bool(config.get("scale_input")))
-        fill(made, weights, names, target.dtype)
-        return cls(made.to(target.device), target, count, shape)
+        return cls(filled(made, weights, names, target), target, count, shape)
 
-    def start(self, first_tokens: Tensor, request: DraftRequest) -> MLPSpeculatorSession:
-        return MLPSpeculatorSession(self, request)
+    def begin(self, features: Tensor) -> Tensor:
+        return self.head.begin(features)[:, None]
+
+    def step(self, depth: int, tokens: Tensor, state: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        logits, state = self.head(depth, tokens, state)
+        return logits, state
 
 
 def _without_repeats(weights: Weights, names: dict[str, str], count: int) -> dict[str, str]:
@@ -136,16 +130,3 @@ def _without_repeats(weights: Weights, names: dict[str, str], count: int) -> dic
                     f"the MLP speculator in {weights.directory} says tie_weights, and its {name} differs from {kept}."
                 )
     return left
-
-
-class MLPSpeculatorSession(StepSession):
-    """A session whose state is the network's."""
-
-    drafter: MLPSpeculatorDrafter
-
-    def _begin(self, roots: Tensor) -> Tensor:
-        return self.drafter.head.begin(self.last_features)[:, None]
-
-    def _step(self, depth: int, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        logits, state = self.drafter.head(depth, tokens, state)
-        return logits, state

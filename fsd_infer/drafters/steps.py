@@ -2,8 +2,8 @@
 
 Such a head starts from the text and makes, for a node, the logits of its children from the node's token and its
 parent's state. Heads whose estimates do not depend on the drafts ignore both. :class:`StepSession` turns that into the
-trees of :mod:`fsd_infer.drafters.growth`: chains, trees, drawn nodes. A new kind of head is a :class:`StepDrafter` in a
-file of its own, entered in :data:`HEADS`.
+trees of :mod:`fsd_infer.drafters.growth`: chains, trees, drawn nodes. A new kind of head is a :class:`StepDrafter` with
+``begin`` and ``step`` in a file of its own, entered in :data:`HEADS`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsd_core.errors import CheckpointError, VocabularyMismatchError
 from fsd_core.registry import Registry
 from fsd_core.tensors import at_nodes, padded, to_device
 from fsd_infer.device.cache import SlotCache
@@ -29,6 +30,7 @@ from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.heads.hub import find_published
+from fsd_infer.heads.weights import Weights, fill
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree
@@ -81,8 +83,52 @@ class StepDrafter(TreeDrafter):
             VocabularyMismatchError: a head for another vocabulary.
         """
 
+    def begin(self, features: Tensor) -> Tensor:
+        """Return the state [B, 1, S] before the roots, from the target's final features before them [B, H]."""
+        raise NotImplementedError  # for heads whose sessions override StepSession._begin() and _step()
+
+    def step(self, depth: int, tokens: Tensor, state: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Read nodes of one depth, 0 at the roots.
+
+        Args:
+            depth: of the nodes.
+            tokens: [B, E].
+            state: [B, E, S] of their parents.
+            features: [B, H] as of :meth:`begin`.
+
+        Returns:
+            Logits [B, E, Vd] of their children, and the nodes' states [B, E, S].
+        """
+        raise NotImplementedError
+
+    def start(self, first_tokens: Tensor, request: DraftRequest) -> StepSession:
+        return StepSession(self, request)
+
     def modules(self) -> list[nn.Module]:
         return [self.head]
+
+
+def filled(head: nn.Module, weights: Weights, names: Mapping[str, str], target: Target) -> Any:
+    """Return a head on the device "meta" with the values of files, on the target's device. Raises as :func:`fill`."""
+    fill(head, weights, names, target.dtype)
+    return head.to(target.device)
+
+
+def check_sizes(what: str, size: int, vocabulary: int, target: Target) -> None:
+    """Raise CheckpointError or VocabularyMismatchError for a head with other features or ids than the target's.
+
+    Args:
+        what: the head, for errors.
+        size: of the features that it reads.
+        vocabulary: number of ids that it drafts over.
+        target: the model to draft for.
+    """
+    if size != target.hidden_size:
+        raise CheckpointError(f"{what} is for {size} features, and {target.name} has {target.hidden_size}.")
+    if vocabulary != target.vocab_size:
+        raise VocabularyMismatchError(
+            f"{what} drafts over {vocabulary} tokens, and {target.name} has {target.vocab_size}. Use a head for it."
+        )
 
 
 # Drafters with a class method read() as StepDrafter's, by the names in fsd_infer.heads.kinds.
@@ -147,22 +193,13 @@ class StepSession(TreeSession):
         self._survival: Tensor | None = None  # [B, E] log-probability that each and its child are accepted, if known
         self._min_survival = 0.0  # a node below it gets no children
 
-    @abstractmethod
     def _begin(self, roots: Tensor) -> Tensor:
         """Return the state [B, 1, S] before the roots [B]."""
+        return self.drafter.begin(self.last_features)
 
-    @abstractmethod
     def _step(self, depth: int, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Read nodes of one depth, 0 at the roots.
-
-        Args:
-            depth: of the nodes.
-            tokens: [B, E].
-            state: [B, E, S] of their parents.
-
-        Returns:
-            Logits [B, E, Vd] of their children, and the nodes' states [B, E, S].
-        """
+        """Read nodes of one depth; arguments and results as of :meth:`StepDrafter.step`."""
+        return self.drafter.step(depth, tokens, state, self.last_features)
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         final = features[..., : self.drafter.target.hidden_size]

@@ -29,6 +29,7 @@ from fsd_infer.heads.stored_parts import (
     plain_layer,
     read_draft_ids,
     shares_table,
+    target_layers,
 )
 from fsd_infer.heads.weights import INTEGERS, Weights, fill
 from fsd_infer.targets.target import Target
@@ -179,15 +180,7 @@ def _fills_in(options: _Options, names: Collection[str]) -> bool:
 def _target_layers(options: _Options, count: int, target: Target) -> list[int]:
     """Return the target's layers whose outputs are read, in the order in which they are stored."""
     leaving, entering = options.get("target_layer_ids"), options.get("aux_hidden_state_layer_ids")
-    for ids in (leaving, entering):
-        if ids is not None and (not isinstance(ids, list) or not all(type(number) is int for number in ids)):
-            raise CheckpointError("the target's layers in its config.json must be a list of whole numbers.")
-    layers = leaving if entering is None else [number - 1 for number in entering]
-    if leaving is not None and layers != leaving:
-        raise CheckpointError(
-            f"target_layer_ids are {leaving} and aux_hidden_state_layer_ids {entering}, which should be one more: "
-            "correct one of them."
-        )
+    layers = target_layers("aux_hidden_state_layer_ids and target_layer_ids", entering, leaving)
     depth = int(target.config.num_hidden_layers)
     if options.get("num_target_layers", depth) != depth:
         theirs = options.get("num_target_layers")

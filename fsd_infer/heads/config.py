@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -221,11 +221,6 @@ def usual_layers(count: int) -> list[int]:
     than three numbers.
     """
     return sorted({min(max(number - 1, 0), count - 1) for number in (2, count // 2, count - 3)})
-
-
-def entering_ids(layers: Sequence[int]) -> list[int]:
-    """Return the layers' indices in transformers' ``hidden_states``, where 0 is the embedding."""
-    return [number + 1 for number in layers]
 
 
 def default_fused_layers(target: Target) -> list[int]:

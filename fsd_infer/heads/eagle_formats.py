@@ -28,6 +28,7 @@ from fsd_infer.heads.stored_parts import (
     read_draft_ids,
     said_option,
     shares_table,
+    target_layers,
 )
 from fsd_infer.heads.weights import Weights
 
@@ -167,18 +168,10 @@ def _table(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], wid
 def _fused_layers(entering: Any, leaving: Any, count: int, target: Target | None) -> list[int]:
     """Return the fused layers, counted from 0.
 
-    Two numberings exist. Top-level ids count the states that *enter* layers (vLLM, speculators; 0 is the embedding).
-    Ids in ``eagle_config`` count the layers that output them (SGLang, SpecForge).
+    Ids at the top of the config are of states that enter layers (vLLM, speculators), those in ``eagle_config`` of
+    layers that output them (SGLang, SpecForge).
     """
-    for ids in (entering, leaving):
-        if ids is not None and (not isinstance(ids, list) or not all(type(number) is int for number in ids)):
-            raise CheckpointError(f"{AUX_IDS} must be a list of whole numbers.")
-    layers = leaving if entering is None else [number - 1 for number in entering]
-    if entering is not None and leaving is not None and layers != leaving:
-        raise CheckpointError(
-            f"{AUX_IDS} is {entering} at the top and {leaving} in eagle_config, where ids should be one less. Correct "
-            "one of them."
-        )
+    layers = target_layers(f"{AUX_IDS} at the top and in eagle_config", entering, leaving)
     if not layers:
         if target is None:
             raise CheckpointError("it does not say which layers it fuses: that depends on the target.")

@@ -18,7 +18,7 @@ from torch import Tensor
 from fsd_core.errors import CheckpointError
 from fsd_core.files import replacing, write_json
 from fsd_infer.heads import FORMATS
-from fsd_infer.heads.config import EagleConfig, entering_ids, usual_layers
+from fsd_infer.heads.config import EagleConfig, usual_layers
 from fsd_infer.heads.eagle_formats import AUX_IDS, EAGLE3_FIELDS
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.layers import has_mrope
@@ -195,7 +195,7 @@ def _config(config: EagleConfig, to: str, target: ExportFacts, dtype: torch.dtyp
     common |= {
         **{name: getattr(config, name) for name in EAGLE3_FIELDS},  # defaults too, since theirs differ
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
-        AUX_IDS: entering_ids(config.fused_layers),
+        AUX_IDS: [number + 1 for number in config.fused_layers],  # of the states that enter layers
     }
     if to != "speculators":
         nested = {AUX_IDS: config.fused_layers, "use_aux_hidden_state": True}

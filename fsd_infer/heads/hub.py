@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,13 @@ def find_published(source: str | os.PathLike[str], **hub: Any) -> tuple[str, Pat
         directory = Path(source) / hub.get("subfolder", "")
         return _published(directory, None) if (directory / CONFIG).is_file() else None
     check_mistyped(name, **hub)
-    return load_whole(source, lambda: _fetched_published(name, **hub), **hub)
 
+    def fetched() -> tuple[str, Path, dict[str, Any]] | None:
+        repository = _Repository(name, **hub)
+        config = repository.file(CONFIG)
+        return None if config is None else _published(config.parent, repository)
 
-def _fetched_published(source: str, **hub: Any) -> tuple[str, Path, dict[str, Any]] | None:
-    repository = _Repository(source, **hub)
-    config = repository.file(CONFIG)
-    return None if config is None else _published(config.parent, repository)
+    return load_whole(source, fetched, **hub)
 
 
 def _published(directory: Path, repository: _Repository | None) -> tuple[str, Path, dict[str, Any]] | None:
@@ -71,10 +72,8 @@ def _published(directory: Path, repository: _Repository | None) -> tuple[str, Pa
     if kind is None:
         return None
     single = (MEDUSA_FILE, SINGLE) if kind == MEDUSA else (SINGLE,)
-    if repository is not None and not any(map(repository.file, single)):
-        index = repository.file(INDEX)
-        for shard in sorted(set(read_weight_map(index, AGAIN).values())) if index is not None else ():
-            repository.file(shard)
+    if repository is not None:
+        repository.fetch_weights(single)
     if not (has_weights(directory) or (directory / single[0]).is_file()):
         pickles = sorted(file.name for file in directory.glob("*") if file.suffix in (".bin", ".pt", ".pth"))
         file = pickles[0] if pickles else PICKLES.get(kind, PICKLE)
@@ -95,12 +94,9 @@ def _fetched(source: str, **hub: Any) -> Path | None:
             return None
     if not (kind or few):
         return None
-    if repository.file(SINGLE) is None:
-        if (index := repository.file(INDEX)) is None:
-            what = f"an {kind} head" if kind else f"a model of {values['num_hidden_layers']} layers, as EAGLE heads are"
-            raise CheckpointError(f"{source} is {what}, without {SINGLE}. {unpickle()}")
-        for shard in sorted(set(read_weight_map(index, AGAIN).values())):
-            repository.file(shard)
+    if not repository.fetch_weights((SINGLE,)):
+        what = f"an {kind} head" if kind else f"a model of {values['num_hidden_layers']} layers, as EAGLE heads are"
+        raise CheckpointError(f"{source} is {what}, without {SINGLE}. {unpickle()}")
     return directory
 
 
@@ -125,6 +121,15 @@ class _Repository:
                 return None
         self.revision = Path(cached.removesuffix(path)).name
         return Path(cached)
+
+    def fetch_weights(self, single: Sequence[str]) -> bool:
+        """Fetch the first of these files that there is, else all shards of an index. Return whether there are any."""
+        if any(map(self.file, single)):
+            return True
+        index = self.file(INDEX)
+        for shard in sorted(set(read_weight_map(index, AGAIN).values())) if index is not None else ():
+            self.file(shard)
+        return index is not None
 
     def tensors(self) -> set[str] | None:
         """Return the tensors' names, from the header of the safetensors file or from the index; None if it has none."""

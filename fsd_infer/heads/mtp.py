@@ -18,7 +18,7 @@ from transformers.utils import cached_file
 
 from fsd_core.errors import ModelLoadError
 from fsd_core.files import read_json
-from fsd_infer.heads.mtp_layouts import LAYOUTS, OWN_DIRECTORY, Layout, layout_of, separate_layout
+from fsd_infer.heads.mtp_layouts import OWN_DIRECTORY, Layout, family_layout, layout_of, separate_layout
 from fsd_infer.heads.weights import FLOATS, FP8, KINDS, Weights, has_weights
 from fsd_infer.targets.checks import is_mtp_alone, is_mtp_name
 from fsd_infer.targets.target import Target
@@ -218,20 +218,18 @@ def find_mtp(target: Target, directory: Path | None = None) -> MtpFiles | None:
 
     Raises as :class:`MtpFiles`.
     """
+    where = files_of(target) if directory is None else directory
+    if where is None:
+        return None
+    weights, first = Weights(where), _own_layers(target)
     if directory is not None:
-        weights, file = Weights(directory), directory / "config.json"
+        file = directory / "config.json"
         config: Any = read_json(file, "Fetch the layers again.") if file.is_file() else {}
         of_mimo = target.config.model_type == "mimo" and "speculators_model_type" not in config  # the same names
         if any(name.startswith("mtp_layers.") for name in weights.shapes) and not of_mimo:
             return MtpFiles(target, weights, list(weights.shapes), separate_layout(target))
-        first = 0 if is_mtp_alone(weights.shapes, config) else _own_layers(target)
-        names = [name for name in weights.shapes if is_mtp_name(name, first)]
-        return MtpFiles(target, weights, names, layout_of(target, names[0])) if names else None
-    directory = files_of(target)
-    if directory is None:
-        return None
-    weights = Weights(directory)
-    names = [name for name in weights.shapes if is_mtp_name(name, _own_layers(target))]
+        first = 0 if is_mtp_alone(weights.shapes, config) else first
+    names = [name for name in weights.shapes if is_mtp_name(name, first)]
     return MtpFiles(target, weights, names, layout_of(target, names[0])) if names else None
 
 
@@ -244,7 +242,7 @@ def in_own_layout(target: Target, state: Mapping[str, Tensor]) -> dict[str, Tens
         target: None is returned for one of a family without a layout.
         state: the projection reads [embedding ; state].
     """
-    layout = next((one for one in LAYOUTS.values() if target.config.model_type in one.families), None)
+    layout = family_layout(target)
     if layout is None:
         return None
     number, made, beginning = _own_layers(target) if layout.follows else 0, dict[str, Tensor](), _beginning(target)

@@ -139,20 +139,21 @@ OWN_DIRECTORY = {  # speculators' names, for a layer in a directory of its own
 }  # fmt: skip
 
 
-def _of_family(target: Target) -> Layout | None:
+def family_layout(target: Target) -> Layout | None:
+    """Return the layout of the target's family; None if there is none."""
     return next((one for one in LAYOUTS.values() if target.config.model_type in one.families), None)
 
 
 def separate_layout(target: Target) -> Layout:
     """Return speculators' layout with the layers that the target's family has, or its last ones with attention."""
-    family = _of_family(target)
+    family = family_layout(target)
     config = {"layer_types": ["full_attention"]} if family is None else family.config
     return Layout(OWN_DIRECTORY, (), normed=family is None or family.normed, config=config)
 
 
 def layout_of(target: Target, name: str) -> Layout:
     """Return the layout of the target's family. Raises ModelLoadError, which names a tensor, if there is none."""
-    found = _of_family(target)
+    found = family_layout(target)
     if found is None:
         known = ", ".join(family for one in LAYOUTS.values() for family in one.families)
         raise ModelLoadError(

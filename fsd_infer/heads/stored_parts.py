@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from fsd_core.errors import CheckpointError, shortened
 from fsd_infer.heads.config import EagleConfig, check_layer
 from fsd_infer.heads.layers import LAYER_FIELDS, MROPE, layer_of
-from fsd_infer.heads.weights import BOOLEANS, INTEGERS, Weights
+from fsd_infer.heads.weights import BOOLEANS, INTEGERS, Weights, read_state
 from fsd_infer.targets.weights import weight_rows
 
 logger = logging.getLogger(__name__)
@@ -51,15 +51,8 @@ class StoredHead:
 
     def state(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the state dict. Raises CheckpointError unless names and shapes are those of ``wanted``."""
-        shapes = {name: tuple(value.shape) for name, value in wanted.items() if name != DRAFT_IDS}
-        missing, surplus = shapes.keys() - self.names.keys(), self.names.keys() - shapes.keys()
-        wrong = [name for name in shapes.keys() - missing if self.weights.shapes[self.names[name]] != shapes[name]]
-        if missing or surplus or wrong:
-            raise CheckpointError(
-                f"the weights in {self.weights.directory} do not fit its {CONFIG}: missing {sorted(missing)}, "
-                f"unexpected {sorted(surplus)}, wrong shape {sorted(wrong)}."
-            )
-        state = {name: self.weights.read(stored) for name, stored in self.names.items()}
+        parameters = {name: value for name, value in wanted.items() if name != DRAFT_IDS}
+        state = read_state(self.weights, self.names, parameters)
         if self.order is not None:
             state[LM_HEAD] = state[LM_HEAD][self.order]
         return state if self.draft_ids is None else {**state, DRAFT_IDS: self.draft_ids}
@@ -143,6 +136,28 @@ def layer_count(said: Any, names: Collection[str]) -> int:
     if numbers != set(range(count)) or not count or said != count:
         raise CheckpointError(f"it names {said!r:.60} layers, but the weights hold layers {sorted(numbers)}.")
     return count
+
+
+def target_layers(where: str, entering: Any, leaving: Any) -> list[int] | None:
+    """Return the target's layers that a head reads, counted from 0 and in the order of its file; None if not stated.
+
+    Two numberings exist: ids of the states that *enter* layers, where 0 is the embedding, and of layers that output
+    them. Raises CheckpointError if a list is malformed, or if both are there and differ.
+
+    Args:
+        where: what errors call the lists.
+        entering: ids of the former kind, as the config has them.
+        leaving: of the latter.
+    """
+    for ids in (entering, leaving):
+        if ids is not None and (not isinstance(ids, list) or not all(type(number) is int for number in ids)):
+            raise CheckpointError(f"{where} must be a list of whole numbers.")
+    layers: list[int] | None = leaving if entering is None else [number - 1 for number in entering]
+    if None not in (entering, leaving) and layers != leaving:
+        raise CheckpointError(
+            f"{where} are {entering} and {leaving}: the latter should be one less. Correct one of them."
+        )
+    return layers
 
 
 def read_draft_ids(

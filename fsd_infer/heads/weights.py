@@ -89,16 +89,28 @@ def fill(module: nn.Module, weights: Weights, names: Mapping[str, str], dtype: t
     Raises:
         CheckpointError: missing or further tensors, or wrong shapes.
     """
-    wanted = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    missing, surplus = wanted.keys() - names.keys(), names.keys() - wanted.keys()
-    wrong = [name for name in wanted.keys() - missing if weights.shapes[names[name]] != wanted[name]]
+    state = read_state(weights, names, module.state_dict())
+    module.load_state_dict({name: value.to(dtype) for name, value in state.items()}, assign=True)
+    module.eval().requires_grad_(False)
+
+
+def read_state(weights: Weights, names: Mapping[str, str], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return stored tensors by names of ours. Raises CheckpointError unless names and shapes are those of ``wanted``.
+
+    Args:
+        weights: the files.
+        names: stored name of each tensor.
+        wanted: tensors, of which only the shapes count.
+    """
+    shapes = {name: tuple(value.shape) for name, value in wanted.items()}
+    missing, surplus = shapes.keys() - names.keys(), names.keys() - shapes.keys()
+    wrong = [name for name in shapes.keys() - missing if weights.shapes[names[name]] != shapes[name]]
     if missing or surplus or wrong:
         raise CheckpointError(
             f"the weights in {weights.directory} do not fit its config.json: missing {sorted(missing)}, unexpected "
             f"{sorted(surplus)}, wrong shape {sorted(wrong)}."
         )
-    module.load_state_dict({name: weights.read(names[name]).to(dtype) for name in wanted}, assign=True)
-    module.eval().requires_grad_(False)
+    return {name: weights.read(names[name]) for name in shapes}
 
 
 def has_weights(directory: Path) -> bool:

@@ -78,10 +78,6 @@ def _of_data_url(text: str) -> bytes:
     head, comma, data = text.partition(",")
     if not comma or not head.endswith(";base64"):
         raise FsdError("an image's data: URL is data:image/TYPE;base64,DATA.")
-    return _of_base64(data)
-
-
-def _of_base64(data: str) -> bytes:
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -203,15 +199,10 @@ def encode_shown(
         marks = getattr(processor, "image_token", "<image>") * len(shown.images)
         return encode_marked(processor, marks + hidden(tokenizer, checked[0]["content"]), shown.images)
     turns = [
-        {**turn, "content": list(given["content"])} if _kind_of(given) else turn
+        {**turn, "content": list(given["content"])} if has_images([given]) else turn
         for turn, given in zip(turns_for(tokenizer, checked, options), shown.turns, strict=True)
     ]
     return encode_marked(processor, render_turns(tokenizer, turns, True, options), shown.images)
-
-
-def _kind_of(turn: Mapping[str, Any]) -> bool:
-    """Whether a turn shows an image."""
-    return any(_kind(part) == "image" for part in _parts(turn))
 
 
 def _text_of(turn: Mapping[str, Any]) -> Any:

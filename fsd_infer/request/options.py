@@ -22,18 +22,6 @@ from fsd_core.registry import did_you_mean
 from fsd_infer.request.temperature import at_temperature
 from fsd_infer.targets.token_ids import eos_ids, id_list
 
-# honoured, most of them through the logits processors and stopping criteria that ``generate`` makes
-_HONOURED = frozenset(
-    """
-    num_beams early_stopping length_penalty
-    max_length max_new_tokens min_length min_new_tokens max_time stop_strings do_sample num_return_sequences
-    temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty no_repeat_ngram_size
-    encoder_repetition_penalty encoder_no_repeat_ngram_size bad_words_ids sequence_bias suppress_tokens
-    begin_suppress_tokens forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty renormalize_logits
-    remove_invalid_values guidance_scale watermarking_config pad_token_id bos_token_id eos_token_id
-    return_dict_in_generate
-    """.split()
-)
 # without effect on the answers, in ``generate`` too
 _WITHOUT_EFFECT = frozenset(
     """
@@ -96,7 +84,9 @@ _PREPARED = frozenset({*"attention_mask position_ids cache_position logits_to_ke
 
 
 class GenerateOptions(TypedDict, total=False):
-    """The options of ``generate`` that type checkers know: :data:`_HONOURED` and :data:`ARGUMENTS`."""
+    """The options of ``generate`` that are honoured, also by type checkers: fields of a configuration, most of them
+    through the logits processors and stopping criteria that ``generate`` makes, and :data:`ARGUMENTS`.
+    """
 
     num_beams: int
     early_stopping: bool | str
@@ -141,6 +131,9 @@ class GenerateOptions(TypedDict, total=False):
     prefix_allowed_tokens_fn: Any
 
 
+_HONOURED = GenerateOptions.__annotations__.keys()
+
+
 def refusal(name: str, value: Any) -> FsdError:
     """Return the error for an argument that our loop does not honour."""
     shown = f"{name}={value!r}" if isinstance(value, (bool, int, float, str)) else name
@@ -160,15 +153,12 @@ def check_config(config: GenerationConfig, own: GenerationConfig | None) -> None
         value = getattr(config, name)
         if value is not None and value < 1:
             raise FsdError(f"{name} must be at least 1, got {value}.")
-    blank = GenerationConfig()
-    defaults = {**vars(blank), **_defaults(blank)}
-    for name in sorted(vars(blank).keys() - _HONOURED - _WITHOUT_EFFECT):
+    neutral = _neutral()
+    for name in sorted(neutral.keys() - _HONOURED - _WITHOUT_EFFECT):
         value = getattr(config, name, None)
-        if value is None or value is False or value == defaults[name]:
-            continue
-        if name in _OF_SPEED and value == getattr(own, name, None):
-            continue
-        raise refusal(name, value)
+        of_speed = name in _OF_SPEED and value == getattr(own, name, None)
+        if not (value is None or value is False or value == neutral[name] or of_speed):
+            raise refusal(name, value)
 
 
 def only_stated(config: GenerationConfig, stated: Iterable[str]) -> None:
@@ -179,24 +169,23 @@ def only_stated(config: GenerationConfig, stated: Iterable[str]) -> None:
         config: the configuration, with the model's values and transformers' defaults filled in; changed in place.
         stated: fields that the request names.
     """
-    plain = GenerationConfig()
-    defaults = {**vars(plain), **_defaults(plain), "top_k": None}  # transformers' default is 50
-    for name in vars(plain).keys() - _INHERITED - set(stated):
-        setattr(config, name, defaults[name])
+    neutral = {**_neutral(), "top_k": None}  # transformers' default is 50
+    for name in neutral.keys() - _INHERITED - set(stated):
+        setattr(config, name, neutral[name])
 
 
 def shaping(config: GenerationConfig | None) -> dict[str, Any]:
     """Return the fields of a model's own configuration that would shape answers, were they not left out."""
-    plain = GenerationConfig()
-    neutral, own = {**vars(plain), **_defaults(plain), "top_k": 0}, {} if config is None else vars(config)
-    names = sorted((vars(plain).keys() & own.keys()) - _INHERITED)
+    neutral, own = {**_neutral(), "top_k": 0}, {} if config is None else vars(config)
+    names = sorted((neutral.keys() & own.keys()) - _INHERITED)
     given = {name: own[name] for name in names if own[name] is not None and own[name] is not False}
     return {name: value for name, value in given.items() if value != neutral[name]}
 
 
-def _defaults(config: GenerationConfig) -> dict[str, Any]:
-    """What ``generate`` fills in for fields that nobody sets."""
-    return dict(getattr(config, "_get_default_generation_params", dict)())
+def _neutral() -> dict[str, Any]:
+    """The fields of a configuration, with what ``generate`` fills in for those that nobody sets."""
+    blank = GenerationConfig()
+    return {**vars(blank), **getattr(blank, "_get_default_generation_params", dict)()}
 
 
 def split_options(

@@ -13,7 +13,7 @@ from fsd_core.errors import FsdError
 from fsd_core.text.encoding import encode_chat
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.decoder.calibrated import resolved
-from fsd_infer.decoder.image_prompts import encode_with_images
+from fsd_infer.decoder.prompts import encode_with_images
 from fsd_infer.request.guide import COMPACT, Guide
 from fsd_infer.request.images import Sources
 from fsd_infer.rules import parse_rule

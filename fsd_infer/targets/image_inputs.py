@@ -134,15 +134,13 @@ class ImagePrompt:
         return made[1:] if made.dim() == 3 and len(made) == 4 else made  # the first of four are places in the text
 
 
-def offset_of(positions: Tensor) -> Tensor:
-    """Return by how much later tokens' rotary positions differ from their places, [1], of a prompt's positions."""
-    return positions[..., -1].max()[None] + 1 - positions.shape[-1]
-
-
 def set_offset(cache: SlotCache, positions: Tensor) -> None:
-    """Keep in a cache of one row how tokens after a prompt with positions [3, 1, P] or [1, P] are placed."""
+    """Keep in a cache of one row by how much rotary positions of tokens after a prompt differ from their places.
+
+    ``positions``: of the prompt, [3, 1, P] or [1, P].
+    """
     if cache.offsets is not None:
-        cache.offsets.copy_(offset_of(positions))
+        cache.offsets.copy_(positions[..., -1].max()[None] + 1 - positions.shape[-1])
 
 
 @contextmanager

@@ -233,8 +233,12 @@ def load_target(
     if model_kwargs:
         names = ", ".join(model_kwargs)
         raise ModelLoadError(f"{name_or_dir} is a GGUF file, which {names} cannot be used with: leave them out.")
-    reads_blocks = reads_blocks if keeps_blocks else None
-    model, tokenizer = _load_gguf(name_or_dir, gguf, kind, attn_implementation, reads_blocks)
+    from fsd_infer.targets.gguf import load_gguf  # imports gguf-py
+
+    model: Any
+    with explained(name_or_dir):
+        model, tokenizer = load_gguf(gguf, kind, attn_implementation, reads_blocks if keeps_blocks else None)
+    model.requires_grad_(False).eval()
     if tokenizer is not None:
         set_control_tokens(tokenizer, allow_control_tokens)
     return model if keeps_blocks else model.to(place), tokenizer
@@ -268,17 +272,6 @@ def _load_files(
         add_adapter(model, adapter, merge=not quantised)
     placed = "device_map" in options or "tp_plan" in options
     return model.eval() if placed else model.eval().to(device), tokenizer
-
-
-def _load_gguf(
-    name: str | os.PathLike[str], file: Path, dtype: torch.dtype, attention: str | None, reads: ReadsBlocks | None
-) -> tuple[Any, Any]:
-    """Return model and tokenizer of a GGUF file, whose library is imported by those who need it."""
-    from fsd_infer.targets.gguf import load_gguf
-
-    with explained(name):
-        model, tokenizer = load_gguf(file, dtype, attention, reads)
-    return model.requires_grad_(False).eval(), tokenizer
 
 
 def _load(

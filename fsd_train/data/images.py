@@ -25,7 +25,7 @@ from fsd_core.text.image_marks import ImageTokens, mark_of, set_image_tokens, sp
 from fsd_core.text.image_rows import has_row_images, take_images
 from fsd_core.text.masks import encode_conversation
 from fsd_core.text.rows import Example
-from fsd_infer.decoder.image_prompts import processor_of
+from fsd_infer.decoder.prompts import processor_of
 from fsd_infer.request.images import Sources, encode_expanded
 from fsd_infer.targets.image_inputs import OF_TEXT, READS_BOTH_WAYS, ImageInput, placeholders_of
 from fsd_infer.targets.loading import load_config
