@@ -33,6 +33,7 @@ from fsd_bench.record import write_record
 from fsd_bench.report import bench_table
 from fsd_core.files import write_text
 from fsd_infer.environment import environment
+from fsd_train.commands.quickstart import time_limit
 
 RULES = "hf-generate,plain,exact,fuzzy:js:0.3,tilted,tilted:2"
 ROUNDS = {  # parts of benchmarks.gpu_round, which go together
@@ -266,8 +267,7 @@ def _training(sizes: RunSizes, directory: Path) -> list[Stage]:
     answers = ["-m", "fsd_train.cli", "regenerate", *recipe, *sizes.answers]
 
     def fit(minutes: float, *more: str) -> list[str]:
-        limit = json.dumps({"seconds": round(60 * minutes)})
-        return ["-m", "fsd_train.cli", "fit", *recipe, "--trainer.max_time", limit, *more]
+        return ["-m", "fsd_train.cli", "fit", *recipe, "--trainer.max_time", time_limit(round(60 * minutes)), *more]
 
     return [
         Stage("answers", "TinyLlama's answers to learn from", answers, LIMIT,

@@ -43,20 +43,20 @@ class BoardRow:
     drafter: str
     method: str
     task: str
-    device: str
-    batch: int | None
-    temperature: float | None
-    answers: int | None
-    tokens_per_second: float | None
-    baseline: str
-    ratio: float | None
-    low: float | None
-    high: float | None
-    acceptance_length: float | None
-    score: float | None
-    command: str
-    commit: str
-    date: str
+    device: str = ""
+    batch: int | None = None
+    temperature: float | None = None
+    answers: int | None = None
+    tokens_per_second: float | None = None
+    baseline: str = ""
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    acceptance_length: float | None = None
+    score: float | None = None
+    command: str = ""
+    commit: str = ""
+    date: str = ""
 
 
 def read_rows(file: Path) -> list[BoardRow]:
@@ -142,20 +142,13 @@ def _of_server(source: str, results: Mapping[str, Any]) -> Iterator[BoardRow]:
                 drafter="" if entry["steps"] == 0 else str(results.get("model") or ""),
                 method="plain" if entry["steps"] == 0 else f"exact, tree {tree}",
                 task=task,
-                device="",
                 batch=entry["batch_size"],
-                temperature=None,
                 answers=entry.get("num_samples"),
                 tokens_per_second=speed,
                 baseline="plain" if against else "",
                 ratio=speed / against if speed and against else None,
-                low=None,
-                high=None,
                 acceptance_length=_mean(entry, "accept_length"),
                 score=None if accuracy is None else 100 * accuracy,
-                command="",
-                commit="",
-                date="",
             )
 
 

@@ -24,6 +24,9 @@ from fsd_core.options import (
     whole_number,
 )  # fmt: skip
 
+BATCH = ("--batch-size", 1, "prompts decoded together")
+RUN_COUNTS = (("--every", 1, "take every N-th prompt of a file"), ("--repeat", 1, "runs per prompt and method"), BATCH)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status, see :func:`fsd_core.console.run`."""
@@ -83,12 +86,7 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
         "--baseline", metavar="NAMES", help="methods to compare with (default: hf-generate and plain, if measured)"
     )
     add(parser, "--max-new-tokens", "--temperature")
-    add_counts(
-        parser,
-        ("--every", 1, "take every N-th prompt of the file"),
-        ("--repeat", 1, "runs per prompt and method"),
-        ("--batch-size", 1, "prompts decoded together"),
-    )
+    add_counts(parser, *RUN_COUNTS)
     add(
         parser, "--seed", default=None,
         help="seed of draws and bootstrap intervals; if given, requests have it too, so answers repeat, and the trees "
@@ -137,12 +135,7 @@ def _table_options(parser: argparse.ArgumentParser) -> None:
     add(parser, "--limit", help="take only the first N prompts of each set (default: all)")
     add(parser, "--max-new-tokens", "--temperature", "--seed", "--score", "--raw", "--strict")
     _layout_options(parser)
-    add_counts(
-        parser,
-        ("--every", 1, "take every N-th prompt of a file"),
-        ("--repeat", 1, "runs per prompt and method"),
-        ("--batch-size", 1, "prompts decoded together"),
-    )
+    add_counts(parser, *RUN_COUNTS)
     add_models(parser)
 
 
@@ -210,7 +203,7 @@ def _shared_options(parser: argparse.ArgumentParser) -> None:
     """Add what sweep and calibrate share."""
     add(parser, "--prompts", metavar="FILE,...")
     add(parser, "--strict", "--limit", "--max-new-tokens", "--seed", "--score", "--raw")
-    add_counts(parser, ("--batch-size", 1, "prompts decoded together"))
+    add_counts(parser, BATCH)
     add_models(parser)
 
 
@@ -235,7 +228,7 @@ def _estimate_options(parser: argparse.ArgumentParser) -> None:
     add_counts(
         parser,
         ("--draft-vocab", 32000, "token ids that a head drafts"),
-        ("--batch-size", 1, "prompts decoded together"),
+        BATCH,
         ("--context", 1024, "tokens before the round"),
     )
     add(parser, "--max-new-tokens", default=1024)

@@ -38,7 +38,7 @@ def code_of(answer: str) -> str:
     return str(blocks[-1]) if blocks else answer
 
 
-def solves(answer: str, program: Mapping[str, Any], seconds: float = SECONDS) -> bool:
+def solves(answer: str, program: Mapping[str, Any]) -> bool:
     """Return whether the answer's code passes all tests.
 
     Args:
@@ -46,28 +46,26 @@ def solves(answer: str, program: Mapping[str, Any], seconds: float = SECONDS) ->
         program: "kind" "asserts": "tests" is code that fails by an exception, and "begun" the function's beginning,
             which an answer may repeat. "cases": "tests" is a list of {"input", "output"} for standard input and output,
             or with an "entry", lines of JSON for the arguments of that method of ``Solution`` or function.
-        seconds: limit of each run.
     """
     code = code_of(answer)
     if program["kind"] == "asserts":
         whole = re.search(rf"^\s*(async\s+)?def\s+{re.escape(program['entry'])}\b", code, re.MULTILINE)
         imports = "\n".join(re.findall(r"^(?:import|from)\s.*$", program["begun"], re.MULTILINE))
         head = f"{imports}\n" if whole else program["begun"]
-        return _passes(f"{head}{code}\n\n{program['tests']}", seconds)
+        return passes_tests(f"{head}{code}\n\n{program['tests']}")
     entry = program["entry"]
     if entry is None:
-        return all(_same(run_python(code, case["input"], seconds), case["output"]) for case in program["tests"])
+        return all(_same(run_python(code, case["input"]), case["output"]) for case in program["tests"])
     called = f"Solution().{entry}" if re.search(r"^class\s+Solution\b", code, re.MULTILINE) else entry
     usual = "from typing import *\nfrom collections import *\nimport math, heapq, bisect, itertools, functools, re\n"
-    return all(
-        _passes(usual + code + _CALL.format(case=json.dumps(case), entry=called), seconds) for case in program["tests"]
-    )
+    calls = [_CALL.format(case=json.dumps(case), entry=called) for case in program["tests"]]
+    return all(passes_tests(f"{usual}{code}{call}") for call in calls)
 
 
-def _passes(tested: str, seconds: float) -> bool:
-    """Run code that ends with its tests. It has to come to their end: code may also end itself, without an error."""
+def passes_tests(tested: str) -> bool:
+    """Run code that ends with its tests, and return whether it comes to their end: it may also end itself before."""
     word = secrets.token_hex(16)
-    ended, written = run_python(f"{tested}\nprint('\\n{word}')\n", seconds=seconds)
+    ended, written = run_python(f"{tested}\nprint('\\n{word}')\n")
     return ended and written.rstrip().endswith(word)
 
 
@@ -77,7 +75,7 @@ def _same(made: tuple[bool, str], wanted: str) -> bool:
     return made[0] and lines[0] == lines[1]
 
 
-def run_python(code: str, standard_input: str = "", seconds: float = SECONDS) -> tuple[bool, str]:
+def run_python(code: str, standard_input: str = "") -> tuple[bool, str]:
     """Return whether the program ended without an error, and what it wrote.
 
     It runs in an empty directory, without this process's environment, in a session that is killed as a whole.
@@ -91,7 +89,7 @@ def run_python(code: str, standard_input: str = "", seconds: float = SECONDS) ->
                 stdin=subprocess.PIPE, stdout=file, stderr=subprocess.DEVNULL, text=True, errors="replace",
             )  # fmt: skip
             try:
-                process.communicate(standard_input, timeout=seconds)
+                process.communicate(standard_input, timeout=SECONDS)
                 ended = process.returncode == 0
             except subprocess.TimeoutExpired:
                 ended = False

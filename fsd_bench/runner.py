@@ -21,10 +21,11 @@ from fsd_bench.prompts import category_of, encode_rows, first_rows, group_prompt
 from fsd_bench.record import BenchPrompt, build_record, write_record
 from fsd_bench.runs import RunFile, Trial, alone, read_lines
 from fsd_bench.score import Reference, measure, read_references
-from fsd_bench.settings import RunOptions, set_threads
+from fsd_bench.settings import RunOptions
 from fsd_bench.trials import RunSpec, Session, comparisons_of, in_turns, rotated, run_trials
 from fsd_core.errors import FsdError
 from fsd_core.files import jsonable, writable
+from fsd_core.options import set_threads
 from fsd_core.text.encoding import PromptRow
 from fsd_infer.environment import environment
 from fsd_infer.targets.target import Target
@@ -67,7 +68,7 @@ def run(
     settings = RunOptions(prompts, methods, **options)
     settings.check()
     path = None if json_path is None else partial_path(json_path, resume, overwrite)
-    set_threads(settings)
+    set_threads(settings.threads)
     models = Models(settings)
     encode = models.encoder(settings.raw)
     layout = layout_of(settings.layout, settings.fields)

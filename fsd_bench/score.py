@@ -77,16 +77,7 @@ class Reference:
 
     def score(self, answer: str) -> float:
         """Return 1.0 for a right answer and 0.0 for a wrong one, or chrF or ROUGE-L between 0 and 1."""
-        if self.kind in _SCORERS:
-            return float(_SCORERS[self.kind](answer, str(self.value), self.options))
-        if self.kind == "ifeval":
-            return float(follows(self.options[0], self.options[1:], str(self.value), answer))
-        if self.kind == "chrf":
-            return chrf(answer, self.value)  # type: ignore[arg-type]
-        if self.kind == "rouge":
-            return max(rouge_l(answer, text) for text in self.value)  # type: ignore[union-attr]
-        said = first_option(answer, self.options) if self.kind == "choice" else last_number(answer)
-        return float(said == self.value)
+        return float(_SCORERS[self.kind](answer, self.value, self.options))
 
 
 def rouge_l(answer: str, reference: str) -> float:
@@ -291,31 +282,35 @@ def last_letter(answer: str) -> str | None:
     return found[-1] if found else None
 
 
-def _is_letter(answer: str, letter: str, letters: Sequence[str]) -> bool:
-    return last_letter(answer) == letter.upper()
-
-
-def _is_text(answer: str, text: str, _: Sequence[str]) -> bool:
+def _is_text(answer: str, text: str) -> bool:
     said = re.split(r"ANSWER:", answer, flags=re.IGNORECASE)[-1]
     own, wanted = (" ".join(part.split()).strip(" .*").casefold() for part in (said, text))
     return own == wanted
 
 
-def _is_equal(answer: str, text: str, _: Sequence[str]) -> bool:
+def _is_equal(answer: str, text: str) -> bool:
     library = _module("math_verify", "maths")
     wanted = library.parse(text if "\\" not in text and "$" not in text else f"${text.strip('$')}$")
     return bool(library.verify(wanted, library.parse(answer)))
 
 
-def _passes(answer: str, program: str, _: Sequence[str]) -> bool:
+def _passes(answer: str, program: str) -> bool:
     from fsd_bench.code import solves  # POSIX only
 
     return solves(answer, json.loads(program))
 
 
-_SCORERS: dict[str, Callable[[str, str, Sequence[str]], bool]] = {
-    "letter": _is_letter, "text": _is_text, "math": _is_equal, "code": _passes,
-}  # fmt: skip
+_SCORERS: dict[str, Callable[[str, Any, Sequence[str]], float]] = {  # of the answer, a reference's value and options
+    "number": lambda answer, number, _: last_number(answer) == number,
+    "choice": lambda answer, option, options: first_option(answer, options) == option,
+    "ifeval": lambda answer, arguments, asked: follows(asked[0], asked[1:], arguments, answer),
+    "chrf": lambda answer, texts, _: chrf(answer, texts),
+    "rouge": lambda answer, texts, _: max(rouge_l(answer, text) for text in texts),
+    "letter": lambda answer, letter, _: last_letter(answer) == letter.upper(),
+    "text": lambda answer, text, _: _is_text(answer, text),
+    "math": lambda answer, text, _: _is_equal(answer, text),
+    "code": lambda answer, program, _: _passes(answer, program),
+}
 
 
 # all measures of an answer -----------------------------------------------------------------------------------------

@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fsd_bench.layouts import layout_of
 from fsd_bench.methods import parse_methods
 from fsd_bench.models import ModelOptions
@@ -91,9 +89,3 @@ class RunOptions(ModelOptions):
         """Return the options as JSON values."""
         lists = {"methods": list(self.methods), "baselines": list(self.baselines)}
         return {**asdict(self), "prompts": Path(self.prompts).name, **lists}
-
-
-def set_threads(settings: RunOptions) -> None:
-    """Set torch's number of threads, unless it is None."""
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)

@@ -12,8 +12,9 @@ from typing import Any, TextIO
 from fsd_bench.base import Method
 from fsd_bench.methods import make_methods
 from fsd_bench.models import Models
-from fsd_bench.settings import RunOptions, set_threads
+from fsd_bench.settings import RunOptions
 from fsd_core.errors import FsdError
+from fsd_core.options import set_threads
 
 
 def private_stdout() -> TextIO:
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = private_stdout()
     try:
         settings = RunOptions.from_dict(json.loads(settings_text))
-        set_threads(settings)
+        set_threads(settings.threads)
         method = make_methods([text], Models(settings))[0]
     except FsdError as error:
         _reply(out, {"error": str(error)})

@@ -50,7 +50,7 @@ def test_blocks_of_a_batch_are_those_of_decoding(toys: Path, markov: str, confid
         torch.nn.init.normal_(table)
     batch, target = batch_of(toys), module.target
     drafts = module.draft(batch, BLOCK)
-    plan = plan_blocks(batch["loss_mask"][0], BLOCK, 24, 0.8, module._root_generator())
+    plan = plan_blocks(batch["loss_mask"][0], BLOCK, 24, 0.8, torch.Generator().manual_seed(module._draw_seed(0)))
     logits = drafts.draft_lm_head(drafts.estimates)
     drafter = module.make_drafter(target, TreeShape.chain(BLOCK))
     ends = batch["lengths"].cumsum()

@@ -92,7 +92,7 @@ PROGRAMS = [
 
 @pytest.mark.parametrize(("body", "right"), PROGRAMS)
 def test_programs_are_run_within_limits(body: str, right: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "SECONDS", 2)
+    monkeypatch.setattr("fsd_bench.code.SECONDS", 2)
     assert scoring.passes({"row": json.dumps(PROGRAM)}, [body]) == {"score": right}
 
 

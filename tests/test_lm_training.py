@@ -175,7 +175,7 @@ def test_what_is_trained_is_exported_and_decodes(toys: Path, tmp_path: Path, opt
     assert record["steps"] == STEPS and record["hyperparameters"]["on_policy"] == 0.5
     # the callback's drafter is the one that was trained
     decoder = FuzzyDecoder(target, module.make_drafter(target))
-    prompts = callback._prompts(module.trainer, target)
+    prompts = [ids for _, ids in callback._numbered(module.trainer, target)]
     tau = decoder.generate(prompts, rule="exact", max_new_tokens=8, do_sample=False).stats.acceptance_length
     assert callback.points["decoded_tau/exact"][STEPS] == pytest.approx(tau)
     # the command writes the same from a checkpoint

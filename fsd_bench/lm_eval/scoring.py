@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 
+from fsd_bench.code import passes_tests
 from fsd_bench.lm_eval.texts import Conversation
 from fsd_bench.score import read_references
 from fsd_core.errors import DataError
@@ -22,7 +19,6 @@ from fsd_core.text.row_check import RowCheck
 from fsd_infer.engine.ngrams import copied_ngrams, repeated_ngrams
 
 DATA = "FSD_TASKS"  # environment variable: folder of the data files, if --metadata does not name it
-SECONDS, MEMORY, FILE_BYTES = 10, 2 * 2**30, 2**20  # limits of a program under test
 
 
 def rows(file: str, data: str | None = None, category: str = "", score: str = "auto", **_: Any) -> dict[str, Any]:
@@ -107,34 +103,8 @@ def score(doc: Mapping[str, Any], results: Sequence[str], kind: str = "auto") ->
 def passes(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     """Run the completed program with its tests, and return whether they pass; the harness asks for consent first.
 
-    It runs in its own process in Python's isolated mode: no inherited environment, a temporary folder, and limits on
-    time, memory and file size. That stops accidents, not attacks.
+    It runs as :func:`fsd_bench.code.run_python` runs programs. That stops accidents, not attacks.
     """
     row = json.loads(doc["row"])
     program = f"{row['prompt']}{results[0]}\n\n{row['test']}\n\ncheck({row['entry_point']})\n"
-    return {"score": float(run_limited(program))}
-
-
-def run_limited(program: str) -> bool:
-    """Return whether a Python program ends without an error within the limits."""
-    with tempfile.TemporaryDirectory(prefix="fsd-task-") as folder:
-        try:
-            done = subprocess.run(
-                [sys.executable, "-I", "-S", "-c", program], cwd=folder, env={}, stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=SECONDS, preexec_fn=_limit,
-                start_new_session=True,
-            )  # fmt: skip
-        except (subprocess.TimeoutExpired, ValueError):  # ValueError: a NUL in the program
-            return False
-        return done.returncode == 0
-
-
-def _limit() -> None:
-    """Set the limits, in the child process."""
-    for what, most in (
-        (resource.RLIMIT_CPU, SECONDS),
-        (resource.RLIMIT_AS, MEMORY),
-        (resource.RLIMIT_FSIZE, FILE_BYTES),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(what, (most, most))
+    return {"score": float(passes_tests(program))}

@@ -37,8 +37,8 @@ SPEEDS = (
 )
 
 
-def _mean(key: str, digits: int = 1, scale: float = 100.0) -> Callable[[dict[str, Any]], str]:
-    return lambda facts: mean_text(facts["means"].get(key), scale, digits)
+def _mean(key: str) -> Callable[[dict[str, Any]], str]:
+    return lambda facts: mean_text(facts["means"].get(key), 100.0, 1)
 
 
 def _less(key: str, digits: int = 1, scale: float = 100.0) -> Callable[[dict[str, Any]], str]:

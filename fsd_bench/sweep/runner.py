@@ -11,7 +11,7 @@ from fsd_bench.base import Comparison, MeasuredAnswer, TimedRun
 from fsd_bench.engine import EngineMethod
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.models import Models
-from fsd_bench.prompts import encode_rows, rows_digest, without_copies
+from fsd_bench.prompts import encode_rows, group_prompts, rows_digest, without_copies
 from fsd_bench.runs import RunFile, Trial, read_lines, read_run
 from fsd_bench.score import Reference, measure, read_references
 from fsd_bench.sweep.settings import SweepOptions
@@ -44,7 +44,7 @@ def sweep(options: SweepOptions, path: str | Path, *, progress: bool = False, ro
     references = read_references(rows, options.score)
     settings = options.settings()
     names = [setting.name for setting in settings]
-    groups = groups_of(len(rows), options.batch_size)
+    groups = group_prompts([""] * len(rows), options.batch_size)
     trials = in_turns(names, len(groups), {value: options.repeats if value else 1 for value in options.temperatures})
     facts = {
         "families": {setting.name: setting.family for setting in settings},
@@ -59,11 +59,6 @@ def sweep(options: SweepOptions, path: str | Path, *, progress: bool = False, ro
         with file.kept():
             _run(options, rows, references, trials, file, progress)
     return file.path
-
-
-def groups_of(prompts: int, size: int) -> list[list[int]]:
-    """Return the indices of the prompts that are decoded together."""
-    return [list(range(first, min(first + size, prompts))) for first in range(0, prompts, size)]
 
 
 def _described(row: PromptRow, reference: Reference | None) -> dict[str, Any]:
@@ -88,7 +83,7 @@ def _run(
     models.first_drafter = options.drafter
     decoder, settings = models.decoder, options.settings()
     prompts = encode_rows(rows, models.encoder(options.raw))
-    groups = groups_of(len(rows), options.batch_size)
+    groups = group_prompts([""] * len(rows), options.batch_size)
     asked = RunSpec(
         lambda trial, runs: [prompts[at] for at in groups[trial.group]], options.max_new_tokens, options.seed
     )
@@ -148,7 +143,7 @@ def read_sweep(path: str | Path) -> Sweep:
     with misshapen(file, "Repeat the sweep, which measures the lost answers."):
         head, settings = lines[0], lines[0]["settings"]
         runs = dict(read_run(line) for line in lines[1:] if "run" in line)
-        groups = groups_of(len(head["prompts"]), settings.get("batch_size", 1))
+        groups = group_prompts([""] * len(head["prompts"]), settings.get("batch_size", 1))
         temperatures, rules = settings["temperatures"], settings["rules"]
         at = [TemperatureRuns(value, comparisons_of(runs, groups, rules, value)) for value in temperatures]
     return Sweep(head, at)

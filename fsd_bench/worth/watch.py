@@ -18,6 +18,7 @@ from fsd_infer.rules.texts import sentence_ends
 from fsd_infer.targets.target import Target
 
 YARDSTICKS = (0.2, 0.3, 0.5, 0.8)  # temperatures
+REPEATS = 5  # of each forward
 PROBED = (1, 2, 4, 8, 12, 16, 24, 32, 48)  # nodes
 
 
@@ -91,19 +92,18 @@ class Forwards:
         target: as it decodes.
         context: tokens before the nodes.
         most: largest number of nodes.
-        repeats: runs of each.
 
     Attributes:
         counts, seconds: the numbers of nodes that were timed, and their seconds.
     """
 
-    def __init__(self, target: Target, context: int, most: int, repeats: int = 5) -> None:
+    def __init__(self, target: Target, context: int, most: int) -> None:
         self.counts = [count for count in PROBED if count < most] + [most]
         room = target.max_positions
         context = context if room is None else max(1, min(context, room - most))
         with target.lock, torch.inference_mode():
             probe = Probe(target, context, most)
-            self.seconds = [min(self._timed(probe, count) for _ in range(repeats)) for count in self.counts]
+            self.seconds = [min(self._timed(probe, count) for _ in range(REPEATS)) for count in self.counts]
 
     @staticmethod
     def _timed(probe: Probe, count: int) -> float:

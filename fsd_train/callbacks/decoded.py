@@ -98,7 +98,7 @@ class DecodedTau(Curves):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._prompts(trainer, pl_module.target)  # type: ignore[arg-type]  # fails now if no prompt fits
+        self._numbered(trainer, pl_module.target)  # type: ignore[arg-type]  # fails now if no prompt fits
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last = trainer.global_step  # the first of accumulated batches ends with the same step
@@ -149,10 +149,8 @@ class DecodedTau(Curves):
         decoder = FuzzyDecoder(target, pl_module.make_drafter(target, self.tree))  # type: ignore[operator]
         numbered = self._numbered(trainer, target)
         rows = trainer.datamodule.validation_set  # type: ignore[attr-defined]
-        prompts, images = (
-            [ids for _, ids in numbered],
-            [rows.prompt_images(number, len(ids)) for number, ids in numbered],
-        )
+        prompts = [ids for _, ids in numbered]
+        images = [rows.prompt_images(number, len(ids)) for number, ids in numbered]
         options = decoding(self.temperature, self.max_new_tokens)
         values = {}
         for rule in self.rules:
@@ -174,9 +172,6 @@ class DecodedTau(Curves):
             self._full = pl_module.whole_target(own.dtype, pl_module.device)
             FuzzyDecoder(self._full, NoDrafter(self._full.vocab_size)).prepare()
         return self._full
-
-    def _prompts(self, trainer: Any, target: Target) -> list[list[int]]:
-        return [ids for _, ids in self._numbered(trainer, target)]
 
     def _numbered(self, trainer: Any, target: Target) -> list[tuple[int, list[int]]]:
         """Return the prompts with the numbers of their rows. Raises DataError if none fits the context."""

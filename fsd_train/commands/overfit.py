@@ -8,7 +8,6 @@ template, loss mask, training, export (features, positions, vocabulary map), or 
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib.util
 import json
 import math
@@ -40,6 +39,8 @@ from fsd_train.commands.export import target_facts
 from fsd_train.commands.feeding import Finding, at_step
 from fsd_train.commands.head_checks import STEPS, Doctor
 from fsd_train.commands.new_recipe import recipe_for
+from fsd_train.commands.quickstart import read_logged, time_limit
+from fsd_train.commands.vllm_head import common_length
 from fsd_train.data.row_encoding import encode_row
 
 LEARNT = 0.9  # agreement and acceptance of a head that learnt its answer
@@ -143,7 +144,7 @@ def _check_mask(ids: list[int], mask: list[int], answer: list[int], before: int)
         answer: ids of decoding.
         before: tokens of the prompt that the mask covers.
     """
-    kept = next((place for place, (a, b) in enumerate(zip(ids, answer)) if a != b), min(len(ids), len(answer)))
+    kept = common_length(ids, answer)
     missed = mask[: min(kept, len(answer) - 1)].count(0)
     if missed or before:
         says = f"{missed} of the answer's first {kept} tokens are not learnt, {before} of the prompt's are"
@@ -164,21 +165,18 @@ def _train(args: argparse.Namespace, directory: Path, tokens: int) -> float:
     done = subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
     if done.returncode != 0:
         raise FsdError(f"the training of --overfit failed with exit status {done.returncode}. Its output is above.")
-    [log] = (directory / "logs").rglob("metrics.csv")
-    with log.open(newline="", encoding="utf-8") as file:
-        shares = [float(row["agreement_0"]) for row in csv.DictReader(file) if row.get("agreement_0")]
+    shares = read_logged(directory / "logs", "agreement_0")
     return sum(shares[-5:]) / len(shares[-5:]) if shares else 0.0
 
 
 def _overrides(directory: Path, seconds: int, tokens: int) -> dict[str, Any]:
     """Return what a recipe needs to learn one answer by heart: no validation, no checkpoints, nothing held out."""
-    minutes, rest = divmod(seconds, 60)
     return {
         "overwrite": True,
         "trainer": {
             "max_steps": MAX_STEPS,
             "max_epochs": -1,
-            "max_time": f"00:{minutes // 60:02}:{minutes % 60:02}:{rest:02}",
+            "max_time": time_limit(seconds),
             "accumulate_grad_batches": 1,
             "limit_val_batches": 0,
             "log_every_n_steps": 1,

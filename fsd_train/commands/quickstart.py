@@ -32,18 +32,13 @@ NEXT = "fsd-infer generate --prompt 'Why is the sky blue?' --rule tilted --show-
 STEPS_PER_SECOND = 1.0  # on two cores; the learning rate reaches 0 at the end
 
 
-def run_quickstart(train_seconds: int = 60, prompts: int = 12, max_new_tokens: int = 64, details: bool = False) -> None:
-    """Download the built-in model, train a head, decode with the shipped head and print the table.
-
-    Args:
-        train_seconds: seconds of training; 0: none.
-        prompts: number of quickstart prompts to decode.
-        max_new_tokens: tokens of each answer.
-        details: print all tables of the benchmark.
+def main(args: argparse.Namespace) -> int:
+    """Run `fsd-train quickstart`: fetch the built-in model, train a head, decode with the shipped one, print the table.
 
     Raises:
         FsdError: the shipped head or the prompts are missing, or training is not installed or fails.
     """
+    train_seconds, prompts = args.train_seconds, args.prompts
     if train_seconds > 0 and importlib.util.find_spec("lightning") is None:
         raise FsdError("training is not installed. Run pip install 'fsd-toolkit[train]', or use --train-seconds 0.")
     for path in (RECIPE, PROMPTS, ANSWERS):
@@ -69,17 +64,12 @@ def run_quickstart(train_seconds: int = 60, prompts: int = 12, max_new_tokens: i
     path = OUTPUT / "bench.json"
     path.with_name(path.name + ".partial.jsonl").unlink(missing_ok=True)  # of an interrupted quickstart
     record = fsd_bench.run(
-        find(PROMPTS), METHODS, target=TARGET, limit=prompts, max_new_tokens=max_new_tokens,
+        find(PROMPTS), METHODS, target=TARGET, limit=prompts, max_new_tokens=args.max_new_tokens,
         json_path=path, overwrite=True, progress=True,
     )  # fmt: skip
-    print(bench_table(record) if details else f"{brief_table(record)}\n(--details prints all tables)")
+    print(bench_table(record) if args.details else f"{brief_table(record)}\n(--details prints all tables)")
     print(f"\nNext: {NEXT}")
     _say(f"record: {OUTPUT / 'bench.json'}; {time.perf_counter() - start:.0f} s in all")
-
-
-def main(args: argparse.Namespace) -> int:
-    """Run `fsd-train quickstart`."""
-    run_quickstart(args.train_seconds, args.prompts, args.max_new_tokens, args.details)
     return 0
 
 
@@ -89,7 +79,7 @@ def train(seconds: int) -> None:
     done = subprocess.run(train_command(seconds), check=False)
     if done.returncode != 0:
         raise FsdError(f"the training failed with exit status {done.returncode}. Its output is above.")
-    losses = read_losses(OUTPUT / "logs")
+    losses = read_logged(OUTPUT / "logs", "loss")
     if not losses:
         raise FsdError("the training logged no loss. Give it more time: --train-seconds 60.")
     few = max(1, len(losses) // 10)
@@ -99,17 +89,22 @@ def train(seconds: int) -> None:
 
 def train_command(seconds: int) -> list[str]:
     """Return the command that trains by the recipe and its overrides in quickstart.yaml."""
-    steps, (minutes, rest) = max(10, round(seconds * STEPS_PER_SECOND)), divmod(seconds, 60)
-    limit = f"{minutes // 1440:02}:{minutes // 60 % 24:02}:{minutes % 60:02}:{rest:02}"  # days:hours:minutes:seconds
+    steps = max(10, round(seconds * STEPS_PER_SECOND))
     command = [sys.executable, "-m", "fsd_train.cli", "fit", "--config", str(find(RECIPE)), "--config", str(OVERRIDES)]
-    return [*command, f"--trainer.max_steps={steps}", f"--trainer.max_time={limit}"]
+    return [*command, f"--trainer.max_steps={steps}", f"--trainer.max_time={time_limit(seconds)}"]
 
 
-def read_losses(logs: Path) -> list[float]:
-    """Return the logged losses by step."""
+def time_limit(seconds: int) -> str:
+    """Return Lightning's ``trainer.max_time``: days:hours:minutes:seconds."""
+    minutes, rest = divmod(seconds, 60)
+    return f"{minutes // 1440:02}:{minutes // 60 % 24:02}:{minutes % 60:02}:{rest:02}"
+
+
+def read_logged(logs: Path, name: str) -> list[float]:
+    """Return the values of a column of a run's log, by step."""
     for path in sorted(logs.rglob("metrics.csv")):
         with path.open(newline="", encoding="utf-8") as file:
-            return [float(row["loss"]) for row in csv.DictReader(file) if row.get("loss")]
+            return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
     return []
 
 

@@ -89,8 +89,7 @@ class AdaSpecLoss(Loss):
                 "adaspec: fsd needs whole chains, which a choice of single tokens breaks; use a mix of both."
             )
         self.chunk_size = chunk_size
-        rows = divergence_rows(divergence)
-        self._rows = RowFunction(lambda log_p, log_q: rows(log_p, log_q)[None])
+        self._rows = RowFunction.of_one(divergence_rows(divergence))
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
         if batch.reference is None:

@@ -19,7 +19,7 @@ def with_confidence(batch: DraftBatch, out: LossOutput) -> LossOutput:
     if batch.confidence is None:
         return out
     with torch.no_grad():
-        overlap, _ = chunked_rows(RowFunction(lambda log_p, log_q: log_overlap(log_p, log_q)[None]), batch, None)
+        overlap, _ = chunked_rows(RowFunction.of_one(log_overlap), batch, None)
         accept_probs = overlap[0].exp()  # [R]
     each = binary_cross_entropy_with_logits(batch.confidence.float(), accept_probs.clamp_max(1.0), reduction="none")
     parts = {"confidence_loss": batch_mean(each, batch.rows), "confidence_gap": _gap(batch, accept_probs)}

@@ -31,8 +31,7 @@ class DivergenceLoss(Loss):
     chunk_size: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        rows = divergence_rows(self.divergence)
-        self._rows = RowFunction(lambda log_p, log_q: rows(log_p, log_q)[None])
+        self._rows = RowFunction.of_one(divergence_rows(self.divergence))
 
     @property
     def name(self) -> str:

@@ -15,15 +15,11 @@ from fsd_train.types import NonNegativeFloat, PositiveInt
 _kl_pq = divergence_rows("kl_pq")
 
 
-def _log_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
-    return log_overlap(log_p, log_q)[None]
-
-
 def _kl_and_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
     return torch.stack([_kl_pq(log_p, log_q), log_overlap(log_p, log_q).exp()])
 
 
-_LOG = RowFunction(_log_acceptance)
+_LOG = RowFunction.of_one(log_overlap)
 _ADAPTIVE = RowFunction(_kl_and_acceptance, count=2)
 
 

@@ -49,7 +49,7 @@ def row_loss(name: str) -> Callable[[Distributions], type[OneRowLoss]]:
     def made(function: Distributions) -> type[OneRowLoss]:
         said = f"{(function.__doc__ or function.__name__).strip()}\n\n    A loss of one value per row, see OneRowLoss."
         facts = {
-            "name": name, "function": RowFunction(lambda log_p, log_q: function(log_p, log_q)[None]),
+            "name": name, "function": RowFunction.of_one(function),
             "__doc__": said, "__module__": function.__module__,
         }  # fmt: skip
         kind: type[OneRowLoss] = type(function.__name__, (OneRowLoss,), facts)

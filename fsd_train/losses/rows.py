@@ -48,6 +48,11 @@ class RowFunction:
     takes_p: bool = False
     live: int = LIVE
 
+    @classmethod
+    def of_one(cls, value: Distributions) -> RowFunction:
+        """Return the row function of one value per row, given as a function that returns [n]."""
+        return cls(lambda log_p, log_q: value(log_p, log_q)[None])
+
     @cached_property
     def compiled(self) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
         """:meth:`of_logits`, compiled for each shape."""

@@ -173,9 +173,8 @@ class BlockModule(DistillationModule):
 
     def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch:
         """Run blocks of a batch and return the supervised rows."""
-        plan = plan_blocks(
-            on_host(batch, "loss_mask")[0], self.block_size, self.blocks, self.step_decay, self._root_generator()
-        )
+        generator = torch.Generator().manual_seed(self._draw_seed(self._batch_number if self.training else 0))
+        plan = plan_blocks(on_host(batch, "loss_mask")[0], self.block_size, self.blocks, self.step_decay, generator)
         rows = plan.rows.to(self.device)
         features, mask = self._target_features(batch)  # [1, M, F]
         hidden, previous = self._blocks(batch["input_ids"][0], features, mask, plan.roots)  # [B, K, H], [B, K]
@@ -212,11 +211,6 @@ class BlockModule(DistillationModule):
             inputs.append(read.to(hidden.dtype))  # [B, r]
         weight = torch.cat([lm_head.weight, markov.markov_w2.weight], 1)
         return torch.cat([hidden, torch.stack(inputs, 1)], -1), weight
-
-    def _root_generator(self) -> torch.Generator:
-        """Return a generator of the roots: in validation the same each time."""
-        number = self._batch_number if self.training else 0
-        return torch.Generator().manual_seed((self.seed * 1_000_003 + number) * 4096 + self.global_rank)
 
     def _blocks(self, ids: Tensor, features: Tensor, mask: TextMask, on_host: Tensor) -> tuple[Tensor, Tensor]:
         """Run the head over B blocks side by side.

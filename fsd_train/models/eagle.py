@@ -243,9 +243,8 @@ class EagleModule(DistillationModule):
         return reference
 
     def _generator(self, device: torch.device | str = "cpu") -> torch.Generator:
-        """Return a generator that depends only on seed, rank and batch number, so that a resumed run draws the same."""
-        seed = self.seed * 1_000_003 + self._batch_number
-        return torch.Generator(device).manual_seed(seed * 4096 + self.global_rank)
+        """Return a generator that depends only on seed, rank and batch number."""
+        return torch.Generator(device).manual_seed(self._draw_seed(self._batch_number))
 
     def make_drafter(self, target: Target, tree: TreeShape | None = None) -> EagleDrafter:
         return EagleDrafter(copy.deepcopy(self.head).requires_grad_(False), target, tree)

@@ -213,13 +213,13 @@ class LMModule(DistillationModule):
         share = self.on_policy
         if not share:
             return batch
-        seed = self.seed * 1_000_003 + self._batch_number
         # the same decision on all ranks, so that none waits for another's samples
+        seed = self.seed * 1_000_003 + self._batch_number
         if float(torch.rand((), generator=torch.Generator().manual_seed(seed))) >= share:
             return batch
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seed * 4096 + self.global_rank)
+            torch.manual_seed(self._draw_seed(self._batch_number))
             return self.on_policy_batch(batch)
 
     def on_policy_batch(self, batch: dict[str, Any]) -> dict[str, Any]:

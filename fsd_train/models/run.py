@@ -124,12 +124,16 @@ class RunModule(LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._batches += 1
         # dropout draws from torch's own generators, whose states no checkpoint holds
-        torch.manual_seed(((self.seed * 1_000_003 + self._batch_number) * 4096 + self.global_rank) % 2**63)
+        torch.manual_seed(self._draw_seed(self._batch_number))
 
     @property
     def _batch_number(self) -> int:
         """Number of earlier batches, which seeds the draws of this one."""
         return max(self._batches - 1, 0)
+
+    def _draw_seed(self, batch: int) -> int:
+        """Return the seed of draws for a batch on this rank, so that a resumed run draws the same."""
+        return ((self.seed * 1_000_003 + batch) * 4096 + self.global_rank) % 2**63
 
     @property
     def settings(self) -> dict[str, Any]:
