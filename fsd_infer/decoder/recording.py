@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from fsd_core.errors import FsdError
+from fsd_infer.drafters.base import Drafter
 from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.report import RoundReport
-
-if TYPE_CHECKING:
-    from fsd_infer.decoder.fuzzy import FuzzyDecoder
+from fsd_infer.targets.target import Target
 
 ROUNDS = 3  # of a request, by which its rounds are recorded: those with a look of the host at the second
 _OPTIONS: dict[str, Any] = {"rule": "exact", "do_sample": False, "seed": 0, "eos_token_id": None}  # none ends early
 ANGLES = "the host chooses the target's rotary angles, token by token"
 Size = tuple[int, int]  # rows, and tokens of the longest text with its answer
+
+
+class CanGenerate(Protocol):
+    """What recording needs of :class:`.FuzzyDecoder`."""
+
+    target: Target
+    drafter: Drafter
+
+    @property
+    def generate(self) -> Callable[..., Any]: ...
 
 
 class _StopAfterRounds(Callback):
@@ -31,7 +40,7 @@ class _StopAfterRounds(Callback):
             report.ended |= {row: "stop" for row in report.rows if row not in report.ended}
 
 
-def record_rounds(decoder: FuzzyDecoder, sizes: Sequence[Size], **options: Any) -> str:
+def record_rounds(decoder: CanGenerate, sizes: Sequence[Size], **options: Any) -> str:
     """Record the rounds of requests of these sizes, and of all that share their recordings.
 
     Args:
