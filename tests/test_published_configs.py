@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
     "sinks": ("dflash of z-lab", z_lab(attention_sink_bias=True), "attention_sink_bias"),
     "two values": ("dflash of z-lab", z_lab(block_size=8), "says block_size twice"),
     "no mask": ("dflash of z-lab", z_lab(mask_token_id=None), "no mask_token_id"),
-    "another vocabulary": ("dflash of z-lab", {"vocab_size": 9}, "drafts for a vocabulary of 9"),
+    "another vocabulary": ("dflash of z-lab", {"vocab_size": 9}, "drafts over 9 tokens"),
     "a missing correction": ("dflash of z-lab", z_lab(projector_type="domino"), "whose tensors are missing"),
     "another Markov head": ("dspark of DeepSpec, gated", {"markov_head_type": "rnn"}, "those of a gated head"),
     "Gemma's layers": ("dflash of DeepSpec", {"architectures": ["Gemma4DSparkModel"]}, "layers are Gemma's"),

@@ -22,10 +22,7 @@ from fsd_infer.device.states import Branches
 from fsd_infer.drafters import LMDrafter, NoDrafter
 from fsd_infer.engine import Request, decode
 from fsd_infer.engine.callback import Callback
-from fsd_infer.recurrent.conv import Convolution
-from fsd_infer.recurrent.delta import DeltaRule
-from fsd_infer.recurrent.selective import Selective
-from fsd_infer.recurrent.ssd import Duality
+from fsd_infer.recurrent.recurrences import Convolution, DeltaRule, Duality, Selective
 from fsd_infer.request.prompts import read_prompts
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.prefixes import PrefixCache

@@ -7,11 +7,9 @@ import json
 import os
 from typing import Any
 
-FLAGS = (
-    *("avx2", "fma", "f16c", "popcnt"),
-    *("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"),
-    *("amx_tile", "amx_bf16", "amx_int8"),
-)
+from fsd_infer.backends.cpu.sets import SETS
+
+FLAGS = sorted(frozenset[str]().union(*SETS.values()))
 UNITS = {"amx": "tiles (AMX)", "avx512": "vectors (AVX512-BF16)", "avx2": "vectors (AVX2)"}  # by set of kernels
 VARIABLES = ("OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "FSD_", "CUDA_VISIBLE_DEVICES", "CXX")  # beginnings of names
 SECRET = "KEY"  # a variable whose name has this is not shown

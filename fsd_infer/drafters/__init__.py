@@ -5,9 +5,8 @@ from fsd_infer.drafters.base import DRAFTERS, Drafter, NoDrafter
 from fsd_infer.drafters.block import BlockDrafter
 from fsd_infer.drafters.eagle import EagleDrafter
 from fsd_infer.drafters.graft import GraftedDrafter
-from fsd_infer.drafters.hydra import HydraDrafter
 from fsd_infer.drafters.lm import LMDrafter
-from fsd_infer.drafters.medusa import MedusaDrafter
+from fsd_infer.drafters.medusa import HydraDrafter, MedusaDrafter
 from fsd_infer.drafters.memory import LookupDrafter, MemoryDrafter
 from fsd_infer.drafters.mlp_speculator import MLPSpeculatorDrafter
 from fsd_infer.drafters.mtp import MtpDrafter

@@ -20,14 +20,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from fsd_core import functional
-from fsd_core.errors import CheckpointError, ModelLoadError, VocabularyMismatchError
+from fsd_core.errors import CheckpointError, ModelLoadError
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.steps import HEADS, FeatureReader, FeatureSession, StepDrafter
 from fsd_infer.drafters.vocabulary import NEVER
 from fsd_infer.heads.kinds import ASSISTANT
+from fsd_infer.heads.weights import check_sizes
 from fsd_infer.targets.stack import mask_for
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
@@ -60,7 +62,8 @@ class AssistantModel(FeatureReader):
             keys = attention.k_proj(x).unflatten(-1, (-1, attention.head_dim))
             values = keys if attention.v_proj is None else attention.v_proj(x).view_as(keys)
             angles = self._rotary(x, cache.slots.expand(x.shape[:2]), source.kind)
-            keys = _rotated(attention.k_norm(keys).transpose(1, 2), *angles)
+            keys = attention.k_norm(keys).transpose(1, 2)
+            keys, _ = apply_rotary_pos_emb(keys, keys, *angles)
             cache.update(keys, attention.v_norm(values).transpose(1, 2), index)
 
     def step(self, cache: SlotCache, lengths: Tensor, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,6 +117,8 @@ class AssistantDrafter(StepDrafter):
 
     Raises:
         ModelLoadError: a target that is no Gemma 4, or whose keys the assistant cannot read.
+        CheckpointError: a head for other features.
+        VocabularyMismatchError: a head for another vocabulary.
     """
 
     name = "assistant"
@@ -170,12 +175,6 @@ def _text_model(target: Target) -> Any:
     return next(parts, target.decoder)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [B, heads, M, width] by angles [B, M, width]."""
-    first, second = x.chunk(2, -1)
-    return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
-
-
 def _sources(head: Any, target: Target) -> list[KeyValueSource]:
     """Return the target's layers whose keys the assistant reads. Raises ModelLoadError if it cannot."""
     own, theirs = head.config.get_text_config(), target.config
@@ -183,14 +182,7 @@ def _sources(head: Any, target: Target) -> list[KeyValueSource]:
     modes = getattr(theirs, "kv_sharing_modes", None)
     if modes is None:
         raise ModelLoadError(f"{said}: it reads the keys of a Gemma-4 target, and this one is {theirs.model_type}.")
-    if head.backbone_hidden_size != target.hidden_size:
-        raise ModelLoadError(
-            f"{said}: it was made for features of {head.backbone_hidden_size}, and these have {target.hidden_size}."
-        )
-    if own.vocab_size != target.vocab_size:
-        raise VocabularyMismatchError(
-            f"{said}: it drafts {own.vocab_size} tokens, and the target has {target.vocab_size}."
-        )
+    check_sizes("this Gemma-4 assistant", head.backbone_hidden_size, own.vocab_size, target)
     found = []
     for kind in sorted(set(own.layer_types)):
         stores = [i for i, mode in enumerate(modes) if mode == "store" and theirs.layer_types[i] == kind]

@@ -171,17 +171,14 @@ class ForcedSession(DraftSession):
 
     def _forced_chains(self) -> list[Nodes]:
         """Ask the grammar what it forces; return chains of it."""
-        goes_on = self._goes_on()
-        rows = zip(goes_on, self.rows, self.answers, strict=True)
+        # rows that fill a bucket have no answer
+        rows = list(zip(self.rows, self.answers, strict=True))
+        goes_on = [bool(answer) and row not in self.finished for row, answer in rows]
         forced = self.drafter.forced
-        self._chains = [forced(row, answer)[:MAX_FORCED] if goes_on else [] for goes_on, row, answer in rows]
+        self._chains = [forced(*row)[:MAX_FORCED] if goes else [] for row, goes in zip(rows, goes_on)]
         shortest = min((len(chain) for chain in compress(self._chains, goes_on)), default=0)
         self._main_is_idle = shortest >= FORCED_ALONE
         return [_chain([root, *chain]) for root, chain in zip(self.ends, self._chains, strict=True)]
-
-    def _goes_on(self) -> list[bool]:
-        """[B] whether each row has an answer that goes on: rows that fill a bucket have none."""
-        return [bool(answer) and row not in self.finished for row, answer in zip(self.rows, self.answers, strict=True)]
 
 
 def _chain(tokens: list[int]) -> Nodes:

@@ -19,6 +19,7 @@ from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.lm import load_lm
 from fsd_infer.drafters.mtp import drafts_by_default
+from fsd_infer.drafters.steps import load_published
 from fsd_infer.drafters.text import lm_drafter
 from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.heads.formats import head_kind
@@ -157,8 +158,10 @@ def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
                 'same vocabulary, or "none" for plain decoding.'
             )
         source = shipped
-    for kind in sorted(DRAFTERS, key=lambda known: known != name):  # a name wins over a directory of that name
-        found = DRAFTERS.get(kind).load(source, target, tree)
+    # a name wins over a directory of that name
+    loaders = [DRAFTERS.get(kind).load for kind in sorted(DRAFTERS, key=lambda known: known != name)]
+    for load in (*loaders, load_published):
+        found = load(source, target, tree)
         if found is not None:
             return found
     try:

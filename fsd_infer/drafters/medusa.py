@@ -1,8 +1,14 @@
-"""Draft with Medusa heads (arXiv 2401.10774), in the layouts of their authors, text-generation-inference and vLLM.
+"""Draft with Medusa heads (arXiv 2401.10774), in the layouts of their authors, text-generation-inference and vLLM, and
+with Hydra heads (arXiv 2402.05109) of the architecture "mlp".
 
-Head i estimates the token i + 2 positions after the target's feature h, whatever lies between:
+Medusa's head i estimates the token i + 2 positions after the target's feature h, whatever lies between:
 
     y = h;  y ← y + SiLU(W_ij y + b_ij) for each of its blocks j;  logits = U_i y
+
+Hydra's also reads the embeddings of the newest token and of i drafts after it, if it is grounded. Then the first block
+begins with them, and has a projection R in place of the identity:
+
+    x = [h ; E(t) ; E(d_1) ; … ; E(d_i)];  y = R x + SiLU(W_i0 x + b_i0)
 """
 
 from __future__ import annotations
@@ -17,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from fsd_core.errors import CheckpointError
-from fsd_infer.drafters.steps import HEADS, StepDrafter, check_sizes, filled
-from fsd_infer.heads.kinds import MEDUSA
-from fsd_infer.heads.weights import MEDUSA_FILE, SINGLE, Weights
+from fsd_infer.drafters.steps import HEADS, StepDrafter, filled
+from fsd_infer.heads.kinds import HYDRA, MEDUSA
+from fsd_infer.heads.weights import MEDUSA_FILE, SINGLE, Weights, check_sizes
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
 
@@ -28,33 +34,56 @@ _BLOCK = re.compile(r"(?:medusa_heads?\.|blocks\.)?(\d{1,3})\.(?:layers\.)?(\d{1
 _LM_HEAD = re.compile(r"(?:lm_heads\.(\d{1,3})|lm_head)\.weight")
 
 
+class ResidualBlock(nn.Module):
+    """R x + SiLU(W x + b), [..., n·H] to [..., H]; R is the identity for n = 1."""
+
+    def __init__(self, parts: int, size: int, bias: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(parts * size, size, bias=bias)
+        self.res_connection = nn.Linear(parts * size, size) if parts > 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.res_connection(x) + silu(self.linear(x))
+
+
 class MedusaHeads(nn.Module):
-    """Residual blocks on the target's features, and LM heads.
+    """Residual blocks, and LM heads.
 
     Args:
         count: K, number of heads.
         blocks: number of residual blocks of each.
         size: H.
         vocabulary: V.
-        bias: of the blocks.
         lm_heads: number of LM heads [V, H]: K, 1 for all, or 0 for the target's.
+        biases: whether blocks and LM heads have biases.
+        grounded: whether heads read drafts, as grounded ones of Hydra.
     """
 
-    def __init__(self, count: int, blocks: int, size: int, vocabulary: int, bias: bool, lm_heads: int) -> None:
+    def __init__(
+        self,
+        count: int,
+        blocks: int,
+        size: int,
+        vocabulary: int,
+        lm_heads: int,
+        biases: tuple[bool, bool],
+        grounded: bool = False,
+    ) -> None:
         super().__init__()
+        firsts = [index + 2 if grounded else 1 for index in range(count)]  # what the first blocks read, in H
         self.blocks = nn.ModuleList(
-            nn.ModuleList(nn.Linear(size, size, bias=bias) for _ in range(blocks)) for _ in range(count)
+            nn.Sequential(*(ResidualBlock(parts, size, biases[0]) for parts in (first, *[1] * (blocks - 1))))
+            for first in firsts
         )
-        self.lm_heads = nn.ModuleList(nn.Linear(size, vocabulary, bias=False) for _ in range(lm_heads))
+        self.lm_heads = nn.ModuleList(nn.Linear(size, vocabulary, bias=biases[1]) for _ in range(lm_heads))
+        self.grounded = grounded
 
-    def logits(self, index: int, features: Tensor, target: Target) -> Tensor:
-        """Return the logits [..., V] of head ``index`` for the target's features [..., H]."""
-        blocks: Any = self.blocks[index]
-        for block in blocks:
-            features = features + silu(block(features))
+    def logits(self, index: int, x: Tensor, target: Target) -> Tensor:
+        """Return the logits [..., V] of head ``index`` for what it reads."""
+        x = self.blocks[index](x)
         if not self.lm_heads:
-            return target.lm_logits(features)
-        return self.lm_heads[min(index, len(self.lm_heads) - 1)](features)
+            return target.lm_logits(x)
+        return self.lm_heads[min(index, len(self.lm_heads) - 1)](x)
 
 
 @HEADS.register(MEDUSA)
@@ -80,7 +109,8 @@ class MedusaDrafter(StepDrafter):
                 "share one, or the target's. Copy them again."
             )
         with torch.device("meta"):
-            made = MedusaHeads(len(heads), len(layers), size, vocabulary, "blocks.0.0.bias" in names, lm_heads)
+            biases = "blocks.0.0.linear.bias" in names, False
+            made = MedusaHeads(len(heads), len(layers), size, vocabulary, lm_heads, biases)
         return cls(filled(made, weights, names, target), target, len(heads), shape)
 
     def begin(self, features: Tensor) -> Tensor:
@@ -91,10 +121,53 @@ class MedusaDrafter(StepDrafter):
         return logits[:, None].expand(*tokens.shape, -1), state
 
 
+@HEADS.register(HYDRA)
+class HydraDrafter(StepDrafter):
+    """Hydra heads, each of which drafts one depth.
+
+    A node's state is what the heads read, [B, E, (1 + depth)·H] above the nodes of a depth.
+    """
+
+    name = "hydra"
+    head: MedusaHeads
+
+    @classmethod
+    def read(cls, directory: Path, config: Mapping[str, Any], target: Target, shape: TreeShape | None) -> HydraDrafter:
+        kind, offset = config.get("hydra_head_arch", "mlp"), config.get("hidden_state_offset", 0)
+        if kind != "mlp" or offset:
+            what = f"the architecture {kind!r:.60}" if kind != "mlp" else f"a hidden_state_offset of {offset!r:.60}"
+            raise CheckpointError(f'the Hydra heads in {directory} have {what}: only "mlp" heads of the final feature.')
+        weights = Weights(directory, _hydra_name)
+        count = len({name.split(".")[1] for name in weights.shapes if name.startswith("lm_heads.")})
+        blocks = len({name.split(".")[2] for name in weights.shapes if name.startswith("blocks.0.")})
+        table = weights.shapes.get("lm_heads.0.weight", ())
+        if len(table) != 2 or not blocks:
+            raise CheckpointError(f"the Hydra heads in {directory} lack an MLP or an LM head, a table [V, H].")
+        check_sizes(f"each of the Hydra heads in {directory}", table[1], table[0], target)
+        grounded = bool(config.get("grounded_heads", False))
+        with torch.device("meta"):
+            made = MedusaHeads(count, blocks, table[1], table[0], count, (True, True), grounded)
+        return cls(filled(made, weights, {name: name for name in weights.shapes}, target), target, count, shape)
+
+    def begin(self, features: Tensor) -> Tensor:
+        return features[:, None]
+
+    def step(self, depth: int, tokens: Tensor, state: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        if self.head.grounded:
+            state = torch.cat([state, self.target.embed(tokens)], -1)
+        return self.head.logits(depth, state, self.target), state
+
+
+def _hydra_name(stored: str) -> str:
+    """Return the name in :class:`MedusaHeads` of a tensor of Hydra's authors."""
+    name = stored.removeprefix("hydra_head.")
+    return name.replace("hydra_mlp.", "blocks.").replace("hydra_lm_head.", "lm_heads.")
+
+
 def _sizes(names: Mapping[str, str], weights: Weights, target: Target) -> tuple[int, tuple[int, int]]:
     """Return the number of LM heads, and (V, H); (0, (V of the target, H)) if there are none."""
     lm_heads = sum(name.startswith("lm_heads.") for name in names)
-    first = names.get("lm_heads.0.weight") or names.get("blocks.0.0.weight", "")
+    first = names.get("lm_heads.0.weight") or names.get("blocks.0.0.linear.weight", "")
     vocabulary, size = (*weights.shapes.get(first, ()), 0, 0)[:2]
     return lm_heads, (vocabulary if lm_heads else target.vocab_size, size)
 
@@ -112,7 +185,7 @@ def _names(directory: Path, weights: Weights) -> dict[str, str]:
         if found := _LM_HEAD.fullmatch(stored):
             names[f"lm_heads.{found[1] or 0}.weight"] = stored
         elif (found := _BLOCK.fullmatch(stored)) and (len(shape) != 2 or ".linear." in stored or "blocks." in stored):
-            names[f"blocks.{found[1]}.{found[2]}.{found[3]}"] = stored
+            names[f"blocks.{found[1]}.{found[2]}.linear.{found[3]}"] = stored
         elif found:
             last[f"lm_heads.{found[1]}.weight"] = stored
         elif stored != "token_map":

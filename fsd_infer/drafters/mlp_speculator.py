@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from fsd_core.errors import CheckpointError
-from fsd_infer.drafters.steps import HEADS, StepDrafter, check_sizes, filled
+from fsd_infer.drafters.steps import HEADS, StepDrafter, filled
 from fsd_infer.heads.kinds import MLP_SPECULATOR
-from fsd_infer.heads.weights import Weights
+from fsd_infer.heads.weights import Weights, check_sizes
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
 

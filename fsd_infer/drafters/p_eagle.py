@@ -17,7 +17,7 @@ from fsd_core.errors import CheckpointError
 from fsd_infer.drafters.eagle import EagleDrafter, EagleSession
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.steps import HEADS
-from fsd_infer.heads.formats import read_eagle3
+from fsd_infer.heads.formats import EAGLE_3, read_kind
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.kinds import P_EAGLE
 from fsd_infer.heads.stored_parts import our_name
@@ -66,7 +66,7 @@ class ParallelEagleDrafter(EagleDrafter):
         weights = Weights(directory, our_name)
         found = [config[name] for name in _MASK_TOKENS if type(config.get(name)) is int]
         mask = weights.read(_MASK).flatten() if _MASK in weights.shapes else torch.zeros(0)
-        stored = read_eagle3(directory, config, target)
+        stored = read_kind(directory, config, EAGLE_3, target)
         fused = len(stored.config.fused_layers) * stored.config.target_hidden_size
         if not found or not 0 <= found[0] < target.vocab_size or len(mask) != fused:
             raise CheckpointError(

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsd_core.errors import CheckpointError, VocabularyMismatchError
 from fsd_core.registry import Registry
 from fsd_core.tensors import at_nodes, padded, to_device
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
-from fsd_infer.drafters.base import DRAFTERS, Drafter
+from fsd_infer.drafters.base import Drafter
 from fsd_infer.drafters.frontier import Frontier
 from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.drafters.session import DraftRequest
@@ -114,40 +113,19 @@ def filled(head: nn.Module, weights: Weights, names: Mapping[str, str], target: 
     return head.to(target.device)
 
 
-def check_sizes(what: str, size: int, vocabulary: int, target: Target) -> None:
-    """Raise CheckpointError or VocabularyMismatchError for a head with other features or ids than the target's.
-
-    Args:
-        what: the head, for errors.
-        size: of the features that it reads.
-        vocabulary: number of ids that it drafts over.
-        target: the model to draft for.
-    """
-    if size != target.hidden_size:
-        raise CheckpointError(f"{what} is for {size} features, and {target.name} has {target.hidden_size}.")
-    if vocabulary != target.vocab_size:
-        raise VocabularyMismatchError(
-            f"{what} drafts over {vocabulary} tokens, and {target.name} has {target.vocab_size}. Use a head for it."
-        )
-
-
 # Drafters with a class method read() as StepDrafter's, by the names in fsd_infer.heads.kinds.
 HEADS: Registry[Any] = Registry("kind of published head")
 
 
-@DRAFTERS.register("published")
-class PublishedDrafter(StepDrafter):
-    """Loads any kind of :data:`HEADS`."""
-
-    @classmethod
-    def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
-        found = find_published(name)
-        if found is None:
-            return None
-        kind, directory, config = found
-        made: Drafter = HEADS.get(kind).read(directory, config, target, tree)
-        made.directory = directory
-        return made
+def load_published(name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
+    """Load a head of any kind of :data:`HEADS`; arguments and result as of :meth:`Drafter.load`."""
+    found = find_published(name)
+    if found is None:
+        return None
+    kind, directory, config = found
+    made: Drafter = HEADS.get(kind).read(directory, config, target, tree)
+    made.directory = directory
+    return made
 
 
 class Cacheless(CachedModel):

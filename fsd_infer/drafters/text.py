@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 from itertools import groupby
 from math import inf
@@ -96,11 +95,6 @@ class TextDrafter(TranslatedDrafter):
             return self
         return self.with_shape(self._within(default_shape(self.target.device, draft_bonus)))
 
-    def with_shape(self, shape: TreeShape) -> TextDrafter:
-        made = copy(self)
-        made.has_default_shape = False
-        return super(TextDrafter, made).with_shape(shape)
-
     @property
     def overlap(self) -> str:
         shared, theirs = len(self.translation.ids), len(self.translation.theirs.raw)
@@ -139,7 +133,7 @@ class TextSession(OwnTokensSession):
 
     def _read_more(self, row: int, tokens: Sequence[int]) -> list[int]:
         translation, new = self.drafter.translation, list[int]()
-        for special, run in groupby(tokens, key=translation.special):
+        for special, run in groupby(tokens, key=translation.special.get):
             if special is not None:
                 new += [special for _ in run]
                 continue
@@ -199,7 +193,7 @@ class TextSession(OwnTokensSession):
         final: int | None = None
         for token, score in zip(drafted, scores, strict=True):
             if token not in translation.ours.raw:
-                final = translation.special_of(token)
+                final = next((theirs for theirs, ours in translation.special.items() if ours == token), None)
                 break
             raw += translation.ours.raw[token]
             ends.append((len(raw), score))

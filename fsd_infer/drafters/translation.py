@@ -113,6 +113,7 @@ class Translation:
         target: the model to draft for. Both have tokenizers.
 
     Attributes:
+        special: our token for each special one of the target's that we have too, and for the end of a text.
         ids: [I] the target's ids of the shared tokens, ascending, on the small LM's device.
         own: [I] the small LM's id of each.
         own_of: [V] the small LM's id of each of the target's tokens; of those that are not shared an arbitrary one.
@@ -128,8 +129,8 @@ class Translation:
         ours, theirs = (Vocabulary(each.tokenizer, each.vocab_size) for each in (model, target))
         self.ours, self.theirs = ours, theirs
         pairs = {theirs.first[raw]: token for raw, token in ours.first.items() if raw in theirs.first}
-        self._special = _special_pairs(ours, theirs)
-        pairs |= self._special
+        self.special = _special_pairs(ours, theirs)
+        pairs |= self.special
         shared = sorted(pairs)
         self.ids, self.own = (
             torch.tensor(each, dtype=torch.long).to(model.device) for each in (shared, [pairs[t] for t in shared])
@@ -164,7 +165,7 @@ class Translation:
         """Return the small LM's tokens for one of the target's."""
         if token not in self._spelled:
             raw = self.theirs.raw.get(token, self.theirs.special.get(token, "").encode())
-            own = self._special.get(token, self.ours.first.get(raw))
+            own = self.special.get(token, self.ours.first.get(raw))
             self._spelled[token] = self.ours.spell(raw) if own is None else [own]
         return self._spelled[token]
 
@@ -172,24 +173,16 @@ class Translation:
         """Return the small LM's tokens, at least one, for the text of the target's, as its own tokenizer makes them."""
         theirs, ours = self.theirs.tokenizer, self.ours.tokenizer
         lead = [token for token in ours("").input_ids if token == ours.bos_token_id][:1]
-        if tokens and tokens[0] == theirs.bos_token_id and (lead or tokens[0] not in self._special):
+        if tokens and tokens[0] == theirs.bos_token_id and (lead or tokens[0] not in self.special):
             tokens = tokens[1:]
         found = lead
-        for kind, run in groupby(tokens, key=lambda token: token in self._special):
+        for kind, run in groupby(tokens, key=self.special.__contains__):
             if kind:
-                found += [self._special[token] for token in run]
+                found += [self.special[token] for token in run]
             else:
                 text = theirs.decode([token for token in run if token < len(theirs)])
                 found += ours(text, add_special_tokens=False, verbose=False).input_ids
         return found or [min(self.ours.raw)]
-
-    def special(self, token: int) -> int | None:
-        """Return the small LM's token for a special one of the target's; None if there is none."""
-        return self._special.get(token)
-
-    def special_of(self, own: int) -> int | None:
-        """Return the target's token for a special one of the small LM's; None if there is none."""
-        return next((token for token, other in self._special.items() if other == own), None)
 
 
 def _whole_characters(raw: bytes) -> tuple[bytes, bytes]:

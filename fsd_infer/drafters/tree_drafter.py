@@ -50,8 +50,8 @@ class TreeDrafter(Drafter):
     def with_shape(self, shape: TreeShape) -> Self:
         """Return this drafter with another fixed shape. Both share their weights."""
         made = copy(self)
-        made.shape = self._within(shape)
         made.has_default_shape, made.bounds, made.menu = False, None, ()
+        made.shape = made._within(shape)
         return made
 
     @property

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsd_core.errors import CheckpointError, VocabularyMismatchError
+from fsd_core.errors import CheckpointError
 from fsd_infer.heads.blocks import BlockConfig, BlockHead
 from fsd_infer.heads.stored_parts import (
     D2T,
@@ -31,7 +31,7 @@ from fsd_infer.heads.stored_parts import (
     shares_table,
     target_layers,
 )
-from fsd_infer.heads.weights import INTEGERS, Weights, fill
+from fsd_infer.heads.weights import INTEGERS, Weights, check_sizes, fill
 from fsd_infer.targets.target import Target
 
 _TOP = "transformer_layer_config"
@@ -75,11 +75,7 @@ def read_block_head(directory: Path, config: Mapping[str, Any], target: Target) 
         made, order, ids = _described(_Options(config), weights, names, target)
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: {error}") from error
-    if made.vocab_size != target.vocab_size:
-        raise VocabularyMismatchError(
-            f"the block head in {directory} drafts for a vocabulary of {made.vocab_size}, and {target.name} has "
-            f"{target.vocab_size}. Use a head for this target."
-        )
+    check_sizes(f"the block head in {directory}", made.target_size, made.vocab_size, target)
     with torch.device("meta"):
         head = BlockHead(made)
     head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config)
@@ -133,10 +129,9 @@ def _described(
     stored = _target_layers(options, count, target)
     shape = weights.shapes.get("fc.weight", ())
     size = options.whole("target_hidden_size", layer["hidden_size"], 1)
-    if len(shape) != 2 or shape[1] != len(stored) * size or size != target.hidden_size:
+    if len(shape) != 2 or shape[1] != len(stored) * size:
         raise CheckpointError(
-            f"fc.weight is of shape {list(shape)}, which does not read {len(stored)} layers of {target.name}, whose "
-            f"features have {target.hidden_size} entries."
+            f"fc.weight is of shape {list(shape)}, which does not read {len(stored)} layers of {size}."
         )
     vocabulary, model = options.whole("vocab_size", target.vocab_size, 1), target.model
     ids = _draft_ids(weights, vocabulary)

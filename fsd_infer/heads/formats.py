@@ -54,6 +54,11 @@ def read_head(directory: Path, target: Target | None) -> StoredHead:
         raise CheckpointError(f"{directory / CONFIG} is not a head's (format: {config.get('format')!r:.60}).")
     if kind in (EAGLE, EAGLE_3):
         _check_program(directory, config, kind)
+    return read_kind(directory, config, kind, target)
+
+
+def read_kind(directory: Path, config: Mapping[str, Any], kind: str, target: Target | None) -> StoredHead:
+    """Read the head of that kind in a directory, perhaps beside more. Errors as of :func:`read_head`."""
     weights = Weights(directory, str if kind in (OURS, OLD) else our_name)
     try:
         if kind in (OURS, OLD):
@@ -66,16 +71,6 @@ def read_head(directory: Path, target: Target | None) -> StoredHead:
         raise CheckpointError(f"{directory / CONFIG}: {error}") from error
     if target is not None:
         _check_target(directory, stored.config.target or {}, target)
-    return stored
-
-
-def read_eagle3(directory: Path, config: Mapping[str, Any], target: Target) -> StoredHead:
-    """Read the EAGLE-3 part of a head that has more. Errors as of :func:`read_head`."""
-    try:
-        stored = eagle3_head(config, Weights(directory, our_name), target)
-    except CheckpointError as error:
-        raise CheckpointError(f"{directory / CONFIG}: {error}") from error
-    _check_target(directory, stored.config.target or {}, target)
     return stored
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from fsd_core.errors import CheckpointError
+from fsd_core.errors import CheckpointError, VocabularyMismatchError
 from fsd_core.files import open_safetensors, read_weight_map
+
+if TYPE_CHECKING:
+    from fsd_infer.targets.target import Target
 
 SINGLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 MEDUSA_FILE = "medusa_lm_head.safetensors"  # for text-generation-inference, perhaps beside a target's own files
@@ -111,6 +115,23 @@ def read_state(weights: Weights, names: Mapping[str, str], wanted: Mapping[str, 
             f"{sorted(surplus)}, wrong shape {sorted(wrong)}."
         )
     return {name: weights.read(names[name]) for name in shapes}
+
+
+def check_sizes(what: str, size: int, vocabulary: int, target: Target) -> None:
+    """Raise CheckpointError or VocabularyMismatchError for a head with other features or ids than the target's.
+
+    Args:
+        what: the head, for errors.
+        size: of the features that it reads.
+        vocabulary: number of ids that it drafts over.
+        target: the model to draft for.
+    """
+    if size != target.hidden_size:
+        raise CheckpointError(f"{what} is for {size} features, and {target.name} has {target.hidden_size}.")
+    if vocabulary != target.vocab_size:
+        raise VocabularyMismatchError(
+            f"{what} drafts over {vocabulary} tokens, and {target.name} has {target.vocab_size}. Use a head for it."
+        )
 
 
 def has_weights(directory: Path) -> bool:

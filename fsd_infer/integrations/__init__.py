@@ -1,1 +1,1 @@
-"""Integrations: vLLM, and EleutherAI's evaluation harness."""
+"""Integrations: vLLM."""

@@ -21,10 +21,7 @@ from torch import Tensor, nn
 from fsd_core.errors import ModelLoadError
 from fsd_infer.device.cache import SlotCache, cache_argument
 from fsd_infer.device.states import Inputs, Recurrence, RecurrentStates
-from fsd_infer.recurrent.conv import Convolution
-from fsd_infer.recurrent.delta import DeltaRule
-from fsd_infer.recurrent.selective import Selective
-from fsd_infer.recurrent.ssd import Duality
+from fsd_infer.recurrent.recurrences import Convolution, DeltaRule, Duality, Selective
 
 STATE_KEEPERS = ("update_conv_state", "update_recurrent_state", "get_linear_cache")  # what code with a state calls
 

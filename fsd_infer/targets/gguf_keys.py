@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from fsd_core.errors import ModelLoadError
+from fsd_core.registry import is_whole
 
 LONGEST = 2**31 - 1
 
@@ -227,7 +228,7 @@ def _check_others(facts: Mapping[str, Any], source: Any) -> None:
     tokens = facts.get("tokenizer.ggml.tokens")
     for name, value in facts.items():
         if name.startswith("tokenizer.ggml.") and name.endswith("_token_id"):
-            if not _is_whole(value, 0, LONGEST if tokens is None else len(tokens) - 1):
+            if not is_whole(value, 0, LONGEST if tokens is None else len(tokens) - 1):
                 raise ModelLoadError(f"{source}: {name} is {value!r:.40}, which is no token. Fetch the file again.")
 
 
@@ -253,7 +254,7 @@ class KeyNumbers:
         """Return a whole number from 1 on. A list with one per layer counts if all are equal."""
         value = self._value(name, default)
         value = value[0] if isinstance(value, list) and value and value == value[:1] * len(value) else value
-        if not _is_whole(value, 1, LONGEST):
+        if not is_whole(value, 1, LONGEST):
             raise ValueError(f"{name} is {value!r:.60}; a whole number from 1 on is needed, the same in all layers")
         return int(value)
 
@@ -272,10 +273,6 @@ class KeyNumbers:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_whole(value: Any, least: int, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def _is_neutral(name: str, value: Any, table: Mapping[str, tuple[Any, ...]]) -> bool:

@@ -23,7 +23,8 @@ def is_seeing(config: PretrainedConfig) -> bool:
         return False
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return True
-    return _name(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]) in (config.architectures or ())
+    kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    return getattr(kind, "__name__", str(kind)) in (config.architectures or ())
 
 
 def auto_class(config: PretrainedConfig) -> Any:
@@ -62,7 +63,3 @@ def check_image_model(config: PretrainedConfig) -> None:
             f"{config.model_type} attends to images beside its text (cross-attention), which no draft tree can be "
             "verified with here. Give a model that reads images as tokens of its prompt."
         )
-
-
-def _name(kind: Any) -> str:
-    return str(getattr(kind, "__name__", kind))
