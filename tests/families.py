@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria
 
@@ -107,6 +110,34 @@ def save_head(
     head.config.target, head.config.training = target, record
     head.save_pretrained(directory, dtype)
     return directory
+
+
+def altered(source: Path, out: Path, config: Any = None, tensors: Any = ()) -> Path:
+    """A copy of a head's or a model's directory that differs in its config and weights.
+
+    Args:
+        config: options to replace, or the bytes of the whole file; an option of None is removed.
+        tensors: a function that changes all in place, or tensors to replace, or a function of each; None removes a
+            tensor, None for all the whole file.
+    """
+    shutil.copytree(source, out, dirs_exist_ok=True)
+    file, weights = out / "config.json", out / "model.safetensors"
+    if isinstance(config, bytes):
+        file.write_bytes(config)
+    elif config:
+        merged = {**json.loads(file.read_text()), **config}
+        file.write_text(json.dumps({name: value for name, value in merged.items() if value is not None}))
+    if tensors is None:
+        weights.unlink()
+    elif tensors:
+        stored = load_file(weights)
+        if callable(tensors):
+            tensors(stored)
+        else:
+            stored |= {name: value(stored[name]) if callable(value) else value for name, value in tensors.items()}
+        kept = {name: value.contiguous() for name, value in stored.items() if value is not None}
+        save_file(kept, weights, {"format": "pt"})
+    return out
 
 
 def load_head(directory: Path, target: Target | None = None) -> EagleHead:

@@ -200,6 +200,23 @@ MTP: dict[str, Callable[[], Layout]] = {
 }
 
 
+def single_experts(state: dict[str, Tensor]) -> None:
+    """Experts as published checkpoints hold them, one by one."""
+    for name in [name for name in state if name.endswith("experts.gate_up_proj")]:
+        base = name.removesuffix("gate_up_proj")
+        for expert, (both, down) in enumerate(zip(state.pop(name), state.pop(f"{base}down_proj"))):
+            for part, value in zip(("gate", "up", "down"), (*both.chunk(2), down)):
+                state[f"{base}{expert}.{part}_proj.weight"] = value.clone()
+
+
+def outputs_of(*heads: Any, width: int) -> list[Tensor]:
+    """What MTP layers make of the same random embeddings and states."""
+    embeds, states = torch.randn(2, 1, 6, width).unbind(0)
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
+    with torch.no_grad():
+        return [head(embeds, states, torch.arange(6)[None], causal) for head in heads]
+
+
 def change_config(directory: Path, **changes: Any) -> None:
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))

@@ -18,14 +18,9 @@ from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters import LMDrafter
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.engine.beams.sampling import dynamic_width, width_probabilities
-from tests.beam_toys import doubled, drafters_for
+from tests.beam_toys import drafters_for
 from tests.families import tiny_model, tiny_prompts
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(doubled("llama"))
-
+from tests.test_beams import target as target  # a fixture
 
 Live = tuple[tuple[float, tuple[int, ...]], ...]  # scores and texts, best first
 

@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from fsd_core.errors import DataError
 from fsd_core.text.encoding import encode_chat
@@ -26,7 +25,7 @@ from fsd_train.cli import main as cli
 from fsd_train.commands import overfit as module
 from fsd_train.commands.head_checks import Doctor, runs_of
 from fsd_train.data import AnswersDataModule, FeatureStore, cache_features
-from tests.families import load_head
+from tests.families import altered, load_head
 from tests.head_toys import EAGLE3, FSD, WIDTH, make_target, train, write_answers
 from tests.openai_server import Behaviour, serving
 from tests.test_prompts import marked
@@ -66,44 +65,24 @@ def test_nothing_is_wrong_with_a_good_head(name: str, world: Path, tmp_path: Pat
     assert "WRONG" not in capsys.readouterr().out
 
 
-def edited(source: Path, out: Path, tensors: Callable[[dict[str, Any]], Any] | None, **options: Any) -> Path:
-    """A copy of a head with other weights and options."""
-    shutil.copytree(source, out)
-    config = json.loads((out / "config.json").read_text())
-    config.update(options)
-    (out / "config.json").write_text(json.dumps(config))
-    if tensors is not None:
-        stored = load_file(out / "model.safetensors")
-        tensors(stored)
-        save_file(stored, out / "model.safetensors")
-    return out
-
-
-def permute(stored: dict[str, Any]) -> None:
-    stored["lm_head.weight"] = stored["lm_head.weight"].roll(17, 0)
-
-
-def strip(stored: dict[str, Any]) -> None:
-    stored.pop("norm.weight")  # as a program that knows no final norm: what it scales is gone
-
-
-def enlarge(stored: dict[str, Any]) -> None:
-    stored["fc.weight"] *= 1e5
-
-
+PERMUTED = {"lm_head.weight": lambda rows: rows.roll(17, 0)}
 # check: head, changes of its tensors and config, options of the command, what is said
 FAULTS: dict[str, tuple[Any, ...]] = {
-    "feature layers": ("eagle3", None, {"fused_layers": [2, 3]}, {}, "layers [1, 2] instead", "fused_layers [1, 2]"),
-    "vocabulary map": ("eagle3", permute, {}, {}, "under other ids", "order"),
-    "norms": ("fsd", strip, {"final_norm": False}, {"rows": "40"}, "final norm", "final_norm"),
-    "dtype": ("eagle3", enlarge, {}, {"dtype": "float16"}, "overflows in float16", "bfloat16"),
-}
+    "feature layers": ("eagle3", (), {"fused_layers": [2, 3]}, {}, "layers [1, 2] instead", "fused_layers [1, 2]"),
+    "vocabulary map": ("eagle3", PERMUTED, {}, {}, "under other ids", "order"),
+    # as a program that knows no final norm: what it scales is gone
+    "norms": ("fsd", {"norm.weight": None}, {"final_norm": False}, {"rows": "40"}, "final norm", "final_norm"),
+    "dtype": (
+        "eagle3", {"fc.weight": lambda weight: weight * 1e5}, {}, {"dtype": "float16"}, "overflows in float16",
+        "bfloat16",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("check", FAULTS)
 def test_a_planted_fault_is_named(check: str, world: Path, tmp_path: Path) -> None:
     head, tensors, config, options, says, fix = FAULTS[check]
-    found = examine(world, edited(world / head, tmp_path / "head", tensors, **config), tmp_path, **options)
+    found = examine(world, altered(world / head, tmp_path / "head", config, tensors), tmp_path, **options)
     # numbers that overflow are wrong in other ways, too
     assert check == wrong(found)[0] or (check == "dtype" and check in wrong(found)), found
     assert says in found[check]["says"] and fix in found[check]["fix"]
@@ -277,18 +256,18 @@ def test_an_encoding_that_loses_the_answer_is_named(template: str, served: str, 
 
 # stage: changes of the learnt head's tensors and config, and how to put it right
 STAGES: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "vocabulary map": (permute, {}, "d2t or draft_ids are in another order"),
-    "rope": (None, {"rope_theta": 1.5}, "rope_theta"),
+    "vocabulary map": (PERMUTED, {}, "d2t or draft_ids are in another order"),
+    "rope": ((), {"rope_theta": 1.5}, "rope_theta"),
 }
 
 
-def retrained(patch: pytest.MonkeyPatch, head: Path, tensors: Any = None, **layer: Any) -> None:
+def retrained(patch: pytest.MonkeyPatch, head: Path, tensors: Any = (), **layer: Any) -> None:
     """`--overfit` finds this head in place of one that it trains."""
 
     def trained(args: Any, directory: Path, tokens: int) -> float:
         config = json.loads((head / "config.json").read_text())
         config["layer"]["rope_parameters"] |= layer
-        edited(head, directory / "head", tensors, **config)
+        altered(head, directory / "head", config, tensors)
         return 1.0
 
     patch.setattr(module, "_train", trained)

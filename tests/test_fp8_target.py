@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.trees.shape import TreeShape
-from tests.published_mtp import change_config, checkpoint
+from tests.families import altered
+from tests.published_mtp import checkpoint, single_experts
 from tests.test_published_heads import PROMPTS, drafted, plain_of
 
 BLOCK = 8
@@ -30,18 +30,6 @@ def spread(scales: Tensor) -> Tensor:
     return scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
 
 
-def single_experts(state: dict[str, Tensor]) -> None:
-    for name in [name for name in state if name.endswith("experts.gate_up_proj")]:
-        base, both, down = (
-            name.removesuffix("gate_up_proj"),
-            state.pop(name),
-            state.pop(name.replace("gate_up", "down")),
-        )
-        for expert in range(len(both)):
-            for part, value in zip(("gate", "up", "down"), (*both[expert].chunk(2), down[expert])):
-                state[f"{base}{expert}.{part}_proj.weight"] = value.clone()
-
-
 @pytest.mark.parametrize("family", ["glm4_moe", "mimo", "qwen3_5_text"])
 def test_an_fp8_target_drafts_by_its_fp8_layer(tmp_path: Path, family: str) -> None:
     source, places = checkpoint(family), [tmp_path / "narrow", tmp_path / "wide"]
@@ -51,13 +39,9 @@ def test_an_fp8_target_drafts_by_its_fp8_layer(tmp_path: Path, family: str) -> N
     for name in [name for name in state if name.endswith("_proj.weight") and "eh_proj" not in name]:
         state[name], state[f"{name}_scale_inv"] = narrowed(state[name])
         wide[name] = state[name].float() * spread(state[f"{name}_scale_inv"])
-    for place, tensors in zip(places, (state, wide)):
-        shutil.copytree(source, place)
-        save_file(
-            {name: value.contiguous() for name, value in tensors.items()}, place / "model.safetensors", {"format": "pt"}
-        )
     quantised = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-    change_config(places[0], quantization_config=quantised)
+    for place, tensors, config in zip(places, (state, wide), ({"quantization_config": quantised}, {})):
+        altered(source, place, config, lambda old, new=tensors: (old.clear(), old.update(new)))
     narrow, expanded = (Target.from_pretrained(str(place), dtype="fp32", device="cpu") for place in places)
     drafters = [load_drafter("mtp", target, TreeShape(3, 3, 10)) for target in (narrow, expanded)]
     trees = [drafted(drafter, PROMPTS) for drafter in drafters]

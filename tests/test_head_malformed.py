@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 from fsd_core.errors import CheckpointError, VocabularyMismatchError
 from fsd_infer import Target
@@ -21,9 +20,10 @@ from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.heads.config import own_fields
 from fsd_infer.heads.export import export_head
 from fsd_infer.heads.formats import head_kind
-from tests.families import VOCAB, load_head, options_of, save_head, tiny_model
+from tests.families import VOCAB, altered, load_head, options_of, save_head
 from tests.fuzzing import FUZZ, refusal, spoilt
-from tests.test_head_formats import LAYERS, altered, facts, make_head
+from tests.test_head_formats import facts, make_head
+from tests.test_head_formats import target as target  # a fixture
 
 IDS = torch.arange(0, VOCAB, 3)
 SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -34,11 +34,6 @@ SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("vllm", {"layout": "eagle3"}),
     "speculators": ("speculators", {"layout": "eagle3", "fc_norm": True}),
 }
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_model("llama", num_hidden_layers=LAYERS))
 
 
 def to_old_format(directory: Path) -> None:
@@ -176,34 +171,30 @@ def test_the_old_format_is_the_same_head(heads: Path, target: Target, tmp_path: 
     assert all(torch.equal(value, old.state_dict()[name]) for name, value in ours.state_dict().items())
 
 
-def respelt(source: Path, out: Path, named: Any, **config: Any) -> Path:
-    """A copy of a head with other names; None leaves a tensor out."""
-    altered(source, out, config or None)
-    stored = {named(name): value for name, value in load_file(out / "model.safetensors").items()}
-    save_file({name: value for name, value in stored.items() if name is not None}, out / "model.safetensors")
-    return out
+def renamed(by: Any) -> Any:
+    """A change of a head's tensors to other names."""
+    return lambda stored: [stored.update({by(name): stored.pop(name)}) for name in list(stored)]
 
 
-def of_old_speculators(name: str) -> str:
-    return re.sub(r"^fc\.", "fusion_fc.", name.replace("layers.0.", "transformer."))
-
-
-# a kind of head, the names of its tensors in another program's files, and further options there
+# a kind of head, its tensors in another program's files, and further options there
 SPELLINGS: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    "below model.": ("eagle", lambda name: f"model.{name}", {}),
-    "below draft_model.": ("eagle3", lambda name: f"draft_model.{name}", {}),
-    "but its LM head": ("eagle3", lambda name: name if name[:2] in ("lm", "d2", "t2") else f"model.{name}", {}),
-    "t2d alone": ("eagle3", lambda name: None if name == "d2t" else name, {}),
+    "below model.": ("eagle", renamed(lambda name: f"model.{name}"), {}),
+    "below draft_model.": ("eagle3", renamed(lambda name: f"draft_model.{name}"), {}),
+    "but its LM head": (
+        "eagle3", renamed(lambda name: name if name[:2] in ("lm", "d2", "t2") else f"model.{name}"), {}
+    ),
+    "t2d alone": ("eagle3", {"d2t": None}, {}),
     "speculators' of old": (
-        "eagle", of_old_speculators, {"speculators_model_type": "eagle", "architectures": ["EagleSpeculator"]}
+        "eagle", renamed(lambda name: re.sub(r"^fc\.", "fusion_fc.", name.replace("layers.0.", "transformer."))),
+        {"speculators_model_type": "eagle", "architectures": ["EagleSpeculator"]},
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_other_spellings_are_the_same_head(spelling: str, heads: Path, target: Target, tmp_path: Path) -> None:
-    source, named, config = SPELLINGS[spelling]
-    found = load_drafter(str(respelt(heads / source, tmp_path / "head", named, **config)), target)
+    source, tensors, config = SPELLINGS[spelling]
+    found = load_drafter(str(altered(heads / source, tmp_path / "head", config, tensors)), target)
     wanted = load_head(heads / source, target)
     assert isinstance(found, EagleDrafter) and options_of(found.head) == options_of(wanted)
     assert all(torch.equal(value, found.head.state_dict()[name]) for name, value in wanted.state_dict().items())

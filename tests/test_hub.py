@@ -18,44 +18,20 @@ from fsd_core.text.rows import read_rows, rows_digest
 from fsd_infer import Target
 from fsd_infer.decoder import load_drafter
 from fsd_infer.drafters import EagleDrafter, LMDrafter
-from fsd_infer.heads.export import export_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.cli import main as cli
 from fsd_train.commands import publish as publishing
 from tests.bench_toys import Toy
-from tests.families import VOCAB, options_of, tiny_model
+from tests.families import VOCAB, options_of
 from tests.fuzzing import called, one_line
 from tests.loopback_hub import Hub, loopback_hub
-from tests.test_head_formats import LAYERS, facts, make_head
+from tests.test_head_formats import target as target  # a fixture
+from tests.test_head_malformed import heads as heads  # a fixture
 
-IDS = torch.arange(1, VOCAB, 2)
-KINDS: dict[str, tuple[str | None, dict[str, Any]]] = {
-    "ours": (None, {"layout": "fsd", "final_norm": True, "fused_layers": [1, 3]}),
-    "eagle": ("vllm", {"layout": "eagle"}),
-    "eagle3": ("sglang", {"layout": "eagle3"}),
-    "speculators": ("speculators", {"layout": "eagle3"}),
-}
 OTHERS = {
     "README.md": b"# a head", "pytorch_model.bin": b"junk", "optimizer.pt": b"junk", "old/model.safetensors": b"x",
 }  # fmt: skip
 WANTED = ["config.json", "model.safetensors"]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_model("llama", num_hidden_layers=LAYERS))
-
-
-@pytest.fixture(scope="module")
-def heads(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("heads")
-    for name, (to, options) in KINDS.items():
-        head = make_head(target, None if name == "eagle" else IDS, **options)
-        if to is None:
-            head.save_pretrained(root / name)
-        else:
-            export_head(head, root / name, to, facts(target))
-    return root
 
 
 @pytest.fixture
@@ -65,7 +41,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield served
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["ours", "eagle", "eagle3", "speculators"])
 def test_a_head_from_the_hub_is_that_of_its_directory(kind: str, hub: Hub, heads: Path, target: Target) -> None:
     hub.add("owner/head", heads / kind)
     hub.add("owner/head", OTHERS)

@@ -26,9 +26,9 @@ from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.mtp import find_mtp
 from fsd_infer.rules import parse_rule
 from fsd_infer.trees.shape import TreeShape
-from tests.families import reference, tiny_model
+from tests.families import altered, reference, tiny_model
 from tests.published_blocks import States
-from tests.published_mtp import MTP, SPARSE, change_config, checkpoint, estimate_of, mtp_target
+from tests.published_mtp import MTP, SPARSE, change_config, checkpoint, estimate_of, mtp_target, single_experts
 from tests.rules_toy import V
 from tests.seeing_toys import SEEING, save_seeing
 from tests.test_published_heads import PROMPTS, drafted, plain_of
@@ -40,14 +40,8 @@ State = dict[str, Tensor]
 
 def changed(target: Target, source: Path, root: Path, change: Callable[[State], Any], **config: Any) -> Target:
     """The target with the files of a checkpoint after a change."""
-    root.mkdir(exist_ok=True)
-    state = load_file(source / "model.safetensors")
-    change(state)
-    save_file({name: value.contiguous() for name, value in state.items()}, root / "model.safetensors")
-    shutil.copy(source / "config.json", root)
-    change_config(root, **config)
     made = Target(target.model, name=target.name)
-    made.model.name_or_path = str(root)
+    made.model.name_or_path = str(altered(source, root, config, change))
     return made
 
 
@@ -121,18 +115,9 @@ Q, EXPERT, HEAD = (f"model.layers.2.{name}.weight" for name in (
 ))  # fmt: skip
 
 
-def one_by_one(state: State) -> None:
-    """Experts as published checkpoints hold them."""
-    both, down = (state.pop(f"model.layers.2.mlp.experts.{name}", None) for name in ("gate_up_proj", "down_proj"))
-    for expert in range(0 if both is None or down is None else len(both)):
-        parts = {"gate": both[expert].chunk(2)[0], "up": both[expert].chunk(2)[1], "down": down[expert]}
-        for name, value in parts.items():
-            state[f"model.layers.2.mlp.experts.{expert}.{name}_proj.weight"] = value.clone()
-
-
 def without(name: str) -> Callable[[State], Any]:
     def change(state: State) -> None:
-        one_by_one(state)
+        single_experts(state)
         del state[name]
 
     return change
@@ -214,7 +199,7 @@ def test_published_forms_of_the_same_values_are_read(glm: Any, tmp_path: Path) -
     wanted = MtpDrafter.of(glm[0]).head.state_dict()
 
     def change(state: State) -> None:
-        one_by_one(state)
+        single_experts(state)
         del state[HEAD], state["model.layers.2.embed_tokens.weight"]
         for place, name in enumerate(sorted(name for name in state if name.startswith("model.layers.2."))):
             state[name] = state[name].to([torch.float64, torch.float16, torch.bfloat16][place % 3])
@@ -230,7 +215,7 @@ def test_published_forms_of_the_same_values_are_read(glm: Any, tmp_path: Path) -
     rows, whole = torch.rand(32, 1) + 0.5, torch.tensor(0.25)
 
     def narrow(state: State) -> None:
-        one_by_one(state)
+        single_experts(state)
         state[down], state[down + "_scale_inv"] = fp8(state[down]), experts
         state[Q], state[Q + "_scale"] = fp8(state[Q]), rows
         k = Q.replace("q_proj", "k_proj")

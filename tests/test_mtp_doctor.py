@@ -17,6 +17,7 @@ from fsd_train.cli import main as cli
 from fsd_train.commands.mtp_checks import check_files
 from fsd_train.commands.stitch import stitch_mtp
 from fsd_train.models import MtpModule
+from tests.families import altered
 from tests.head_toys import make_target, write_answers
 from tests.published_mtp import SPARSE, MiMoConfig, checkpoint, mtp_target
 from tests.test_doctor import examine, wrong
@@ -49,11 +50,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def planted(world: Path, out: Path, change: Callable[[State], Any]) -> Path:
     """A copy of the world whose layer has a fault."""
-    shutil.copytree(world / "target", out / "target")
     shutil.copy(world / "answers.jsonl", out)
-    state = load_file(out / "target" / "model.safetensors")
-    change(state)
-    save_file({name: value.contiguous() for name, value in state.items()}, out / "target" / "model.safetensors")
+    altered(world / "target", out / "target", None, change)
     return out
 
 

@@ -25,7 +25,7 @@ from fsd_train.packed.reading import use_packed_attention
 from tests import train_toys
 from tests.covering import fast_only
 from tests.families import reference
-from tests.published_mtp import FAMILIES, checkpoint
+from tests.published_mtp import FAMILIES, checkpoint, outputs_of
 from tests.test_recipes import MTP
 from tests.train_toys import VOCAB, answers_of, logged, ready
 from tests.train_toys import options as module_options
@@ -69,10 +69,7 @@ def test_a_fit_learns_and_its_export_drafts(toys: Path, tmp_path: Path, family: 
     assert (
         isinstance(drafter, MtpDrafter) and json.loads((place / "config.json").read_text())["training"]["steps"] == 25
     )
-    embeds, states = torch.randn(2, 1, 6, target.hidden_size).unbind(0)
-    causal = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
-    with torch.no_grad():
-        wanted, made = (head(embeds, states, torch.arange(6)[None], causal) for head in (module.head, drafter.head))
+    wanted, made = outputs_of(module.head, drafter.head, width=target.hidden_size)
     torch.testing.assert_close(made, wanted, rtol=0.1, atol=0.05)  # it is stored in bf16
     prompts = [[5, 9, 11], [7, 3, 20, 33, 8]]
     answers = FuzzyDecoder(target, drafter).generate(prompts, max_new_tokens=12, do_sample=False)
@@ -99,11 +96,7 @@ def test_what_is_exported_fits_into_the_targets_own_checkpoint(toys: Path, tmp_p
     save_file({**state, **load_file(place / IN_TARGET)}, weights, {"format": "pt"})
     target = Target.from_pretrained(str(tmp_path / "target"), dtype=torch.float32)
     made, separate = (load_drafter(name, target) for name in ("mtp", str(place)))
-    embeds, states = torch.randn(2, 1, 6, target.hidden_size).unbind(0)
-    causal = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
-    with torch.no_grad():
-        outputs = [drafter.head(embeds, states, torch.arange(6)[None], causal) for drafter in (made, separate)]
-    assert torch.allclose(*outputs, atol=1e-5)
+    assert torch.allclose(*outputs_of(made.head, separate.head, width=target.hidden_size), atol=1e-5)
 
 
 def test_the_recipe_trains_and_exports(toys: Path, tmp_path: Path) -> None:

@@ -48,20 +48,34 @@ class Odd:
     is_eagle3: bool
 
     def estimate(self, states: States, text: list[int], drafts: list[int], dtype: torch.dtype) -> Tensor:
-        """The logits after the drafts: each step reads the outputs of the one before."""
-        t = {name: x.to(dtype) for name, x in self.tensors.items() if x.is_floating_point()}
-        fused = linear(torch.cat(states.layers[:3], -1).to(dtype), t["fc.weight"]) if self.is_eagle3 else None
-        known = states.final.to(dtype) if fused is None else fused
-        table = t.get("embed_tokens.weight", states.model.get_input_embeddings().weight.detach().to(dtype))
-        whole = [*text[1:], *drafts]
-        for step in range(len(drafts) + 1):
-            out = self._layers(t, table[torch.tensor(whole[: len(text) - 1 + step])], known)[-1:]
-            known = torch.cat([known, out])
-        if not self.is_eagle3:
-            return linear(known[-1], states.model.get_output_embeddings().weight.detach().to(dtype))
-        return linear(self._rms(known[-1], t["norm.weight"]), t["lm_head.weight"])
+        """The logits after the drafts."""
+        known = torch.cat(states.layers[:3], -1) if self.is_eagle3 else states.final
+        table = self.tensors.get("embed_tokens.weight", states.model.get_input_embeddings().weight.detach())
+        embeds = table[torch.tensor([*text[1:], *drafts])]
+        out = self.output(embeds.to(dtype), known.to(dtype))
+        if self.is_eagle3:
+            return self.eagle3_logits(out)
+        return linear(out, states.model.get_output_embeddings().weight.detach().to(dtype))
 
-    def _layers(self, t: dict[str, Tensor], embeds: Tensor, x: Tensor) -> Tensor:
+    def output(self, embeds: Tensor, known: Tensor, places: Tensor | None = None) -> Tensor:
+        """The last output [H] over embeds [M + k, H] and the target's features of M tokens: its own outputs follow.
+
+        ``places`` [M + k, pairs] are where each pair of dimensions stands, by default the tokens' numbers.
+        """
+        t = self._typed(embeds.dtype)
+        known = linear(known, t["fc.weight"]) if self.is_eagle3 else known
+        while len(known) <= len(embeds):
+            known = torch.cat([known, self._layers(t, embeds[: len(known)], known, places)[-1:]])
+        return known[-1]
+
+    def eagle3_logits(self, out: Tensor) -> Tensor:
+        t = self._typed(out.dtype)
+        return linear(self._rms(out, t["norm.weight"]), t["lm_head.weight"])
+
+    def _typed(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {name: x.to(dtype) for name, x in self.tensors.items() if x.is_floating_point()}
+
+    def _layers(self, t: dict[str, Tensor], embeds: Tensor, x: Tensor, places: Tensor | None) -> Tensor:
         c, count = self.config, len(x)
         if not self.is_eagle3:
             x = linear(torch.cat([embeds, x], -1), t["fc.weight"], t.get("fc.bias"))
@@ -81,7 +95,7 @@ class Odd:
                 n = self._rms(x, p["input_layernorm.weight"]) if "input_layernorm.weight" in p else x
             q, k, v = (part(n, f"self_attn.{z}_proj").view(count, -1, c["head_dim"]).transpose(0, 1) for z in "qkv")
             groups = c["num_attention_heads"] // c["num_key_value_heads"]
-            q, k = self._turned(q), self._turned(k).repeat_interleave(groups, 0)
+            q, k = self._turned(q, places), self._turned(k, places).repeat_interleave(groups, 0)
             scores = (q @ k.transpose(1, 2) / math.sqrt(c["head_dim"])).masked_fill(~causal, -math.inf)
             attended = scores.softmax(-1) @ v.repeat_interleave(groups, 0)
             x = before + part(attended.transpose(0, 1).reshape(count, -1), "self_attn.o_proj")
@@ -92,7 +106,7 @@ class Odd:
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt() * weight
 
-    def _turned(self, x: Tensor) -> Tensor:
+    def _turned(self, x: Tensor, places: Tensor | None) -> Tensor:
         c, half = self.config, x.shape[-1] // 2
         rope = c["rope_scaling"] or ROPES[0]
         frequencies, scale = c["rope_theta"] ** -(torch.arange(half) / half), 1.0
@@ -102,7 +116,8 @@ class Odd:
                 **sizes, max_position_embeddings=128, rope_parameters={**rope, "rope_theta": c["rope_theta"]}
             )
             frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](made, torch.device("cpu"))
-        angles = torch.arange(x.shape[1])[:, None].double() * frequencies.double()
+        at = torch.arange(x.shape[1])[:, None] if places is None else places[: x.shape[1]]
+        angles = at.double() * frequencies.double()
         cosine, sine = (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)

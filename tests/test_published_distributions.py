@@ -21,15 +21,11 @@ from tests.published_blocks import States
 from tests.published_heads import LAYOUTS, layout
 from tests.rules_toy import ALARM, DEPTH, LENGTH, ROWS, Toy, V, child_of, p_value, simulate, target_distribution
 from tests.test_published_heads import FAST, drafted, load, over_all, target
+from tests.test_published_heads import root as root  # a fixture
 
 PROMPT, DEEPEST = [1, 2, 3, 0, 2], LENGTH + DEPTH + 1
 SHAPES = {name: (TreeShape(3, 3, 8) if place % 2 else TreeShape.chain(3)) for place, name in enumerate(LAYOUTS)}
 SHAPES |= {"dspark of SpecForge": TreeShape(3, 1, 4, 0.41)}  # its confidence head cuts
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("heads")
 
 
 @cache

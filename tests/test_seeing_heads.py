@@ -1,6 +1,6 @@
 """Heads after images: MTP layers and heads with M-RoPE stand where the target's tokens do, others count tokens.
 
-MTP layers are held against transformers' parts, EAGLE-3 heads against a computation of their own.
+MTP layers are held against transformers' parts, EAGLE-3 heads against the plain computation of tests/test_odd_heads.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from fsd_infer.heads.export import ExportFacts, export_head
 from fsd_infer.heads.head import EagleHead
 from tests.families import recorded_drafts
 from tests.seeing_toys import save_seeing, seeing_decoder
+from tests.test_odd_heads import Odd
 from tests.test_seeing import LIMITS, SHOWN, encoded, expected_of
 
 PARTS = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
@@ -102,12 +103,12 @@ SECTIONS = {"qwen2_5_vl": ("mrope", False, [0, 0, 1, 2]), "qwen3_vl": ("default"
 def eagle3_tensors() -> dict[str, Tensor]:
     torch.manual_seed(7)
     shapes = {
-        "fc": (H, 2 * H), "lm_head": (len(DRAFTED), H), "midlayer.self_attn.q_proj": (HEADS * WIDTH, 2 * H),
-        "midlayer.self_attn.k_proj": (GROUPS * WIDTH, 2 * H), "midlayer.self_attn.v_proj": (GROUPS * WIDTH, 2 * H),
-        "midlayer.self_attn.o_proj": (H, HEADS * WIDTH), "midlayer.mlp.gate_proj": (24, H),
-        "midlayer.mlp.up_proj": (24, H), "midlayer.mlp.down_proj": (H, 24),
+        "fc": (H, 2 * H), "lm_head": (len(DRAFTED), H), "layers.0.self_attn.q_proj": (HEADS * WIDTH, 2 * H),
+        "layers.0.self_attn.k_proj": (GROUPS * WIDTH, 2 * H), "layers.0.self_attn.v_proj": (GROUPS * WIDTH, 2 * H),
+        "layers.0.self_attn.o_proj": (H, HEADS * WIDTH), "layers.0.mlp.gate_proj": (24, H),
+        "layers.0.mlp.up_proj": (24, H), "layers.0.mlp.down_proj": (H, 24),
     }  # fmt: skip
-    norms = ("norm", "midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm")
+    norms = ("norm", "layers.0.hidden_norm", "layers.0.input_layernorm", "layers.0.post_attention_layernorm")
     made = {name: torch.randn(shape) * (0.2 if name == "fc" else 0.5) for name, shape in shapes.items()}
     made |= {name: 1 + 0.2 * torch.randn(H) for name in norms}
     made = {f"{name}.weight": value for name, value in made.items()}
@@ -130,45 +131,6 @@ def eagle3_config(family: str, kind: str) -> dict[str, Any]:
     return {**own, **layer, "architectures": ["LlamaForCausalLMEagle3"]}
 
 
-def eagle3_logits(t: dict[str, Tensor], embeds: Tensor, layers: Tensor, places: Tensor, axes: list[int]) -> Tensor:
-    """Logits after embeds [M + k, H] and the target's layers [M, 2H] at places [3, M + k]; own outputs follow them.
-
-    ``axes``: by which of the three places each pair of dimensions turns.
-    """
-
-    def rms(x: Tensor, name: str) -> Tensor:
-        return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * t[f"{name}.weight"]
-
-    def layer(name: str, x: Tensor) -> Tensor:
-        return x @ t[f"midlayer.{name}_proj.weight"].T
-
-    def turned(x: Tensor) -> Tensor:
-        angles = places[axes, : len(x)].T / THETA ** (torch.arange(4) / 4)
-        a, b = layer_heads(x).chunk(2, -1)
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-    def layer_heads(x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, WIDTH))
-
-    x = layers @ t["fc.weight"].T
-    while True:
-        count = len(x)
-        both = torch.cat([rms(embeds[:count], "midlayer.input_layernorm"), rms(x, "midlayer.hidden_norm")], -1)
-        q, k = (turned(layer(f"self_attn.{name}", both)) for name in "qk")
-        v = layer_heads(layer("self_attn.v", both))
-        k, v = (y.repeat_interleave(HEADS // GROUPS, 1) for y in (k, v))
-        scores = torch.einsum("ihd,jhd->hij", q, k) / WIDTH**0.5
-        scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), -torch.inf)
-        mixed = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1)
-        y = x + layer("self_attn.o", mixed)
-        m = rms(y, "midlayer.post_attention_layernorm")
-        y = y + layer("mlp.down", torch.nn.functional.silu(layer("mlp.gate", m)) * layer("mlp.up", m))
-        if count == len(embeds):
-            return rms(y[-1], "norm") @ t["lm_head.weight"].T
-        x = torch.cat([x, y[-1:]])
-
-
 @pytest.mark.parametrize(
     ("family", "kind"),
     [("qwen2_5_vl", "mrope"), ("qwen3_vl", "mrope"), ("qwen2_5_vl", "plain"), ("qwen3_vl", "speculators")],
@@ -186,7 +148,7 @@ def test_eagle_heads_stand_where_they_were_trained_to(
     assert made.sequences == [expected_of(decoder, messages) for messages in SHOWN]
     offsets, tree = seen[0]
     assert (offsets is not None) == (kind == "mrope")
-    target = decoder.target
+    target, plain = decoder.target, Odd(eagle3_config(family, "plain"), tensors, is_eagle3=True)
     for row, messages in enumerate(SHOWN):
         text = [*encoded(decoder, messages)[0], made.sequences[row][0]]
         states, places = whole(decoder, messages, text)
@@ -200,7 +162,7 @@ def test_eagle_heads_stand_where_they_were_trained_to(
             mrope = torch.cat([places[:, 0, :-1], places[:, 0, -2:-1] + ahead], 1)
             index = torch.arange(len(embeds)).expand(3, -1)
             wanted, other = (
-                eagle3_logits(tensors, embeds, layers, at, SECTIONS[family][2])
+                plain.eagle3_logits(plain.output(embeds, layers, at[SECTIONS[family][2]].T))
                 for at in ((mrope, index) if kind == "mrope" else (index, mrope))
             )
             found = tree.q_logits[row, tree.q_index[row, node]]

@@ -19,7 +19,7 @@ from fsd_train.cli import main as cli
 from fsd_train.models import MtpModule
 from fsd_train.models.mtp import IN_TARGET
 from tests.families import reference
-from tests.published_mtp import MOE, change_config, checkpoint
+from tests.published_mtp import MOE, change_config, checkpoint, outputs_of
 from tests.seeing_toys import SEEING, save_seeing
 from tests.test_seeing import PROMPTS as TEXTS
 from tests.train_toys import VOCAB, ready
@@ -58,12 +58,8 @@ def values(directory: Path) -> dict[str, Any]:
 
 def same(*drafters: Any) -> None:
     """Two MTP drafters of one target compute the same."""
-    width = drafters[0].target.hidden_size
-    embeds, states = torch.randn(2, 1, 6, width).unbind(0)
-    causal = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
-    with torch.no_grad():
-        outputs = [drafter.head(embeds, states, torch.arange(6)[None], causal) for drafter in drafters]
-    torch.testing.assert_close(*outputs)
+    heads = [drafter.head for drafter in drafters]
+    torch.testing.assert_close(*outputs_of(*heads, width=drafters[0].target.hidden_size))
 
 
 @pytest.mark.parametrize("family", ["mimo", "glm4_moe", "qwen3_5_text"])

@@ -17,20 +17,15 @@ import torch
 import uvicorn
 
 from fsd_bench.board import write_board
-from fsd_infer import FuzzyDecoder, TreeShape
+from fsd_infer import FuzzyDecoder
 from fsd_infer.request.guide import Guide
 from fsd_infer.serving.app import Limits, make_app
 from fsd_infer.serving.page import PageTrace, answers_page, server_page
+from tests.test_guide import decoder as decoder  # a fixture
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)></script><b>&amp;\u2028"
 BEAMS = Path(__file__).parent.parent / "benchmarks" / "results" / "beam-sampling-smollm2-135m.json"  # with long names
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-@pytest.fixture(scope="module")
-def decoder(toy: Any, toy_decoder: FuzzyDecoder) -> FuzzyDecoder:
-    """With a tree of its own: `auto` may draft nothing for models as small as these."""
-    return FuzzyDecoder(toy_decoder.target, toy_decoder.load_drafter(str(toy.drafter), TreeShape(4, 3, 9)))
 
 
 @pytest.mark.parametrize("drafter", ["head", "lookup", "guide"])
