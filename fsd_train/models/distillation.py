@@ -331,7 +331,9 @@ class DistillationModule(RunModule, ABC):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         drafts = replace(self.draft(batch, self.unroll_steps), progress=self.progress, step=self.global_step)
-        out = with_confidence(drafts, self.loss(drafts))
+        out = self.loss(drafts)
+        if drafts.confidence is not None:
+            out = with_confidence(drafts.confidence, drafts, out)
         self._log_step(out, drafts.rows)
         return out.loss
 
