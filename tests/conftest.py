@@ -159,6 +159,13 @@ def read_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory that the test runs in."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Former names warn as if for the first time."""
     monkeypatch.setattr("fsd_core.former._said", set())

@@ -197,10 +197,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str, str | None]] = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_commands_skip_name_and_list_bad_rows(
-    name: str, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_commands_skip_name_and_list_bad_rows(name: str, chat: Path, here: Path) -> None:
     main, words, listing = COMMANDS[name]
     rows = chat / "rows.jsonl"
     argv = words.format(target=chat / "target", rows=rows, recipe=chat / "recipe.yaml").split()
@@ -222,11 +219,8 @@ MEASURES = {
 
 
 @pytest.mark.parametrize("name", MEASURES)
-def test_a_conversation_that_the_template_refuses_does_not_end_a_measurement(
-    name: str, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_that_the_template_refuses_does_not_end_a_measurement(name: str, chat: Path, here: Path) -> None:
     """Nor one that is as long as the context."""
-    monkeypatch.chdir(tmp_path)
     shutil.copytree(chat / "target", "target")
     refuses = "{% if 'tea' in messages[0]['content'] %}{{ raise_exception('no tea') }}{% endif %}"
     Path("target/chat_template.jinja").write_text(refuses + CHATML)

@@ -164,11 +164,10 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("words", MEASURED)
-def test_bad_measurements(words: str, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_bad_measurements(words: str, toy: Toy, here: Path) -> None:
     rows = {"typo": {"promt": "the mat"}, "long": {"prompt": "the cat " * 200}, "p": {"prompt": "it"}}
     for file, row in rows.items():
-        write_rows(tmp_path / f"{file}.jsonl", [row, row])
+        write_rows(here / f"{file}.jsonl", [row, row])
     name, *asked = words.split()
     status, _, err = call(name, *toy.models, *asked)
     last = err.replace("\r", "\n").strip().splitlines()[-1]

@@ -44,7 +44,7 @@ def in_full_precision(argv: list[str]) -> int:
 @pytest.mark.usefixtures("cut_builtin")
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
 def test_it_runs(
-    script: Path, toy: Toy, repo_root: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    script: Path, toy: Toy, repo_root: Path, root: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """In this process, where torch is loaded already; a process of its own takes twice the time."""
     lines = script.read_text(encoding="utf-8").splitlines()
@@ -53,15 +53,14 @@ def test_it_runs(
     monkeypatch.setattr("sys.argv", [str(script), *small])
     monkeypatch.setattr(RULES, "_entries", dict(RULES._entries))  # a rule of an example's own
     monkeypatch.setenv("PYTHONPATH", str(repo_root))  # for a server that one starts
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(here))
     monkeypatch.setattr("fsd_train.cli.main", in_full_precision)
     # what a run decodes at its end, and a calibration's page, have tests of their own
     monkeypatch.setattr(DecodedTau, "measure", lambda callback, *given: {f"decoded_tau/{callback.rules[0]}": 1.0})
     monkeypatch.setattr("fsd_bench.sweep.calibrate.write_page", lambda *given: None)
     with loopback_hub() as hub:
         if "hub" in script.stem:
-            hub.serve_this_process(monkeypatch, tmp_path / "cache")
+            hub.serve_this_process(monkeypatch, here / "cache")
             monkeypatch.setenv("HF_TOKEN", "hf_x")
         runpy.run_path(str(root / "examples" / script.name), run_name="__main__")
     assert capsys.readouterr().out.strip()

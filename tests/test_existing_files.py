@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 
 from fsd_bench.cli import main as bench
 from fsd_core.console import BAD_INPUT
-from fsd_core.files import writable, write_text
+from fsd_core.files import lock_for_run, writable, write_text
 from fsd_infer import FsdError
 from fsd_infer.cli.main import main
 from fsd_train.cli import main as train
@@ -28,9 +30,8 @@ WRITING = {
 
 @pytest.mark.parametrize("command", WRITING)
 def test_an_existing_file_is_replaced_only_if_the_command_says_so(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     called, words = WRITING[command]
     kept = '{"methods": {}}'  # of an earlier run
     Path("mine").write_text(kept)
@@ -50,9 +51,8 @@ def test_an_existing_file_is_replaced_only_if_the_command_says_so(
     ],
 )
 def test_no_result_replaces_another_of_the_same_command(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     assert bench([*words.split(), "--target", "no"]) == BAD_INPUT
     assert "two results would go to" in capsys.readouterr().err
 
@@ -76,3 +76,19 @@ def test_what_cannot_be_written_is_found_before_the_work(name: str, tmp_path: Pa
     longest = writable(tmp_path / ("x" * 255), "the record")  # the draft beside it has room, too
     write_text(longest, "held")
     assert longest.read_text() == "held"
+
+
+# locks ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_system_without_locks_is_named_once_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with caplog.at_level(logging.WARNING):
+        assert not lock_for_run(0, tmp_path, "Wait.")
+    (line,) = caplog.messages
+    assert str(tmp_path) in line and "No locks available" in line and "\n" not in line

@@ -179,11 +179,8 @@ BY_THE_WHOLE_COMMAND = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_mistakes_are_named(
-    name: str, toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: TrainCLI
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("recipe.yaml").write_text(yaml.safe_dump(recipe(toys, tmp_path / "run")))
+def test_mistakes_are_named(name: str, toys: Path, here: Path, command_line: TrainCLI) -> None:
+    Path("recipe.yaml").write_text(yaml.safe_dump(recipe(toys, here / "run")))
     Path("null.yaml").write_text("data: {batch_tokens: null}")
     Path("empty.jsonl").touch()
     write_rows(Path("long.jsonl"), [{"prompt_ids": [3 + row, 7], "response_ids": [5] * 200} for row in range(3)])
@@ -194,17 +191,14 @@ def test_mistakes_are_named(
 
 
 @pytest.mark.parametrize(("cases", "trains"), [(30, False), pytest.param(200, True, marks=pytest.mark.slow)])
-def test_spoilt_recipes(
-    cases: int, trains: bool, toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: TrainCLI
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_spoilt_recipes(cases: int, trains: bool, toys: Path, here: Path, command_line: TrainCLI) -> None:
     statuses: Counter[int] = Counter()
     ends = call if trains else partial(read_only, command_line)
 
     @settings(FUZZ, max_examples=cases)
     @given(changes=st.lists(st.tuples(st.sampled_from(KEYS), VALUES), min_size=1, max_size=2))
     def check(changes: list[tuple[tuple[Any, ...], Any]]) -> None:
-        out = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+        out = here / f"run-{len(list(here.iterdir()))}"
         out.mkdir()
         config = recipe(toys, out)
         for place, value in changes:

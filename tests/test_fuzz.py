@@ -107,7 +107,7 @@ def test_command_lines(
     toy: Toy,
     toy_decoder: FuzzyDecoder,
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    here: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = data.draw(arguments(command(name), 1))
@@ -119,7 +119,6 @@ def test_command_lines(
         return toy_decoder if same else load(target, drafter, **given)
 
     monkeypatch.setattr(FuzzyDecoder, "from_pretrained", loaded)
-    monkeypatch.chdir(tmp_path)  # records of odd names may be written here
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     argv = [name, *toy.models, "--device", "cpu"]
     argv += {"generate": ["--prompt", "the cat"], "run": ["--prompts", str(toy.prompts)], "warmup": []}[name]

@@ -50,6 +50,7 @@ TEXTS = ["the cat", "the cat sat on the mat", "it is there"]
 
 @pytest.fixture(scope="module")
 def decoder(toy: Any, toy_decoder: FuzzyDecoder) -> FuzzyDecoder:
+    """With a tree of its own: `auto` may draft nothing for models as small as these."""
     return FuzzyDecoder(toy_decoder.target, toy_decoder.load_drafter(str(toy.drafter), TreeShape(4, 3, 9)))
 
 
@@ -84,16 +85,6 @@ def slow_answer(decoder: FuzzyDecoder, guide: Guide, text: str, most: int) -> li
         allowed = masks.allowed(answer)
         answer.append(allowed[int(logits[allowed].argmax())])
     return answer
-
-
-def test_greedy_answers_are_those_of_the_masked_target(decoder: FuzzyDecoder) -> None:
-    """Rows of different lengths in one batch; head, lookup and no drafter."""
-    guide = Guide.json_schema(SCHEMA)
-    wanted = [slow_answer(decoder, guide, text, 24) for text in TEXTS]
-    for drafter in (decoder.drafter, decoder.load_drafter("lookup"), decoder.load_drafter("none")):
-        found = decoder.generate(TEXTS, "exact", drafter=drafter, schema=SCHEMA, max_new_tokens=24, temperature=0)
-        assert found.sequences == wanted
-    assert decoder.generate(TEXTS, "exact", guide=guide, max_new_tokens=24, temperature=0).sequences == wanted
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -115,42 +115,33 @@ def check_decoding(target: Path, head: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_recipe_trains_exports_and_decodes(
-    recipe: Path, targets: Targets, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipe_trains_exports_and_decodes(recipe: Path, targets: Targets, answers: Path, here: Path) -> None:
     target = targets(FAMILY[recipe.stem])
-    monkeypatch.chdir(tmp_path)  # recipes write to runs/
-    train(small_config(recipe, target, answers, tmp_path), steps=2)
-    (head,) = tmp_path.glob("runs/*/head")
-    assert list(tmp_path.glob("runs/*/checkpoints/last.ckpt"))
-    decoded = logged(tmp_path, "decoded_tau/exact")
+    train(small_config(recipe, target, answers, here), steps=2)
+    (head,) = here.glob("runs/*/head")
+    assert list(here.glob("runs/*/checkpoints/last.ckpt"))
+    decoded = logged(here, "decoded_tau/exact")
     assert len(decoded) == 1 and decoded[0] >= 1
     # but for two recipes, heads are of the layout that other programs read
     assert read_config(head)["layout"] == ("fsd" if recipe.stem in FSD else "eagle3")
-    exported = tmp_path / "exported"
+    exported = here / "exported"
     assert cli(["export", str(head), str(exported), "--to", "vllm"]) == (2 if recipe.stem in FSD else 0)
     check_decoding(target, head if recipe.stem in FSD else exported)
 
 
-def test_the_recipe_for_stories_trains_a_small_lm(
-    targets: Targets, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recipe_for_stories_trains_a_small_lm(targets: Targets, answers: Path, here: Path) -> None:
     config = yaml.safe_load(STORIES.read_text())
     target = targets("llama")
     config["model"]["init_args"].update(target=str(target), drafter=str(target), loss_vocab_size=200)
     config["data"].update(train_files=[str(answers)], features=None)
-    monkeypatch.chdir(tmp_path)
-    train(shortened(config, tmp_path), steps=3)
-    check_decoding(target, tmp_path / "runs" / "stories" / "head")
+    train(shortened(config, here), steps=3)
+    check_decoding(target, here / "runs" / "stories" / "head")
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "qwen3_5_text", pytest.param("mamba", marks=pytest.mark.slow)])
-def test_new_recipe_can_be_trained(
-    family: str, targets: Targets, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_recipe_can_be_trained(family: str, targets: Targets, answers: Path, here: Path) -> None:
     target = targets(family)
-    monkeypatch.chdir(tmp_path)
-    recipe = tmp_path / "recipes" / "new.yaml"
+    recipe = here / "recipes" / "new.yaml"
     wanted = ["new-recipe", "--target", str(target), "--data", str(answers), "--output", str(recipe)]
     assert cli(wanted) == 0
     config = yaml.safe_load(recipe.read_text())
@@ -158,9 +149,9 @@ def test_new_recipe_can_be_trained(
     head = config["model"]["head"]
     assert head["feature_scale"] is (family not in ("gpt2", "mamba"))  # which call their final norms otherwise
     assert head.get("layer") == ("llama" if family == "gemma2" else None)
-    train(shortened(config, tmp_path), steps=1)
-    (head,) = tmp_path.glob("runs/*/head")
-    assert logged(tmp_path, "decoded_tau/exact")
+    train(shortened(config, here), steps=1)
+    (head,) = here.glob("runs/*/head")
+    assert logged(here, "decoded_tau/exact")
     check_decoding(target, head)
     assert cli(wanted) == 2  # does not overwrite
 

@@ -191,15 +191,14 @@ REFUSED = [
 
 @pytest.mark.parametrize(("options", "problem"), REFUSED)
 def test_bad_input_is_named_before_anything_is_written(
-    options: str, problem: str, tmp_path: Path, target: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+    options: str, problem: str, here: Path, target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    prompts = prompts_file(tmp_path / "p.jsonl", 2)
+    prompts = prompts_file(here / "p.jsonl", 2)
     Path("bad.jsonl").write_text('{"prompt": "the cat"}\n{\n')
     Path("bad.yaml").write_text("- 1")
     Path("empty.jsonl").touch()
     shutil.copytree(target, "bare", ignore=shutil.ignore_patterns("*token*"))
-    assert main(command(target, prompts, tmp_path / "a.jsonl", *options.split())) == 2
+    assert main(command(target, prompts, here / "a.jsonl", *options.split())) == 2
     assert problem in capsys.readouterr().err
     assert not Path("a.jsonl").exists()
 

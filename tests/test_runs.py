@@ -313,9 +313,8 @@ def test_an_export_replaces_no_model_and_no_checkpoints(toys: Path, tmp_path: Pa
 
 
 def test_quickstart_compares_the_methods(
-    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    toy: Toy, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # outside of a checkout
     monkeypatch.setattr(quickstart, "TARGET", str(toy.target))
     monkeypatch.setattr(quickstart, "builtin_dir", lambda name: toy.target)
     for module in (quickstart, loading):
@@ -326,12 +325,12 @@ def test_quickstart_compares_the_methods(
     assert re.split(r"  +", out.splitlines()[0]) == [
         "method", "tok/s", "x hf-generate", "tokens per forward", "nats per token",
     ]  # fmt: skip
-    record = json.loads((tmp_path / quickstart.OUTPUT / "bench.json").read_text())
+    record = json.loads((here / quickstart.OUTPUT / "bench.json").read_text())
     assert len(record["prompts"]) == 2 and record["settings"]["max_new_tokens"] == 4
 
 
 def test_quickstart_names_what_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quickstart, "builtin_dir", lambda name: pytest.fail("nothing is fetched before"))
     with monkeypatch.context() as without:
@@ -341,8 +340,7 @@ def test_quickstart_names_what_is_missing(
     monkeypatch.setattr(quickstart, "shipped_drafter", lambda name: None)
     assert main(["quickstart"]) == 2
     assert "no trained head for smollm2-135m" in capsys.readouterr().err
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(repository, "SHIPPED", tmp_path / "site-packages" / "fsd_train" / "shipped")
+    monkeypatch.setattr(repository, "SHIPPED", here / "site-packages" / "fsd_train" / "shipped")
     assert main(["quickstart"]) == 2
     assert "recipes/smollm2-135m.yaml is missing" in capsys.readouterr().err
 

@@ -201,19 +201,18 @@ class Own(EagleLoss):
 
 
 def test_a_loss_of_ones_own_is_imported_by_name_by_recipe_and_by_an_installed_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [path for path in sys.path if path])
     for module, name in (("by_option", "own-option"), ("by_recipe", "own-recipe"), ("by_package", "own-package")):
-        (tmp_path / f"{module}.py").write_text(OWN_LOSS.format(name=name))
-    installed = tmp_path / "site" / "mine-1.0.dist-info"
+        (here / f"{module}.py").write_text(OWN_LOSS.format(name=name))
+    installed = here / "site" / "mine-1.0.dist-info"
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (installed / "entry_points.txt").write_text("[fsd_toolkit.plugins]\nmine = by_package\n")
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.syspath_prepend(str(here / "site"))
     recipe = {**SHORT, "import": ["by_recipe"], "trainer": {"accelerator": "cpu", "max_steps": 1}}
-    path = written(tmp_path, recipe)
+    path = written(here, recipe)
     assert read_recipe(path).model["target"] == "smollm2-135m"
     for loss in ("own-option", "own-recipe", "own-package"):
         made = configured(["--config", path, "--import", "by_option", "--model.loss", loss])
