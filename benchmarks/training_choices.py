@@ -5,7 +5,8 @@
 Each arm of :data:`ARMS` trains the head of recipes/smollm2-135m.yaml in one thread. Its number of steps follows from
 the CPU seconds of its first steps, so that all arms take the same time, also on a busy machine. Arms take turns, seed
 by seed. The figures are teacher-forced on held-out answers, and by place in held-out chats of nearly 4,096 tokens,
-which are answers one after the other. The same command continues where it was stopped.
+which are answers one after the other; and tokens per forward where the head decodes answers to held-out prompts, by
+`exact` with a fixed tree. The same command continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from fsd_core.tables import table
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters import NoDrafter
 from fsd_infer.targets.builtin import shipped_drafter
+from fsd_infer.trees.shape import TreeShape
+from fsd_train.callbacks import DecodedTau
 from fsd_train.commands.regenerate import AnswerFile, regenerate
 from fsd_train.data import AnswersDataModule, cache_features
 from fsd_train.data.backends import LocalBackend
@@ -46,6 +49,7 @@ TRIED, TOKENS, WARMUP = 8, 1152, 8  # steps whose time is taken; tokens of a bat
 LONG, CHATS = 4096, 2  # tokens of a held-out chat; chats
 PROBLEMS, MATHS = 320, f"{BUILT_IN}-maths"  # word problems that the fine-tuned target answers
 HELD_OUT = 7  # every so many-th row
+TREE, DECODED = TreeShape(depth=3, width=3, nodes=8), 24  # of the decoded answers; number of held-out prompts
 
 
 @dataclass(frozen=True)
@@ -102,14 +106,14 @@ class _CPUClock(Callback):
 # texts ----------------------------------------------------------------------------------------------------------------
 
 
-def make_texts(place: Path, tokens: int) -> None:
+def make_texts(place: Path, tokens: int, problems: bool) -> None:
     """Write the files of answers that ``place`` lacks, as ``NAME.jsonl``.
 
     - ``answers`` and ``held-out``: rows of data/smollm2-135m-answers.jsonl.gz of so many tokens, one in
       :data:`HELD_OUT` held out;
     - ``chats``: those of ``answers`` one after the other, as many in each as have :data:`TOKENS` tokens alone;
     - ``long``: later rows likewise, in :data:`CHATS` conversations of rows with :data:`LONG` tokens alone;
-    - ``problems`` and ``problems-held-out``: the fine-tuned target's answers to word problems.
+    - ``problems`` and ``problems-held-out``, if wanted: the fine-tuned target's answers to word problems.
     """
     rows = answered()
     taken = list(up_to(rows, tokens))
@@ -119,10 +123,10 @@ def make_texts(place: Path, tokens: int) -> None:
     while part := list(up_to(rest, TOKENS)):
         chats.append(_chat(part))
     made = {"answers": answers, "held-out": taken[::HELD_OUT], "chats": chats, "long": later}
-    if not (place / "problems.jsonl").exists():
-        problems = _answered_problems(place / "problems-answered.jsonl")
-        made |= {"problems": [row for place, row in enumerate(problems) if place % HELD_OUT]}
-        made |= {"problems-held-out": problems[::HELD_OUT]}
+    if problems and not (place / "problems.jsonl").exists():
+        solved = _answered_problems(place / "problems-answered.jsonl")
+        made |= {"problems": [row for place, row in enumerate(solved) if place % HELD_OUT]}
+        made |= {"problems-held-out": solved[::HELD_OUT]}
     for name, own in made.items():
         write_text(place / f"{name}.jsonl", "".join(json.dumps(dict(row)) + "\n" for row in own))
 
@@ -190,6 +194,7 @@ def train(arm: Arm, seed: int, steps: int, place: Path, measured: bool = True) -
         return {}, clock.each
     wanted = ("val_tau", "val_loss", *(f"val_agreement_{step}" for step in range(RECIPE["eval_steps"])))
     found = {name: float(trainer.callback_metrics[name]) for name in wanted}
+    found |= DecodedTau(["exact"], prompts=DECODED, max_new_tokens=64, tree=TREE).measure(trainer, module)
     if arm.target == BUILT_IN:
         trainer.validate(module, chats_of(arm, place), verbose=False)
         known = trainer.callback_metrics.items()
@@ -207,7 +212,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with TemporaryDirectory() as scratch:
         place = Path(args.work or scratch)
         place.mkdir(parents=True, exist_ok=True)
-        make_texts(place, args.tokens)
+        make_texts(place, args.tokens, any(arm.target == MATHS for arm in arms.values()))
         for target in dict.fromkeys(arm.target for arm in arms.values()):
             cache(target, [arm for arm in arms.values() if arm.target == target], place)
         for name, arm in arms.items():
@@ -232,10 +237,11 @@ def report(record: dict[str, Any]) -> str:
     for arm in dict.fromkeys(run["arm"] for run in record["runs"]):
         own = [run for run in record["runs"] if run["arm"] == arm]
         figures = [
-            f"{mean(run[name] for run in own):.3f}" for name in ("val_tau", "val_agreement_0", "val_agreement_3")
+            f"{mean(run[name] for run in own):.3f}"
+            for name in ("val_tau", "val_agreement_0", "val_agreement_3", "decoded_tau/exact")
         ]
         lines.append([arm, str(own[0]["steps"]), *figures, " ".join(f"{run['val_tau']:.3f}" for run in own)])
-    return table(["arm", "steps", "val_tau", "first draft agrees", "fourth", "val_tau by seed"], lines)
+    return table(["arm", "steps", "val_tau", "first draft agrees", "fourth", "decoded", "val_tau by seed"], lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
