@@ -187,19 +187,22 @@ def drawing(record: Record) -> str:
 
 
 def choices(record: Record) -> str:
-    """Choices in training: means over seeds, and each seed's τ; by place in long chats where they were measured."""
+    """Choices in training: means over seeds, and each seed's τ; decoded, and by place in long chats, where measured."""
     arms: dict[str, list[Record]] = {}
     for one in record["runs"]:
         arms.setdefault(one["arm"], []).append(one)
     places = [name for name in record["runs"][0] if name.startswith("val_tau_from_")]
+    decoded = "decoded_tau/exact" in record["runs"][0]
     rows = []
     for name, runs in arms.items():
         row = [name, "–".join(dict.fromkeys(str(one["steps"]) for one in runs))]
         row += [plain(mean(one["val_tau"] for one in runs)), ", ".join(plain(one["val_tau"]) for one in runs)]
         row += [percent(mean(one[f"val_agreement_{step}"] for one in runs)) for step in (0, 3)]
+        if decoded:
+            row.append(", ".join(plain(one["decoded_tau/exact"]) for one in runs))
         row += [plain(mean(one[place] for one in runs) if place in runs[0] else None) for place in places]
         rows.append(row)
-    header = ["arm", "steps", "τ", "by seed", "first draft agrees", "fourth"]
+    header = ["arm", "steps", "τ", "by seed", "first draft agrees", "fourth", *["decoded, by seed"] * decoded]
     return columns([*header, *(f"τ from {place.rpartition('_')[2]}" for place in places)], rows)
 
 
