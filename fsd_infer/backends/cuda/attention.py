@@ -40,7 +40,7 @@ class Blocks(NamedTuple):
             itemsize: bytes of a number.
         """
         if itemsize > 2:  # without tensor cores each product is unrolled
-            most, slots, warps = 32, 16, 4
+            most, slots, warps = 32 if width <= 64 else 16, 16, 4
         elif width <= 64:
             most, slots, warps = 128, 64, 8
         elif width <= 128:
