@@ -84,7 +84,7 @@ def test_a_layer_of_the_targets_files_goes_on_unless_a_new_one_is_wanted(toys: P
         assert all(torch.equal(begun[name], value) for name, value in own.items()) != new
 
 
-@pytest.mark.parametrize("family", fast_only(FAMILIES, ["mimo", "glm4_moe"]))
+@pytest.mark.parametrize("family", fast_only(FAMILIES, ["mimo", "glm4_moe", "nemotron_h"]))
 def test_what_is_exported_fits_into_the_targets_own_checkpoint(toys: Path, tmp_path: Path, family: str) -> None:
     module = ready(make(toys, family, new=True))
     place = module.export(tmp_path / "head")

@@ -101,7 +101,9 @@ class MtpModule(DistillationModule):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             made = MtpHead(self.target, separate_layout(self.target))
-        if not hasattr(made.layers[0].block, "self_attn"):
+            block: Any = made.layers[0].block
+            block.apply(self.target.model._init_weights)  # transformers makes experts of memory as it finds it
+        if not hasattr(block, "self_attn"):
             raise DataError(f"{self.target_name}: its layers are of no kind that an MTP layer is made of.")
         return made
 
