@@ -102,7 +102,7 @@ class MtpModule(DistillationModule):
             torch.manual_seed(self.seed)
             made = MtpHead(self.target, separate_layout(self.target))
             block: Any = made.layers[0].block
-            block.apply(self.target.model._init_weights)  # transformers makes experts of memory as it finds it
+            block.apply(self.target.decoder._init_weights)  # transformers makes experts of memory as it finds it
         if not hasattr(block, "self_attn"):
             raise DataError(f"{self.target_name}: its layers are of no kind that an MTP layer is made of.")
         return made
