@@ -128,6 +128,7 @@ _INKLING: dict[str, Any] = dict(
         ("bert", dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32)),
         ("recurrent_gemma", dict(hidden_size=32, lru_width=32, num_hidden_layers=3, num_attention_heads=4)),
         ("inkling_text", _INKLING),
+        ("inkling2_text", {**_INKLING, "unpadded_vocab_size": VOCAB}),
         ("dory", dict(hidden_size=32, num_hidden_layers=4, n_input_layers=1, n_output_layers=1, **_HEADS)),
     ],
 )

@@ -241,9 +241,11 @@ def check_decodable(model: Any, name: str) -> None:
 
 
 def _counts_its_cache(decoder: Any) -> bool:
-    """Whether layers place tokens by the length of their cache, whatever positions the decoder is given: Inkling."""
-    forwards = (inspect.unwrap(type(part).forward) for part in decoder.modules() if part is not decoder)
-    return any("get_query_offset" in forward.__code__.co_names for forward in forwards if inspect.isfunction(forward))
+    """Whether its code places tokens by the length of their cache, whatever positions it is given: Inkling does."""
+    module = inspect.getmodule(type(decoder))
+    own = [function for function in vars(module).values() if getattr(function, "__module__", "") == module.__name__]
+    forwards = [inspect.unwrap(type(part).forward) for part in decoder.modules()]
+    return any("get_query_offset" in made.__code__.co_names for made in (*own, *forwards) if inspect.isfunction(made))
 
 
 def _name_foreign_ends(model: Any, name: str) -> None:
