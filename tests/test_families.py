@@ -167,6 +167,20 @@ def test_doge_is_refused_where_its_prompts_are_not_causal(monkeypatch: pytest.Mo
     Target(made("sdpa"))
 
 
+def test_heads_read_no_inner_streams() -> None:
+    """HY-V4 has hyper-connections: four streams between its layers, and one after the last."""
+    if "hy_v4" not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no hy_v4")
+    sizes = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
+    experts = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1)
+    index: dict[str, Any] = dict(index_head_dim=16, index_n_heads=16, index_topk=6)
+    target, prompts = Target(tiny_model("hy_v4", num_key_value_heads=4, **sizes, **experts, **index)), tiny_prompts()
+    answers = FuzzyDecoder(target, drafter_of("oracle", target)).generate(prompts, **LIMITS)
+    assert answers.sequences == reference(target.model, prompts, **LIMITS)
+    with pytest.raises(ModelLoadError, match="several streams"):
+        FuzzyDecoder(target, drafter_of("fused", target)).generate(prompts, **LIMITS)
+
+
 @pytest.mark.parametrize(("family", "seen"), [("deepseek_v32", 6), ("glm_moe_dsa", 6), ("glm_moe_dsa", 64)])
 def test_sparse_attention_chooses_among_what_a_tree_shows(family: str, seen: int) -> None:
     """Six tokens of longer texts, or all. GLM's last layer reads what the one before has chosen."""
