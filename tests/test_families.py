@@ -12,6 +12,7 @@ from fsd_core.errors import ModelLoadError
 from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.device.cache import cache_argument
 from fsd_infer.drafters import NoDrafter
+from fsd_infer.heads.mtp import find_mtp
 from fsd_infer.targets.checks import check_directory
 from fsd_infer.targets.kinds import auto_class
 from tests import families
@@ -21,6 +22,7 @@ from tests.families import (
     VOCAB,
     WINDOW,
     OracleDrafter,
+    altered,
     drafter_of,
     reference,
     tiny_head,
@@ -214,6 +216,16 @@ def test_a_model_with_few_layers_is_not_taken_for_a_damaged_one(family: str, tmp
     """Qwen's max_window_layers is 28 if nothing is said, more than these models have tensors."""
     tiny_model(family, num_hidden_layers=1, max_window_layers=28).save_pretrained(tmp_path)
     check_directory(tmp_path)
+
+
+def test_layers_that_the_config_does_not_count_are_no_mtp_layers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They were taken for such and left out without a word."""
+    tiny_model("llama", num_hidden_layers=3).save_pretrained(tmp_path / "whole")
+    target = Target.from_pretrained(str(altered(tmp_path / "whole", tmp_path / "cut", {"num_hidden_layers": 2})))
+    assert "9 tensors of" in caplog.text and "'model.layers.2." in caplog.text
+    assert find_mtp(target) is None
 
 
 def test_context_is_used_to_its_last_position() -> None:
