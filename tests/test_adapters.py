@@ -295,6 +295,21 @@ def test_each_request_may_name_an_adapter(base: Path, tmp_path: Path, dtype: tor
         FuzzyDecoder.from_pretrained(str(base), "none", adapters={"x": tmp_path / "nowhere"})
 
 
+def test_copies_of_tables_that_peft_saves_beside_an_adapter_of_them(base: Path, tmp_path: Path) -> None:
+    """They may only be copies."""
+    theirs, ids = adapted(AutoModelForCausalLM.from_pretrained(base), target_modules=["embed_tokens", "lm_head"]), [[5]]
+    theirs.save_pretrained(tmp_path)
+    target = FuzzyDecoder.from_pretrained(str(base), "none", adapters={"one": tmp_path}, dtype=torch.float32).target
+    with torch.no_grad(), target.adapted("one"):
+        torch.testing.assert_close(target.model(torch.tensor(ids)).logits, theirs(torch.tensor(ids)).logits)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    tables = {name: tensor + 1 for name, tensor in tensors.items() if name.endswith("base_layer.weight")}
+    assert tables
+    save_file(tensors | tables, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ModelLoadError, match="differs from the base's"):
+        FuzzyDecoder.from_pretrained(str(base), "none", adapters={"one": tmp_path})
+
+
 ODD: list[dict[str, Any]] = [
     {"use_dora": True, "use_rslora": True}, {"target_modules": ["embed_tokens", "q_proj"]},
     {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.0.*v_proj": 3}, "lora_bias": True},

@@ -133,13 +133,27 @@ def put_beside(model: Any, adapters: Mapping[str, str | Path]) -> None:
     for name, directory in adapters.items():
         try:
             read_adapter_config(directory, beside=True)
-            tensors = adapter_tensors(directory)
+            tensors = _without_copies(model, adapter_tensors(directory))
             model.load_adapter(str(Path(directory).expanduser()), adapter_name=name)
             _fill(model, name, tensors)
         except Exception as error:  # peft builds layers from files: any kind of error may occur
             raise ModelLoadError(f"the adapter {name}={directory} cannot be loaded: {shortened(error)}") from error
     _use(model, None)
     model.requires_grad_(False)
+
+
+def _without_copies(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return an adapter's tensors without the copies of the base's tables that peft saves beside an adapter of them.
+
+    Raises CheckpointError for tables that differ from the model's: the adapter was trained with others.
+    """
+    kept = dict(tensors)
+    for key in [key for key in tensors if key.endswith(".base_layer.weight")]:
+        table = model.get_submodule(key.removeprefix("base_model.model.").removesuffix(".base_layer.weight"))
+        own, copy = getattr(table, "base_layer", table).weight, kept.pop(key)
+        if own.shape != copy.shape or not torch.equal(own.detach().cpu(), copy.to(own.dtype)):
+            raise CheckpointError(f"{key} differs from the base's: merge the adapter with peft (merge_and_unload).")
+    return kept
 
 
 @torch.no_grad()
