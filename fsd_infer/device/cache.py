@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from fsd_core.tensors import is_host, to_device, visible_slots
+from fsd_core.tensors import is_host, kept_rows, visible_slots
 from fsd_infer.device.pool import KVPool
 from fsd_infer.device.states import Branches, RecurrentStates
 
@@ -283,9 +283,7 @@ class SlotCache(Cache):
         """Keep these batch rows [B'] (ascending, on the CPU) and move them up in place."""
         self.batch = rows.shape[0]
         self.recurrent.keep_rows(rows)
-        for name in ("prefilled", "offsets"):
-            if (of_rows := getattr(self, name)) is not None:
-                setattr(self, name, of_rows.index_select(0, to_device(rows, of_rows.device)))
+        self.prefilled, self.offsets = kept_rows(self.prefilled, rows), kept_rows(self.offsets, rows)
         for key, layers in self._layered.items():
             for new, old in enumerate(rows.tolist()):
                 if new != old:

@@ -18,14 +18,11 @@ class CachedSession(TreeSession):
     """A session that reads nodes of a frontier after the text. The text's last token is the root, as in a round."""
 
     reads_nodes = True
+    per_row = (*TreeSession.per_row, "_cached")
 
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
         super().__init__(drafter, request)
         self._cached: list[set[int]] = [{0} for _ in range(request.batch)]  # the nodes that the cache has
-
-    def keep_rows(self, rows: Tensor) -> None:
-        super().keep_rows(rows)
-        self._cached = [self._cached[row] for row in rows.tolist()]
 
     def set_node_positions(self, positions: Sequence[Tensor], slots: int) -> None:
         """Tell the cache the positions of the nodes in it, [B, E] of each depth, of ``slots`` slots that are seen."""

@@ -77,6 +77,7 @@ class ForcedDrafter(Drafter):
 class ForcedSession(DraftSession):
     """The main drafter's session with each row's answer so far."""
 
+    per_row = ("rows", "answers", "ends")
     needs_report = True
     _host_inputs: Tensor | None = None  # the chains of recorded rounds
 
@@ -104,12 +105,6 @@ class ForcedSession(DraftSession):
     def on_end(self, row: int, prompt: list[int], answer: list[int]) -> None:
         super().on_end(row, prompt, answer)
         self.finished.add(self.rows[row])
-
-    def keep_rows(self, rows: Tensor) -> None:
-        super().keep_rows(rows)
-        kept = rows.tolist()
-        self.rows, self.answers = [self.rows[row] for row in kept], [self.answers[row] for row in kept]
-        self.ends = [self.ends[row] for row in kept]
 
     @property
     def is_recordable(self) -> bool:

@@ -130,6 +130,7 @@ class LMSession(CachedSession):
     """
 
     drafter: LMDrafter
+    per_row = (*CachedSession.per_row, "text", "cached", "_expanded")
 
     def __init__(self, drafter: LMDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, request)
@@ -214,12 +215,6 @@ class LMSession(CachedSession):
                 warn_context(model.name, limit)
             depths = depths.minimum(limit + 1 - self.lengths)
         return depths
-
-    def keep_rows(self, rows: Tensor) -> None:
-        super().keep_rows(rows)
-        kept = to_device(rows, self.device)
-        self.text, self.cached = self.text[kept], self.cached[kept]
-        self._expanded = [self._expanded[row] for row in rows.tolist()]
 
     def _read(self, ends: Tensor, count: int) -> Tensor:
         """Read the last ``count`` tokens of the texts up to ``ends`` [B]. Return the logits [B, 1, V] at the last."""

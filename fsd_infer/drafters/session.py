@@ -6,13 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from fsd_core.former import Renamed
+from fsd_core.tensors import kept_rows
 from fsd_infer.drafters.frontier import Frontier, Successors
 from fsd_infer.trees.priced_growth import PricedGrowth
 from fsd_infer.trees.shape import TreeShape
@@ -78,6 +79,7 @@ class DraftSession(Renamed, ABC):
 
     Attributes:
         parts: the sessions that this one combines. By default they take what this one is told.
+        per_row: names of attributes that hold a tensor [B, ...] or a list of B entries, for :meth:`keep_rows`.
         shape: of the next trees, if shapes are chosen round by round.
         growth: how the last trees were grown, if by prices.
     """
@@ -90,6 +92,7 @@ class DraftSession(Renamed, ABC):
     }  # fmt: skip
 
     parts: Sequence[DraftSession] = ()
+    per_row: ClassVar[tuple[str, ...]] = ()
     shape: TreeShape | None = None
     growth: PricedGrowth | None = None
 
@@ -276,3 +279,5 @@ class DraftSession(Renamed, ABC):
         """Keep only these rows [B'] of the batch. ``rows`` is on the CPU."""
         for part in self.parts:
             part.keep_rows(rows)
+        for name in self.per_row:
+            setattr(self, name, kept_rows(getattr(self, name), rows))

@@ -160,6 +160,7 @@ class StepSession(TreeSession):
     """
 
     former_members = {"last": "last_features"}
+    per_row = (*TreeSession.per_row, "last_features")
     drafter: Any
 
     def __init__(self, drafter: StepDrafter, request: DraftRequest) -> None:
@@ -192,10 +193,6 @@ class StepSession(TreeSession):
 
     def tensors(self) -> list[Tensor]:
         return [self.lengths, self.last_features]
-
-    def keep_rows(self, rows: Tensor) -> None:
-        super().keep_rows(rows)
-        self.last_features = self.last_features[to_device(rows, self.device)]
 
     def draft(self, roots: Tensor) -> DraftTree:
         self._roots = roots

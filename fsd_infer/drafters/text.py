@@ -114,6 +114,7 @@ class TextSession(OwnTokensSession):
     """A session that keeps the last tokens of each text, in both vocabularies, to split new text after them."""
 
     drafter: TextDrafter
+    per_row = (*OwnTokensSession.per_row, "_tails", "_own")
 
     def __init__(self, drafter: TextDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, first_tokens, request)
@@ -204,11 +205,6 @@ class TextSession(OwnTokensSession):
         if final is not None:
             found.append((final, scores[len(ends)]))
         return found[: self.drafter.max_depth]
-
-    def keep_rows(self, rows: Tensor) -> None:
-        super().keep_rows(rows)
-        kept = rows.tolist()
-        self._tails, self._own = [self._tails[row] for row in kept], [self._own[row] for row in kept]
 
 
 def _window(tokens: Sequence[int], vocabulary: Vocabulary) -> list[int]:

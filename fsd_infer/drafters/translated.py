@@ -80,6 +80,7 @@ class OwnTokensSession(LMSession):
     """
 
     drafter: TranslatedDrafter
+    per_row = (*LMSession.per_row, "_counts")
     is_recordable = False
     needs_report = True
 
@@ -127,10 +128,6 @@ class OwnTokensSession(LMSession):
         self._max_unread = max(self._counts)
         for nodes in self._expanded:
             nodes.clear()
-
-    def keep_rows(self, rows: Tensor) -> None:
-        super().keep_rows(rows)
-        self._counts = [self._counts[row] for row in rows.tolist()]
 
 
 class TranslatedSession(OwnTokensSession):
