@@ -38,7 +38,7 @@ from fsd_infer.heads.hub import find_head
 from fsd_infer.heads.layers import build_layers, has_mrope, no_bars
 from fsd_infer.heads.stored_parts import CONFIG, StoredHead
 from fsd_infer.heads.weights import SINGLE
-from fsd_infer.targets.stack import HeadStack, Stack
+from fsd_infer.targets.stack import HeadStack, Stack, StackInputs
 
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
@@ -321,7 +321,7 @@ class EagleHead(PreTrainedModel):
         mask = attention_mask[:, 0] if isinstance(attention_mask, Tensor) else attention_mask  # packed rows have others
         visible = None if mask is None else {"full_attention": mask}
         rotary = cache.rotary(position_ids) if isinstance(cache, SlotCache) else position_ids
-        return self.stack(x, rotary, visible, cache, embeds=embeds if self.eagle3 else None).final
+        return self.stack(StackInputs(x, rotary, visible, cache, embeds=embeds if self.eagle3 else None)).final
 
     def _fused(self, features: Tensor) -> Tensor:
         """Layout "eagle3": fc of the fused layers in [..., H_t·(1 + k)]; outputs of this head pass through."""

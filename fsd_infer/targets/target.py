@@ -27,7 +27,7 @@ from fsd_infer.targets.masks import fixed_positions, layer_windows, max_position
 from fsd_infer.targets.precision import precision_of, ready
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.rotary import DynamicRope, recompute_length_of
-from fsd_infer.targets.stack import Stack, TransformersStack
+from fsd_infer.targets.stack import Stack, StackInputs, TransformersStack
 from fsd_infer.targets.token_ids import eos_ids
 from fsd_infer.targets.weights import format_of, shape_of, weight_rows
 
@@ -340,7 +340,8 @@ class Target(CachedModel):
         masks = windowed(visible, positions, cache, windows) if self.has_windows else dict.fromkeys(windows, visible)
         with self.angles_of_texts(cache.prefilled):
             rotary = cache.rotary(positions)
-            final, others, logits = self.stack(tokens, rotary, masks, cache, capture=self.captured_layers, keep=keep)
+            given = StackInputs(tokens, rotary, masks, cache, self.captured_layers, keep=keep)
+            final, others, logits = self.stack(given)
         logits = self.lm_logits(final[:, -keep:]) if logits is None else logits  # [-0:] is all
         return logits, self.joined(final, *others)
 
