@@ -195,7 +195,7 @@ class EagleSession(CachedSession):
     """
 
     drafter: EagleDrafter
-    per_row = (*CachedSession.per_row, "root_output", "_outputs")
+    per_row = CachedSession.per_row | {"root_output", "_outputs"}
     max_step_unread = MAX_STEP_UNREAD
 
     def __init__(self, drafter: EagleDrafter, request: DraftRequest) -> None:

@@ -77,7 +77,7 @@ class ForcedDrafter(Drafter):
 class ForcedSession(DraftSession):
     """The main drafter's session with each row's answer so far."""
 
-    per_row = ("rows", "answers", "ends")
+    per_row = DraftSession.per_row | {"rows", "answers", "ends"}
     needs_report = True
     _host_inputs: Tensor | None = None  # the chains of recorded rounds
 

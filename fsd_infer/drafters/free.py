@@ -167,7 +167,7 @@ class FreeSession(DraftSession):
     """
 
     former_members = {"places": "states"}
-    per_row = ("tails",)
+    per_row = DraftSession.per_row | {"tails"}
     needs_report = True
     _host_inputs: Tensor | None = None  # the trees of recorded rounds
 

@@ -50,7 +50,7 @@ class TreeSession(DraftSession):
         shape: of the next tree: the drafter's own, or one within it, which may have prices.
     """
 
-    per_row = ("lengths",)
+    per_row = DraftSession.per_row | {"lengths"}
     shape: TreeShape
     _ratios: AcceptanceRatios | None = None  # what the draws of earlier rounds have taught
 

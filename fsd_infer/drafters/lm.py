@@ -130,7 +130,7 @@ class LMSession(CachedSession):
     """
 
     drafter: LMDrafter
-    per_row = (*CachedSession.per_row, "text", "cached", "_expanded")
+    per_row = CachedSession.per_row | {"text", "cached", "_expanded"}
 
     def __init__(self, drafter: LMDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, request)

@@ -272,7 +272,7 @@ class MemorySession(FreeSession):
     """A session with the :class:`TextMatcher` of each row."""
 
     drafter: MemoryDrafter
-    per_row = (*FreeSession.per_row, "matchers")
+    per_row = FreeSession.per_row | {"matchers"}
 
     def __init__(self, drafter: MemoryDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, first_tokens, request)

@@ -175,7 +175,7 @@ class RecycleSession(FreeSession):
     """
 
     drafter: RecycleDrafter
-    per_row = (*FreeSession.per_row, "tables")
+    per_row = FreeSession.per_row | {"tables"}
 
     def __init__(self, drafter: RecycleDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, first_tokens, request)

@@ -92,7 +92,7 @@ class DraftSession(Renamed, ABC):
     }  # fmt: skip
 
     parts: Sequence[DraftSession] = ()
-    per_row: ClassVar[tuple[str, ...]] = ()
+    per_row: ClassVar[frozenset[str]] = frozenset()
     shape: TreeShape | None = None
     growth: PricedGrowth | None = None
 

@@ -160,7 +160,7 @@ class StepSession(TreeSession):
     """
 
     former_members = {"last": "last_features"}
-    per_row = (*TreeSession.per_row, "last_features")
+    per_row = TreeSession.per_row | {"last_features"}
     drafter: Any
 
     def __init__(self, drafter: StepDrafter, request: DraftRequest) -> None:

@@ -114,7 +114,7 @@ class TextSession(OwnTokensSession):
     """A session that keeps the last tokens of each text, in both vocabularies, to split new text after them."""
 
     drafter: TextDrafter
-    per_row = (*OwnTokensSession.per_row, "_tails", "_own")
+    per_row = OwnTokensSession.per_row | {"_tails", "_own"}
 
     def __init__(self, drafter: TextDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, first_tokens, request)

@@ -80,7 +80,7 @@ class OwnTokensSession(LMSession):
     """
 
     drafter: TranslatedDrafter
-    per_row = (*LMSession.per_row, "_counts")
+    per_row = LMSession.per_row | {"_counts"}
     is_recordable = False
     needs_report = True
 
