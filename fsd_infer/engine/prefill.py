@@ -288,7 +288,7 @@ def recompute_cache(state: DecodeState, tracker: RequestTracker) -> None:
 def prefill(state: DecodeState, tracker: RequestTracker) -> RoundTensors:
     """Read the prompts, emit each row's first token, and pass the prompts' features [B, M, F] to the drafter."""
     tokens, lengths = padded(tracker.prompts), torch.tensor([len(prompt) for prompt in tracker.prompts])  # [B, M], [B]
-    prefixes = tracker.prefixes.find(tracker.prefix_keys)
+    prefixes = None if tracker.prefixes is None else tracker.prefixes.find()
     shown = image_prompts(state.target, tokens, lengths, tracker.request.image_inputs)
     features, logits = read_prompts(
         state.target, state.cache, tokens, lengths, prefixes, shown, lambda: tracker.on_phase("prefill")
