@@ -60,6 +60,8 @@ class RecordingKey(NamedTuple):
     capacity: int
     processors: Hashable
     draft_bonus: float
+    greedy: bool
+    measure_log_likelihood: bool
 
     def for_rows(self, count: int) -> RecordingKey:
         """Return the key of a batch of ``count`` rows."""
@@ -92,7 +94,7 @@ class RoundRecorder:
         self.recorder, self.device = recorder, device
         self.generator = torch.Generator(device=device)
         self.refused: str | None = None
-        self.states: dict[Hashable, RecordedState] = {}
+        self.states: dict[RecordingKey, RecordedState] = {}
         self.current: RecordedState | None = None  # of the last request
 
     @property
@@ -132,9 +134,8 @@ class RoundRecorder:
         """
         rows = len(state.rules)
         state.live = to_device(torch.arange(rows) < count, self.device)
-        full_key = _full_key(state, key)
-        self.current = self.states.pop(full_key, None) or RecordedState(state, key)
-        self.states[full_key] = self.current  # the last one used
+        self.current = self.states.pop(key, None) or RecordedState(state, key)
+        self.states[key] = self.current  # the last one used
         while len(self.states) > MAX_KEPT:
             del self.states[next(iter(self.states))]
         return state if self.current.state is state else self.current.state.restart(state)
@@ -146,7 +147,7 @@ class RoundRecorder:
             return False
         if not live or rows >= len(state.rules):
             return False
-        return len(set(state.rules)) == 1 and _full_key(state, recorded.key.for_rows(rows)) in self.states
+        return len(set(state.rules)) == 1 and recorded.key.for_rows(rows) in self.states
 
     def fold(self, state: DecodeState, live: Sequence[int]) -> None:
         """Move the rows that go on to the smaller bucket, in place. Nothing may be on its way to the host."""
@@ -305,8 +306,3 @@ def _compute_on_host(state: DecodeState, verified: VerifiedTree, names: Iterable
     for name in names:
         verified.compute(name)
     return verified.computed()
-
-
-def _full_key(state: DecodeState, key: RecordingKey) -> Hashable:
-    """Return a key with the request's options that its state holds."""
-    return key, state.greedy, state.measure_log_likelihood, state.budget is None
