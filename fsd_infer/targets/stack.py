@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -196,8 +196,15 @@ class TransformersStack(Stack):
 
         transformers' ``output_hidden_states`` keeps every layer's output instead.
         """
-        with _outputs_of([self.decoder, *(self.layers[number] for number in capture)]) as found:
-            yield found
+        modules, found = [self.decoder, *(self.layers[number] for number in capture)], dict[nn.Module, Tensor]()
+        outputs: list[Tensor] = []
+
+        def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            found[module] = output if isinstance(output, Tensor) else output[0]
+
+        with hooked(modules, keep):
+            yield outputs
+            outputs += [found[module] for module in modules]
 
     def _for_attention(self, mask: Tensor) -> Tensor:
         """[B, M, S] bool -> [B, 1, M, S] as the model's attention takes it, additive if eager."""
@@ -260,22 +267,23 @@ def _takes_keep(kind: type[nn.Module]) -> bool:
 
 
 @contextmanager
-def _outputs_of(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Yield a list that holds the hidden states [B, M, H] that each module returned to this thread, in their order."""
-    thread, found = threading.get_ident(), dict[int, Tensor]()
+def hooked(modules: Iterable[nn.Module], hook: Callable[..., Any], before: bool = False) -> Iterator[None]:
+    """Call a hook at every forward of these modules that this thread runs within the block. Others may run them, too.
 
-    def watch(place: int, module: nn.Module) -> Any:
-        def keep(module: nn.Module, arguments: Any, output: Any) -> None:
-            if threading.get_ident() == thread:  # others may run the same module
-                found[place] = output if isinstance(output, Tensor) else output[0]
+    Args:
+        modules: whose forwards it hears of.
+        hook: called with (module, positional arguments, keywords, output); an output that it returns takes its place.
+        before: call it before the forward instead, without the output.
+    """
+    thread = threading.get_ident()
 
-        return module.register_forward_hook(keep)
+    def in_thread(*given: Any) -> Any:
+        return hook(*given) if threading.get_ident() == thread else None
 
-    hooks = [watch(place, module) for place, module in enumerate(modules)]
-    outputs: list[Tensor] = []
+    register = nn.Module.register_forward_pre_hook if before else nn.Module.register_forward_hook
+    handles = [register(module, in_thread, with_kwargs=True) for module in modules]
     try:
-        yield outputs
-        outputs += [found[place] for place in range(len(modules))]
+        yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
