@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -43,6 +44,7 @@ _OURS = {  # arguments of transformers that load_target sets itself
     "load_in_4bit": 'give quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}',
     "load_in_8bit": 'give quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}',
 }
+Loaded = TypeVar("Loaded")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -117,26 +119,30 @@ def _resolve_base(adapter: Path, progress: bool) -> str:
 
 def load_config(name_or_dir: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
     """Load a target's config alone; names, options of the hub and errors as in :func:`load_target`."""
-    source, options = located(name_or_dir, hub)
-
-    @explained(name_or_dir, source)
-    def load() -> PretrainedConfig:
-        if is_gguf(source):
-            from fsd_infer.targets.gguf import load_gguf_config
-
-            return load_gguf_config(Path(source))
-        return _config(source, **options)
-
-    return load_whole(source, load, **options)
+    return from_files(name_or_dir, hub, _config)
 
 
 def load_tokenizer(
     name_or_dir: str | os.PathLike[str], *, allow_control_tokens: bool = False, **hub: Any
 ) -> PreTrainedTokenizerBase | None:
     """Load a target's tokenizer alone, as :func:`load_target` does; None for a local directory without one."""
-    source, options = located(name_or_dir, hub)
-    load = explained(name_or_dir, source)(_tokenizer)
-    return load_whole(source, lambda: load(source, allow_control_tokens, **options), **options)
+    return from_files(name_or_dir, hub, partial(_tokenizer, allow_control_tokens=allow_control_tokens))
+
+
+def from_files(
+    name_or_dir: str | os.PathLike[str], given: dict[str, Any], read: Callable[..., Loaded], progress: bool = True
+) -> Loaded:
+    """Return what a function makes of a target's files; those of the Hub that are damaged are fetched again.
+
+    Args:
+        name_or_dir: as in :func:`load_target`.
+        given: keywords, of which those that say where the files lie count.
+        read: called with what transformers loads, and with these keywords; errors become ours.
+        progress: as in :func:`resolve_target`.
+    """
+    source, options = located(name_or_dir, given, progress)
+    read = explained(name_or_dir, source)(read)
+    return load_whole(source, lambda: read(source, **options), **options)
 
 
 def located(
@@ -260,13 +266,13 @@ def _load_files(
         own: its other options of transformers.
         device: to load on, unless ``given`` places the model.
     """
-    adapter, (source, where) = adapter_of(name), located(name, given, progress)
+    adapter = adapter_of(name)
     options = {option: value for option, value in given.items() if option not in HUB_OPTIONS} | own
-    where |= {"trust_remote_code": options.pop("trust_remote_code"), "revision": where.get("revision", "main")}
-    load = explained(name, source)(_load)
-    model, tokenizer, quantised = load_whole(
-        source, lambda: load(source, where, options, device, allow_control_tokens, adapter), **where
-    )
+
+    def load(source: str, **where: Any) -> tuple[Any, PreTrainedTokenizerBase | None, bool]:
+        return _load(source, where, dict(options), device, allow_control_tokens, adapter)
+
+    model, tokenizer, quantised = from_files(name, given, load, progress)
     model.requires_grad_(False)
     if adapter is not None:
         add_adapter(model, adapter, merge=not quantised)
@@ -292,6 +298,7 @@ def _load(
         allow_control_tokens: as in :func:`load_target`.
         adapter: directory of one that will be applied, merged or, to a quantised model, beside the weights.
     """
+    where = {"revision": "main", **where, "trust_remote_code": options.pop("trust_remote_code")}
     config = _config(source, **where)
     check_size(source, config, where["trust_remote_code"])
     if "quantization_config" in options:
@@ -321,6 +328,10 @@ def _load(
 
 
 def _config(source: str, **options: Any) -> PretrainedConfig:
+    if is_gguf(source):
+        from fsd_infer.targets.gguf import load_gguf_config
+
+        return load_gguf_config(Path(source))
     config: PretrainedConfig = AutoConfig.from_pretrained(source, **options)
     check_numbers(config.to_dict(), source)
     return config
