@@ -30,8 +30,9 @@ from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.environment import environment
 from fsd_infer.heads.export import obstacle
-from fsd_infer.heads.formats import OLD, OURS, head_kind, read_config
+from fsd_infer.heads.formats import head_kind, read_config
 from fsd_infer.heads.head import EagleHead
+from fsd_infer.heads.kinds import OLD, OURS
 from fsd_infer.heads.stored_parts import CONFIG
 from fsd_infer.heads.weights import INDEX, SINGLE
 from fsd_infer.targets.loading import BUILTIN_TARGETS, is_builtin
