@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from fsd_core.errors import CheckpointError, shortened
+from fsd_core.errors import CheckpointError, foreign_errors
 from fsd_core.files import HUB_OPTIONS, disk_errors, replacing
 from fsd_core.hub import hub_errors, is_hub_id, load_whole
 from fsd_infer.device.cache import SlotCache, cache_argument
@@ -231,15 +231,12 @@ class EagleHead(PreTrainedModel):
     def of_stored(cls, stored: StoredHead, **options: Any) -> EagleHead:
         """Build a head that was read. Options and errors as of :meth:`from_pretrained`."""
         directory = stored.weights.directory
-        try:
-            with torch.device("meta"):
-                planned = cls(copy.deepcopy(stored.config))
-        except CheckpointError:
-            raise
-        except Exception as error:  # transformers may fail in any way on another program's values
-            raise CheckpointError(
-                f"{directory / CONFIG} does not describe a decoder layer ({shortened(error)})."
-            ) from error
+        # transformers may fail in any way on another program's values
+        with (
+            foreign_errors(CheckpointError, f"{directory / CONFIG} does not describe a decoder layer ({{why}})."),
+            torch.device("meta"),
+        ):
+            planned = cls(copy.deepcopy(stored.config))
         state = stored.state(planned.state_dict())
         with no_bars():
             head: EagleHead = super().from_pretrained(None, config=stored.config, state_dict=state, **options)
