@@ -24,17 +24,8 @@ from torch import Tensor
 
 from fsd_core.tensors import to_device
 from fsd_infer.device.cuda_graphs import GraphRecorder
-from fsd_infer.engine.parts import (
-    RecordedGraph,
-    Recording,
-    accept_and_commit,
-    advance_session,
-    draft_and_verify,
-    finish_round,
-    outputs_of,
-    tensors_of,
-)
-from fsd_infer.engine.round import RoundTensors, VerifiedTree, decode_round
+from fsd_infer.engine.parts import RecordedGraph, Recording, draft_and_verify, finish_round, outputs_of, tensors_of
+from fsd_infer.engine.round import RoundTensors, VerifiedTree, advance, decode_round
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
@@ -196,7 +187,8 @@ class RoundRecorder:
         else:
             result = self._replayed(state, tree, inputs, recording)
         if tree is not None:
-            advance_session(state, result)
+            advance(state, result)
+            state.on_phase("advance")
         return result
 
     def _replayed(
@@ -236,11 +228,8 @@ class RoundRecorder:
     ) -> RoundTensors:
         """Run a round without its recording, and note what its rules ask the host."""
         verified = draft_and_verify(state, tree, [to_device(x, self.device) for x in inputs])
-        state.on_phase("target")
-        result = accept_and_commit(state, verified)
+        result = finish_round(state, verified, tree is None)
         recording.computed_on_host = tuple(verified.computed())
-        if tree is None:
-            advance_session(state, result)
         return result
 
     def _record(
@@ -304,5 +293,5 @@ def _compute_on_host(state: DecodeState, verified: VerifiedTree, names: Iterable
     """Return what the host computes of a verified tree for its rules."""
     verified = verified.with_computed(state)
     for name in names:
-        verified.compute(name)
+        verified.look_up(name)
     return verified.computed()

@@ -151,7 +151,7 @@ class VerifiedTree:
     def __init__(self, state: DecodeState, tree: DraftTree, logits: Tensor, features: Tensor) -> None:
         self.tree, self.logits, self.features, self._state = tree, logits, features, state
         self.recurrent: dict[Hashable, Any] = dict(state.cache.recurrent.kept)
-        self._seen_ngrams: dict[int, Tensor | None] = {}
+        self._found: dict[Hashable, Tensor | None] = {}  # by name, see look_up()
 
     def round_input(self, uniforms: Tensor, max_accepted: Tensor | None) -> RoundInput:
         """Return the input of the rules.
@@ -164,14 +164,14 @@ class VerifiedTree:
         return RoundInput(
             tree=self.tree,
             logits=self.raw_logits,
-            scores=self.scores,
+            scores=self.look_up("scores") if state.processors.is_needed else self.logits,
             greedy=state.greedy,
             uniforms=uniforms,
             budget_left=state.budget,
-            process_draft=(lambda tree: self.draft_scores) if state.processors.is_needed else None,
+            process_draft=(lambda tree: self.look_up("draft_scores")) if state.processors.is_needed else None,
             texts=state.texts,
             kl_excess=state.kl_excess,
-            seen_ngrams=self.seen_ngrams,
+            seen_ngrams=self.look_up,
             max_accepted=max_accepted,
         )
 
@@ -184,46 +184,33 @@ class VerifiedTree:
     def _texts(self) -> Sequence[Tensor | None]:
         return self._state.history() if self._state.processors.contextual else ()
 
-    @cached_property
-    def scores(self) -> Tensor:
-        """[B, N, V] the logits after the request's processors."""
-        state = self._state
-        if not state.processors.is_needed:
-            return self.logits
-        return state.processors.nodes(self.raw_logits, self.tree, self._texts, state.padded_prompt_indices)
+    def look_up(self, name: Hashable) -> Any:
+        """Return what rules ask of the tree, computed at the first call.
 
-    @cached_property
-    def draft_scores(self) -> Tensor:
-        """[B, I, V] the drafter's logits after them."""
-        state = self._state
-        return state.processors.drafts(self.tree, self.logits.shape[-1], self._texts, state.padded_prompt_indices)
-
-    def seen_ngrams(self, n: int) -> Tensor | None:
-        """[B, N] bool; drafts that complete an n-gram of other texts that the drafter reads; None: it reads none."""
-        if n not in self._seen_ngrams:
-            self._seen_ngrams[n] = self._state.session.seen_ngrams(self.tree, n)
-        return self._seen_ngrams[n]
-
-    def compute(self, name: Hashable) -> None:
-        """Compute what :meth:`computed` returns by this name."""
-        if isinstance(name, int):
-            self.seen_ngrams(name)
-        else:
-            getattr(self, str(name))
+        Args:
+            name: "scores": the logits after the request's processors, [B, N, V]. "draft_scores": the drafter's after
+                them, [B, I, V]. n: drafts that complete an n-gram of other texts that the drafter reads, [B, N] bool;
+                None if it reads none.
+        """
+        if name not in self._found:
+            state = self._state
+            processors, vocabulary, rows = state.processors, self.logits.shape[-1], state.padded_prompt_indices
+            if isinstance(name, int):
+                self._found[name] = state.session.seen_ngrams(self.tree, name)
+            elif name == "scores":
+                self._found[name] = processors.nodes(self.raw_logits, self.tree, self._texts, rows)
+            else:
+                self._found[name] = processors.drafts(self.tree, vocabulary, self._texts, rows)
+        return self._found[name]
 
     def computed(self) -> dict[Hashable, Tensor]:
-        """Return what the host has computed so far, by name; drafts that complete seen n-grams by n."""
-        names = ("scores", "draft_scores") if self._state.processors.contextual else ()
-        values: dict[Hashable, Tensor] = {name: vars(self)[name] for name in names if name in vars(self)}
-        return values | {n: seen for n, seen in self._seen_ngrams.items() if seen is not None}
+        """Return what the host has computed so far, by name."""
+        on_host = self._state.processors.contextual
+        found = ((name, values) for name, values in self._found.items() if on_host or isinstance(name, int))
+        return {name: values for name, values in found if values is not None}
 
     def with_computed(self, state: DecodeState, computed: Mapping[Hashable, Tensor] | None = None) -> VerifiedTree:
         """Return the same tree for ``state`` with these results of :meth:`computed`, and no others."""
         tree = VerifiedTree(state, replace(self.tree), self.logits, self.features)
-        tree.recurrent = self.recurrent
-        for name, values in (computed or {}).items():
-            if isinstance(name, int):
-                tree._seen_ngrams[name] = values
-            else:
-                vars(tree)[str(name)] = values
+        tree.recurrent, tree._found = self.recurrent, dict(computed or {})
         return tree
