@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsd_core.errors import ModelLoadError
+from fsd_core.errors import ModelLoadError, foreign_errors
 from fsd_core.files import HUB_OPTIONS
+from fsd_core.tensors import is_host
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.device.lock import RequestLock
@@ -115,6 +116,11 @@ class Target(CachedModel):
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
+
+    @property
+    def reads_in_turn(self) -> bool:
+        """Whether a batch's prompts are read one by one: together is no faster on a CPU, and padding costs."""
+        return is_host(self.device)
 
     @property
     def is_sharded(self) -> bool:
@@ -310,10 +316,9 @@ class Target(CachedModel):
         return torch.cat([features[..., part * width : (part + 1) * width] for part in parts], dim=-1)
 
     def _read_one(self, cache: SlotCache, visible: Tensor, zero: Tensor) -> None:
-        try:
+        # the first forward: a config may hold what no model can use
+        with foreign_errors(ModelLoadError, f"{self.name} cannot read a token ({{why}})."):
             self.forward(zero, zero, visible, cache, keep=1)
-        except Exception as error:  # the first forward: a config may hold what no model can use
-            raise ModelLoadError(f"{self.name} cannot read a token ({type(error).__name__}: {error}).") from error
         if len(cache.layers) != cache.num_layers:
             raise ModelLoadError(
                 f"{self.name} keeps {len(cache.layers)} layers of keys and values, but has {cache.num_layers} layers. "
