@@ -29,7 +29,6 @@ from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.heads.hub import find
-from fsd_infer.heads.kinds import EAGLES
 from fsd_infer.heads.weights import Weights, fill
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
@@ -120,8 +119,8 @@ HEADS: Registry[Any] = Registry("kind of published head")
 
 def load_published(name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
     """Load a head of any kind of :data:`HEADS`; arguments and result as of :meth:`Drafter.load`."""
-    found = find(name)
-    if found is None or found.kind in EAGLES:
+    found = find(name, HEADS)
+    if found is None:
         return None
     made: Drafter = HEADS.get(found.kind).read(found.directory, found.config, target, tree)
     made.directory = found.directory

@@ -215,17 +215,15 @@ class EagleHead(PreTrainedModel):
             VocabularyMismatchError: same family but another vocabulary.
         """
         hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
-        return load_whole(source, lambda: cls._load(source, target, hub, options), **hub)
 
-    @classmethod
-    def _load(
-        cls, source: str | os.PathLike[str], target: Target | None, hub: dict[str, Any], options: dict[str, Any]
-    ) -> EagleHead:
-        directory = find_head(source, **hub)
-        if directory is None and is_hub_id(os.fspath(source)):
-            raise CheckpointError(f"{source} holds no draft head: its {CONFIG} is missing or another model's.")
-        directory = directory or Path(source)  # read_head reports what a directory without a head lacks
-        return cls.of_stored(read_head(directory, target), **options)
+        def load() -> EagleHead:
+            directory = find_head(source, **hub)
+            if directory is None and is_hub_id(os.fspath(source)):
+                raise CheckpointError(f"{source} holds no draft head: its {CONFIG} is missing or another model's.")
+            directory = directory or Path(source)  # read_head reports what a directory without a head lacks
+            return cls.of_stored(read_head(directory, target), **options)
+
+        return load_whole(source, load, **hub)
 
     @classmethod
     def of_stored(cls, stored: StoredHead, **options: Any) -> EagleHead:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,16 +32,17 @@ class FoundHead(NamedTuple):
 
 def find_head(source: str | os.PathLike[str], **hub: Any) -> Path | None:
     """Return the directory of the EAGLE head that ``source`` names; arguments and errors as of :func:`find`."""
-    found = find(source, **hub)
-    return found.directory if found is not None and found.kind in EAGLES else None
+    found = find(source, EAGLES, **hub)
+    return None if found is None else found.directory
 
 
-def find(source: str | os.PathLike[str], **hub: Any) -> FoundHead | None:
-    """Return the draft head that ``source`` names; None if it is no head.
+def find(source: str | os.PathLike[str], kinds: Container[str], **hub: Any) -> FoundHead | None:
+    """Return the draft head of one of these kinds that ``source`` names; None if it is none.
 
     Args:
         source: a directory or hub id. Of a repository, the config is fetched first. If the config is ambiguous, the
-            tensors' names decide. Safetensors are fetched for heads alone.
+            tensors' names decide. Safetensors are fetched for heads of these kinds alone.
+        kinds: see :mod:`.kinds`.
         hub: ``revision``, ``token``, ``subfolder``, ``cache_dir``, ``local_files_only`` as in transformers.
 
     Raises:
@@ -51,15 +52,15 @@ def find(source: str | os.PathLike[str], **hub: Any) -> FoundHead | None:
     name = os.fspath(source)
     if not is_hub_id(name):
         directory = Path(source) / hub.get("subfolder", "")
-        return _in_directory(directory) if (directory / CONFIG).is_file() else None
+        return _in_directory(directory, kinds) if (directory / CONFIG).is_file() else None
     check_mistyped(name, **hub)
-    return load_whole(source, lambda: _fetched(name, **hub), **hub)
+    return load_whole(source, lambda: _fetched(name, kinds, **hub), **hub)
 
 
-def _in_directory(directory: Path) -> FoundHead | None:
+def _in_directory(directory: Path, kinds: Container[str]) -> FoundHead | None:
     config = read_config(directory)
     kind = kind_in(directory, config)
-    if kind is None:
+    if kind is None or kind not in kinds:
         return None
     # of EAGLE's, whoever reads the head says what it lacks
     if kind not in EAGLES and not has_weights(directory) and not (directory / _singles(kind)[0]).is_file():
@@ -69,7 +70,7 @@ def _in_directory(directory: Path) -> FoundHead | None:
     return FoundHead(kind, directory, config)
 
 
-def _fetched(source: str, **hub: Any) -> FoundHead | None:
+def _fetched(source: str, kinds: Container[str], **hub: Any) -> FoundHead | None:
     repository = _Repository(source, **hub)
     if (path := repository.file(CONFIG)) is None:
         return None
@@ -84,8 +85,9 @@ def _fetched(source: str, **hub: Any) -> FoundHead | None:
             raise CheckpointError(
                 f"{source} is a model of {layers} layers, as EAGLE heads are, without {SINGLE}. {unpickle()}"
             )
-        if (kind := kind_of(config, names)) is None:
-            return None
+        kind = kind_of(config, names)
+    if kind is None or kind not in kinds:
+        return None
     if not repository.fetch_weights(_singles(kind)):
         advice = unpickle(file=PICKLES.get(kind, PICKLE))
         raise CheckpointError(f"{source} is a head of kind {kind}, without {SINGLE}. {advice}")

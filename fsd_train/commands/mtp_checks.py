@@ -33,8 +33,8 @@ def mtp_place(head: str) -> tuple[bool, Path | None]:
     """Return whether ``--head`` names MTP layers, and their directory if they lie apart from their target."""
     if head == MTP:
         return True, None
-    found = find(head)
-    return (False, None) if found is None or found.kind != MTP else (True, found.directory)
+    found = find(head, (MTP,))
+    return (False, None) if found is None else (True, found.directory)
 
 
 def refuse_other_options(args: argparse.Namespace) -> None:
