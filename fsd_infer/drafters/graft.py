@@ -168,7 +168,6 @@ class GraftedSession(DraftSession):
         """Return the best nodes of both trees."""
         drafter, began = self.drafter, self.clock()
         union = union_of(main, grafted, drafter.max_depth, len(drafter.main.proposers))
-        union.depth_bound = drafter.max_depth
         if self.growth is not None:
             self.growth.grafted_seconds += self.clock() - began
             return keep_nodes(union, main, self.growth.choose(union))
@@ -222,9 +221,8 @@ def union_of(main: DraftTree, grafted: DraftTree, depth: int, main_proposers: in
     more = parents.shape[1] - main.parents.shape[1]
     q_index = torch.nn.functional.pad(main.q_index, (0, more), value=-1)
     drawn = None if main.drawn is None else torch.nn.functional.pad(main.drawn, (0, more))
-    return replace(
-        main, tokens=tokens, parents=parents, scores=scores, q_index=q_index, proposers=proposers, drawn=drawn
-    )
+    nodes = {"tokens": tokens, "parents": parents, "scores": scores, "q_index": q_index}
+    return replace(main, **nodes, proposers=proposers, drawn=drawn, depth_bound=depth)
 
 
 def _parts(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
