@@ -89,6 +89,10 @@ class TreeSession(DraftSession):
         return self.prices is not None
 
     @property
+    def is_recordable(self) -> bool:
+        return self.prices is None
+
+    @property
     def shape_key(self) -> Hashable:
         return self.shape
 
