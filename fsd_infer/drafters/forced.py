@@ -14,9 +14,9 @@ from torch import Tensor
 from fsd_core import functional
 from fsd_infer.drafters.base import Drafter
 from fsd_infer.drafters.free import FreeDrafter, FreeSession, Options, Table
-from fsd_infer.drafters.graft import GraftedDrafter, GraftedSession, keep_nodes, union_of
+from fsd_infer.drafters.graft import GraftedDrafter, GraftedSession, union_of
 from fsd_infer.drafters.session import DraftRequest
-from fsd_infer.trees.tree import DraftTree, select_nodes
+from fsd_infer.trees.tree import DraftTree
 
 MAX_FORCED = 16  # forced tokens of a round
 FORCED_ALONE = 2  # a row with this many forced tokens takes no drafts of the main drafter
@@ -167,11 +167,9 @@ class ForcedSession(GraftedSession):
         drawn = None if main.drawn is None else main.drawn & ~is_long
         main = replace(main, scores=main.scores.masked_fill(main.is_draft & is_long, -math.inf), drawn=drawn)
         union = union_of(main, forced, drafter.max_depth, self._proposer)
-        drafts = union.is_draft.sum(1)
-        if functional.host_all(drafts == main.is_draft.sum(1)):  # main holds the chains
+        if functional.host_all(union.is_draft.sum(1) == main.is_draft.sum(1)):  # main holds the chains
             return main
-        most = 1 + functional.host_max(drafts, drafter.max_nodes - 1)
-        nodes = select_nodes(union.scores, union.parents, drafter.max_depth, 0.0, most, union.pinned)
         if self.growth is not None:
             self.growth.is_choice = False
-        return replace(keep_nodes(union, main, nodes), forecast=None)  # what is forced says nothing of the drafter
+        best = self._best(union, main, 0.0, drafter.max_nodes)
+        return replace(best, forecast=None)  # what is forced says nothing of the drafter

@@ -15,6 +15,7 @@ from typing_extensions import Self
 from fsd_core.former import Renamed
 from fsd_infer.drafters.frontier import Frontier, Successors
 from fsd_infer.trees.priced_growth import PricedGrowth
+from fsd_infer.trees.prices import Prices
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws
 
@@ -92,6 +93,11 @@ class DraftSession(Renamed, ABC):
     parts: Sequence[DraftSession] = ()
     shape: TreeShape | None = None
     growth: PricedGrowth | None = None
+
+    @property
+    def prices(self) -> Prices | None:
+        """By which the next trees are grown; None: they have a fixed shape."""
+        return None if self.shape is None else self.shape.prices
 
     @property
     def reads_nodes(self) -> bool:

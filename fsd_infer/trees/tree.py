@@ -157,19 +157,12 @@ class DraftTree(Renamed):
         more = count - self.tokens.shape[1]
         if more <= 0:
             return self
-
-        def pad(values: Tensor, fill: float) -> Tensor:
-            return torch.nn.functional.pad(values, (0, more), value=fill)
-
-        return replace(
-            self,
-            tokens=pad(self.tokens, 0),
-            parents=pad(self.parents, 0),
-            scores=pad(self.scores, -math.inf),
-            q_index=pad(self.q_index, -1),
-            proposers=None if self.proposers is None else pad(self.proposers, 0),
-            drawn=None if self.drawn is None else pad(self.drawn, False),
-        )
+        padded = {
+            name: torch.nn.functional.pad(values, (0, more), value=fill)
+            for name, fill in _PADDING.items()
+            if (values := getattr(self, name)) is not None
+        }
+        return replace(self, **padded)
 
     @classmethod
     def root_only(cls, tokens: Tensor, vocab_size: int) -> DraftTree:
@@ -230,8 +223,18 @@ class DraftTree(Renamed):
         return cls(tokens.long(), parents.long(), scores.clone(), no_q, no_index, depth_bound=depth_bound)
 
 
-_FILLS = (0, 0, -math.inf)  # what rows are padded with
+_FILLS = (0, 0, -math.inf)  # what rows of lists are padded with
+_PADDING = {"tokens": 0, "parents": 0, "scores": -math.inf, "q_index": -1, "proposers": 0, "drawn": False}
 Nodes = tuple[list[int], list[int], list[float]]  # tokens, parents and scores of a row's tree, as in DraftTree
+
+
+def path_to(node: int, parents: Sequence[int]) -> list[int]:
+    """Return the nodes from below the root to this one."""
+    path = []
+    while node:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
 
 
 def select_nodes(
