@@ -28,7 +28,7 @@ from fsd_infer.drafters.translated import OwnTokensSession, TranslatedDrafter
 from fsd_infer.drafters.translation import Translation, Vocabulary
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape, default_shape
-from fsd_infer.trees.tree import DraftTree, Draws, Nodes
+from fsd_infer.trees.tree import DraftTree, Draws, Nodes, path_to
 
 PREFIX = "text:"
 WINDOW = 24  # the last tokens of a text, which are split together with new text
@@ -167,10 +167,7 @@ class TextSession(OwnTokensSession):
         made, made_parents, made_scores = [root], [0], [0.0]
         known = dict[tuple[int, int], int]()  # node by its parent and its token
         for leaf in sorted(set(drafted) - above, key=lambda node: -scores[node]):
-            path = [leaf]
-            while path[0] and parents[path[0]]:
-                path.insert(0, parents[path[0]])
-            at = 0
+            path, at = path_to(leaf, parents), 0
             for token, score in self._chain(tail, [tokens[x] for x in path], [scores[x] for x in path]):
                 if (at, token) not in known:
                     if len(made) == self.drafter.max_nodes:
