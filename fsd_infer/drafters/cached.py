@@ -12,7 +12,6 @@ from fsd_infer.drafters.frontier import Frontier
 from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.tree_drafter import TreeDrafter
-from fsd_infer.trees.tree import DraftTree
 
 
 class CachedSession(TreeSession):
@@ -24,11 +23,6 @@ class CachedSession(TreeSession):
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
         super().__init__(drafter, request)
         self._cached: list[set[int]] = [{0} for _ in range(request.batch)]  # the nodes of a frontier in the cache
-        self._node_positions: list[Tensor] = []  # [B, E] of each depth's expanded nodes, if layers have windows
-
-    def draft(self, roots: Tensor) -> DraftTree:
-        self._node_positions = []
-        return super().draft(roots)
 
     def _add_node_positions(self, positions: Tensor, slots: int) -> None:
         """Tell the cache the positions [B, E] of the next depth's nodes. ``slots``: how many slots are seen."""

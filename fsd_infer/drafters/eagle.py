@@ -262,7 +262,7 @@ class EagleSession(CachedSession):
 
     @property
     def is_recordable(self) -> bool:
-        return super().is_recordable and (self.vocabulary is None or self.vocabulary.is_recordable)
+        return self.shape.prices is None and (self.vocabulary is None or self.vocabulary.is_recordable)
 
     @property
     def _reads_at_once(self) -> bool:

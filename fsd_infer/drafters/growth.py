@@ -62,14 +62,17 @@ class TreeSession(DraftSession):
         self._visits = torch.zeros(0)  # [B, E] tilted scores of the nodes that were expanded last
         self._drawing: Drawing | ChainDrawing | None = None  # of this round
         self._ratios = self._acceptance_ratios()
+        self._node_positions: list[
+            Tensor
+        ] = []  # [B, E] of each depth's expanded nodes, where :class:`CachedSession` asks
         self._stopped: Tensor | None = None  # [] bool, on devices: whether drafting has stopped
 
     def _acceptance_ratios(self) -> AcceptanceRatios | None:
         """Return what the draws of earlier rounds have taught; None: nothing is drawn, or rounds are recorded."""
         request = self.request
-        if request.draws is not Draws.TREE or self.prices is None and not is_host(self.device):
+        if request.draws is not Draws.TREE or self.shape.prices is None and not is_host(self.device):
             return None
-        learns = not request.seeded if self.prices is None else request.clock is not None
+        learns = not request.seeded if self.shape.prices is None else request.clock is not None
         key = round(10 * request.temperature), round(4 * min(request.draft_bonus, 4.0))
         return self.drafter.ratios.setdefault(key, AcceptanceRatios()) if learns else AcceptanceRatios()
 
@@ -80,11 +83,11 @@ class TreeSession(DraftSession):
 
     @property
     def needs_report(self) -> bool:
-        return self.prices is not None
+        return self.shape.prices is not None
 
     @property
     def is_recordable(self) -> bool:
-        return self.prices is None
+        return self.shape.prices is None
 
     @property
     def shape_key(self) -> Hashable:
@@ -105,7 +108,7 @@ class TreeSession(DraftSession):
 
     def draft(self, roots: Tensor) -> DraftTree:
         depth = self._max_depth()
-        self.growth = None if self.prices is None else PricedGrowth(self.shape, len(self.lengths))
+        self.growth = None if self.shape.prices is None else PricedGrowth(self.shape, len(self.lengths))
         if depth < 1 or self.growth is not None and not self.growth.starts():
             return DraftTree.root_only(roots, self.drafter.vocabulary)
         logits, ids = self._read_roots()
@@ -121,7 +124,7 @@ class TreeSession(DraftSession):
         if self.request.draws is Draws.CHAIN:
             return ChainDrawing(self.request.process, self.request.generator)
         nodes = self.shape.max_nodes
-        min_accept_prob = 1.0 / (2 * nodes) if self.prices is None else self.prices.min_accept_prob
+        min_accept_prob = 1.0 / (2 * nodes) if self.shape.prices is None else self.shape.prices.min_accept_prob
         return Drawing(self.request.process, self.request.generator, nodes - 1, min_accept_prob, self._ratios)
 
     @property
@@ -183,7 +186,7 @@ class TreeSession(DraftSession):
             ids: [Vd] target id of each entry; None if Vd = V.
             max_depth: of the deepest candidates.
         """
-        self._stopped = None
+        self._stopped, self._node_positions = None, []
         tree = Candidates(roots, isinstance(self._drawing, Drawing))
         self._visits = tree.expanded_scores
         for depth in range(1, max_depth + 1):

@@ -170,7 +170,7 @@ def _check_windows(decoder: Any, config: Any) -> None:
     Then ``generate`` depends on where a prompt ends, and no mask of a draft tree agrees with it. Moshi is such a model.
     """
     shortest = min((window for window in layer_windows(config).values() if window is not None), default=None)
-    module = inspect.getmodule(type(decoder))
+    module: Any = inspect.getmodule(type(decoder))
     ours = module is None or not module.__name__.startswith("transformers.models.")
     if shortest is None or ours or any("sliding_window" in name and "mask" in name for name in vars(module)):
         return
@@ -242,7 +242,7 @@ def check_decodable(model: Any, name: str) -> None:
 
 def _counts_its_cache(decoder: Any) -> bool:
     """Whether its code places tokens by the length of their cache, whatever positions it is given: Inkling does."""
-    module = inspect.getmodule(type(decoder))
+    module: Any = inspect.getmodule(type(decoder))
     own = [function for function in vars(module).values() if getattr(function, "__module__", "") == module.__name__]
     forwards = [inspect.unwrap(type(part).forward) for part in decoder.modules()]
     return any("get_query_offset" in made.__code__.co_names for made in (*own, *forwards) if inspect.isfunction(made))
