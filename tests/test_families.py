@@ -108,6 +108,10 @@ def test_unsupported_layers_and_attention_are_refused() -> None:
 
 
 _HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=64, sliding_window=WINDOW)
+_INKLING: dict[str, Any] = dict(
+    _HEADS, hidden_size=32, num_hidden_layers=2, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=8,
+    n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -123,6 +127,8 @@ _HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermed
         ("falcon", dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True)),
         ("bert", dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32)),
         ("recurrent_gemma", dict(hidden_size=32, lru_width=32, num_hidden_layers=3, num_attention_heads=4)),
+        ("inkling_text", _INKLING),
+        ("inkling2_text", {**_INKLING, "unpadded_vocab_size": VOCAB}),
         ("dory", dict(hidden_size=32, num_hidden_layers=4, n_input_layers=1, n_output_layers=1, **_HEADS)),
     ],
 )

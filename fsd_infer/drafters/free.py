@@ -204,7 +204,7 @@ class FreeSession(DraftSession):
             return DraftTree.of_packed(self._host_inputs, drafter.vocab_size, drafter.depth)
         rows = self._rows()
         tree = DraftTree.of_lists(rows, drafter.vocab_size, self.device, drafter.depth)
-        if self.shape is None or self.shape.prices is None:
+        if self.shape is None or self.prices is None:
             return tree
         self.growth = PricedGrowth(self.shape, len(rows))
         return tree.keep(self.growth.choose(tree))

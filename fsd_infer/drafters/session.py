@@ -16,6 +16,7 @@ from fsd_core.former import Renamed
 from fsd_core.tensors import kept_rows
 from fsd_infer.drafters.frontier import Frontier, Successors
 from fsd_infer.trees.priced_growth import PricedGrowth
+from fsd_infer.trees.prices import Prices
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws
 
@@ -95,6 +96,11 @@ class DraftSession(Renamed, ABC):
     per_row: ClassVar[frozenset[str]] = frozenset()
     shape: TreeShape | None = None
     growth: PricedGrowth | None = None
+
+    @property
+    def prices(self) -> Prices | None:
+        """By which the next trees are grown; None: they have a fixed shape."""
+        return None if self.shape is None else self.shape.prices
 
     @property
     def reads_nodes(self) -> bool:

@@ -126,8 +126,7 @@ class OwnTokensSession(LMSession):
         self.cache = self.drafter.model.new_cache(len(self._counts), self.drafter.slots(self._room))
         self.cached.zero_()
         self._max_unread = max(self._counts)
-        for nodes in self._expanded:
-            nodes.clear()
+        self._expanded = []
 
 
 class TranslatedSession(OwnTokensSession):

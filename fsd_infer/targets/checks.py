@@ -170,7 +170,7 @@ def _check_windows(decoder: Any, config: Any) -> None:
     Then ``generate`` depends on where a prompt ends, and no mask of a draft tree agrees with it. Moshi is such a model.
     """
     shortest = min((window for window in layer_windows(config).values() if window is not None), default=None)
-    module = inspect.getmodule(type(decoder))
+    module: Any = inspect.getmodule(type(decoder))
     ours = module is None or not module.__name__.startswith("transformers.models.")
     if shortest is None or ours or any("sliding_window" in name and "mask" in name for name in vars(module)):
         return
@@ -225,7 +225,7 @@ def check_decodable(model: Any, name: str) -> None:
         )
     takes_positions = any("position_ids" in inspect.signature(part.forward).parameters for part in (model, decoder))
     attends = not recurrent or types - WITHOUT_KEYS
-    if attends and not takes_positions or getattr(config, "alibi", False):
+    if attends and not takes_positions or getattr(config, "alibi", False) or _counts_its_cache(decoder):
         raise ModelLoadError(
             f"{kind} takes no positions (it keeps a state, or counts its cache); verifying a token tree in one forward "
             "needs siblings at one position. Use another target."
@@ -238,6 +238,14 @@ def check_decodable(model: Any, name: str) -> None:
             f"{name} lies on several devices ({', '.join(sorted(places))}), layer by layer, but a cache lies on one. "
             'Load it on one device, or by tp_plan="auto" on one per process (docs/performance.md).'
         )
+
+
+def _counts_its_cache(decoder: Any) -> bool:
+    """Whether its code places tokens by the length of their cache, whatever positions it is given: Inkling does."""
+    module: Any = inspect.getmodule(type(decoder))
+    own = [function for function in vars(module).values() if getattr(function, "__module__", "") == module.__name__]
+    forwards = [inspect.unwrap(type(part).forward) for part in decoder.modules()]
+    return any("get_query_offset" in made.__code__.co_names for made in (*own, *forwards) if inspect.isfunction(made))
 
 
 def _name_foreign_ends(model: Any, name: str) -> None:

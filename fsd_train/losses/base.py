@@ -259,7 +259,7 @@ class Loss(ABC):
     def __call__(self, batch: DraftBatch) -> LossOutput: ...
 
 
-LOSSES: Registry[Callable[..., Loss]] = Registry("loss")
+LOSSES: Registry[Callable[..., Loss]] = Registry("loss", takes_yours=True)
 
 
 def as_loss(loss: Loss | str) -> Loss:
