@@ -109,7 +109,7 @@ def hle(row: Values) -> dict[str, Any]:
     """A question of text. Questions with an image are refused: no target here sees it."""
     if row.get("image"):
         raise DataError("the question has an image. Leave such rows out.")
-    choice = row.get("answer_type") == "multipleChoice"
+    choice = _need(row, "answer_type") == "multipleChoice"
     asked = (
         LETTER if choice else "Reason step by step. End with a line that says ANSWER: and your answer, nothing else."
     )

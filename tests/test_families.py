@@ -13,6 +13,7 @@ from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.device.cache import cache_argument
 from fsd_infer.drafters import NoDrafter
 from fsd_infer.targets.checks import check_directory
+from fsd_infer.targets.kinds import auto_class
 from tests import families
 from tests.families import (
     CUDA,
@@ -112,6 +113,11 @@ _INKLING: dict[str, Any] = dict(
     _HEADS, hidden_size=32, num_hidden_layers=2, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=8,
     n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
 )  # fmt: skip
+_GLM: dict[str, Any] = dict(
+    _HEADS, num_key_value_heads=4, vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, q_lora_rank=16,
+    kv_lora_rank=16, qk_rope_head_dim=0, qk_nope_head_dim=8, v_head_dim=8, index_head_dim=16, index_n_heads=16,
+    index_topk=8, index_kpool=4, layer_types=["full_attention"], pad_token_id=0,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -127,6 +133,7 @@ _INKLING: dict[str, Any] = dict(
         ("falcon", dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True)),
         ("bert", dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32)),
         ("recurrent_gemma", dict(hidden_size=32, lru_width=32, num_hidden_layers=3, num_attention_heads=4)),
+        ("glm5_next", {"text_config": _GLM, "vision_config": dict(depth=1, hidden_size=32, num_heads=4)}),
         ("inkling_text", _INKLING),
         ("inkling2_text", {**_INKLING, "unpadded_vocab_size": VOCAB}),
         ("dory", dict(hidden_size=32, num_hidden_layers=4, n_input_layers=1, n_output_layers=1, **_HEADS)),
@@ -136,7 +143,8 @@ def test_models_that_cannot_read_a_tree_are_refused(family: str, options: dict[s
     """They would answer, with other tokens than alone."""
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {family}")
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, vocab_size=VOCAB, **options))
+    config = AutoConfig.for_model(family, vocab_size=VOCAB, **options)
+    model = auto_class(config).from_config(config)
     with pytest.raises(ModelLoadError, match="[Uu]se another target"):
         FuzzyDecoder(Target(model), NoDrafter(VOCAB)).generate([[1, 2, 3]], max_new_tokens=2, do_sample=False)
 

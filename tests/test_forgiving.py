@@ -136,8 +136,10 @@ def test_a_base_model_says_once_that_it_only_continues(target: Path, caplog: pyt
         made = FuzzyDecoder.from_pretrained(AutoModelForCausalLM.from_pretrained(target), "none", tokenizer)
         made.generate(PROMPT, chat=False, max_new_tokens=2)
         assert "chat template" not in caplog.text
-        for _ in range(2):
-            made.generate(PROMPT, max_new_tokens=2)
+        for prompt in ([{"role": "user", "content": PROMPT}], PROMPT):
+            made.generate(prompt, max_new_tokens=2)
+    with pytest.raises(FsdError, match="apply_chat_template: .* has no chat template"):
+        made.generate(PROMPT, apply_chat_template=True, max_new_tokens=2)
     assert caplog.text.count("has no chat template: it continues prompts as they are") == 1
 
 

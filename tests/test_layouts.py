@@ -124,6 +124,7 @@ def test_own_fields_and_rows_that_do_not_fit(tmp_path: Path) -> None:
     assert row.messages[-1]["content"] == "Was ist 6 mal 7?" and reference is not None and reference.score("42") == 1
     for layout, changed, message in (
         ("gpqa", {"Correct Answer": None}, "no field Correct Answer"), ("hle", {"image": "data:..."}, "has an image"),
+        ("hle", {"answer_type": None}, "no field answer_type"),
         ("mt-bench", {"turns": "a"}, "no list of texts"),
         ("speed-bench", {"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM"]}, "placeholder"),
     ):  # fmt: skip

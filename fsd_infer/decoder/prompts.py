@@ -63,6 +63,8 @@ class PromptEncoder:
             raise FsdError("the prompt is empty: give at least one token.")
         if isinstance(items[0], Mapping):
             tokenizer = need_tokenizer(self.target.tokenizer, self.target.name)
+            if not tokenizer.chat_template:
+                self._say_raw()
             return encode_chat(tokenizer, items, blank=True)  # type: ignore[arg-type]
         size = self.target.vocab_size
         for token in items:
@@ -77,19 +79,27 @@ class PromptEncoder:
         tokenizer = need_tokenizer(self.target.tokenizer, self.target.name)
         if not text:
             raise FsdError("the prompt is empty: give some text.")
+        if apply_chat_template and not tokenizer.chat_template:
+            raise FsdError(
+                f"apply_chat_template: {self.target.name} has no chat template. Leave it out, or give tokenizer= one."
+            )
         if apply_chat_template or (apply_chat_template is None and tokenizer.chat_template):
             return encode_chat(tokenizer, [{"role": "user", "content": text}], blank=True)
-        if apply_chat_template is None and not self._said_raw:
+        if apply_chat_template is None:
+            self._say_raw()
+        ids = encode_text(tokenizer, text)
+        if not ids:
+            raise FsdError("the prompt encodes to no tokens: give some text.")
+        return ids
+
+    def _say_raw(self) -> None:
+        if not self._said_raw:
             self._said_raw = True
             log.warning(
                 "%s has no chat template: it continues prompts as they are (apply_chat_template=False, or --raw, if "
                 "you mean that).",
                 self.target.name,
             )
-        ids = encode_text(tokenizer, text)
-        if not ids:
-            raise FsdError("the prompt encodes to no tokens: give some text.")
-        return ids
 
 
 def listed(prompts: Any, padding: int | None) -> list[Any]:

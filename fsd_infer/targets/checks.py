@@ -31,6 +31,7 @@ MAX_INTEGER = 2**53  # of a whole number in a config, with room for sums in 64 b
 _LAYER = re.compile(r"(?:(?:model|language_model|backbone|transformer)\.)*layers\.(\d+)\.")
 _TABLE = re.compile(r"(^|\.)(embed_tokens|embeddings|lm_head)\.weight$")
 _NOT_COUNTS = ("per_layer", "max_window_layers")  # sizes of Gemma 4; Qwen's first layer with a window, by default 28
+_COUNTS = {"get_query_offset"}, {"update_indexer", "get_seq_length"}  # what such code asks of a cache
 _DOGE_IS_CAUSAL = (5, 18)  # first version of transformers whose Doge has a causal mask under sdpa, too
 _CAUSAL_ANYWAY = {"gpt_neox", "gpt_neox_japanese"}  # their configs have an is_decoder that nothing reads
 
@@ -241,11 +242,12 @@ def check_decodable(model: Any, name: str) -> None:
 
 
 def _counts_its_cache(decoder: Any) -> bool:
-    """Whether its code places tokens by the length of their cache, whatever positions it is given: Inkling does."""
+    """Whether its code places tokens by the length of the cache, not by positions: Inkling's, and GLM-5.3's indexer."""
     module: Any = inspect.getmodule(type(decoder))
     own = [function for function in vars(module).values() if getattr(function, "__module__", "") == module.__name__]
     forwards = [inspect.unwrap(type(part).forward) for part in decoder.modules()]
-    return any("get_query_offset" in made.__code__.co_names for made in (*own, *forwards) if inspect.isfunction(made))
+    codes = [set(made.__code__.co_names) for made in (*own, *forwards) if inspect.isfunction(made)]
+    return any(names <= code for names in _COUNTS for code in codes)
 
 
 def _name_foreign_ends(model: Any, name: str) -> None:
