@@ -200,7 +200,7 @@ def _draft_request(
     generator: torch.Generator | None,
     policy: TreePolicy | MenuPolicy | None,
 ) -> DraftRequest:
-    """Return what the drafter is told of a request."""
+    """Return the parts of a request that the drafter reads."""
     request, sizes, count = plan.request, plan.sizes, len(plan.request.prompts)
     users = request.users
     return DraftRequest(

@@ -1,7 +1,7 @@
 """One round of speculative decoding: a function of tensors on the target's device, read from top to bottom.
 
-B rows, N nodes of each tree with the root first, D at least the depth of a tree, V tokens, F features. Nothing is read
-on the host, so a device may run a round in one go. On a CPU, where reading is free, shapes are as small as the round
+B rows, N nodes of each tree with the root first, D at least the depth of a tree, V tokens, F features. The host reads
+no tensor, so one CUDA graph can hold a whole round. On a CPU, where reading is free, shapes are as small as the round
 allows; elsewhere they are fixed. :mod:`fsd_infer.engine.loop` calls :func:`decode_round` until all rows are finished.
 """
 
@@ -47,7 +47,10 @@ class RoundTensors:
 
 
 def decode_round(state: DecodeState) -> RoundTensors:
-    """Run one round: draft a tree, verify it in one target forward, and accept a path of it by the rules."""
+    """Run one round: draft a tree, verify it in one target forward, and accept a path of it by the rules.
+
+    ``state.on_phase`` is called at the end of each step, with its name.
+    """
     # 1. Draft a tree under each text's last token, which the target has not read.
     tree = state.session.draft(state.roots)
     state.on_phase("draft")
@@ -80,10 +83,10 @@ def accept(state: DecodeState, verified: VerifiedTree) -> RoundTensors:
     """Apply each row's rule, and charge its budget and its adaptive KL coefficient."""
     tree, logits = verified.tree, verified.logits
     rows, nodes = tree.tokens.shape
-    # [B, N, 3], drawn for the largest tree: padding of a tree changes no later draw
+    # [B, N, 3], see RoundInput; drawn for the largest tree, so that a tree's size changes no later draw
     uniforms = torch.rand(rows, max(nodes, state.max_nodes), 3, generator=state.generator, device=logits.device)
     verdict = device_verdict(state.rules, verified.round_input(uniforms[:, :nodes], max_accepted(state, tree)))
-    if state.live is not None:  # finished rows emit nothing; the host may not know yet which have reached their limit
+    if state.live is not None:  # finished rows emit nothing, -1 + 1 tokens; the host may not yet know which they are
         goes_on = state.live & (state.texts.lengths < state.max_lengths)
         verdict.accepted = verdict.accepted.masked_fill(~goes_on, -1)
     charge(state, verdict)
@@ -96,7 +99,7 @@ def accept(state: DecodeState, verified: VerifiedTree) -> RoundTensors:
 
 
 def charge(state: DecodeState, verdict: Verdict) -> None:
-    """Take what a round spent from each row's budget, and add what it spent beyond its KL target to the excess."""
+    """Charge a round's nats to each row's budget, and to ``kl_excess`` what exceeds the rule's KL target."""
     spent = verdict.spent.sum(1)
     if verdict.allowed is not None:
         state.kl_excess += spent.float() - verdict.allowed
@@ -137,9 +140,10 @@ def advance(state: DecodeState, result: RoundTensors) -> None:
 
 
 class VerifiedTree:
-    """A tree with the target's logits and features at its nodes.
+    """A tree with the target's logits and features at its nodes, and what rules read of it, computed when first read.
 
-    The rest is computed when a rule asks for it: by the device, or by the host if :attr:`.DecodeState.asks_host`.
+    If that needs the host (:attr:`.DecodeState.asks_host`), a recorded round is two graphs. Between them the host calls
+    :meth:`compute`, and the second graph reads the results through :meth:`with_computed`.
 
     Attributes:
         tree: the drafts.
@@ -186,7 +190,7 @@ class VerifiedTree:
 
     @cached_property
     def scores(self) -> Tensor:
-        """[B, N, V] the logits after the request's processors."""
+        """[B, N, V] the target's logits after the request's processors."""
         state = self._state
         if not state.processors.is_needed:
             return self.logits
@@ -194,31 +198,31 @@ class VerifiedTree:
 
     @cached_property
     def draft_scores(self) -> Tensor:
-        """[B, I, V] the drafter's logits after them."""
+        """[B, I, V] the drafter's logits after the request's processors."""
         state = self._state
         return state.processors.drafts(self.tree, self.logits.shape[-1], self._texts, state.padded_prompt_indices)
 
     def seen_ngrams(self, n: int) -> Tensor | None:
-        """[B, N] bool; drafts that complete an n-gram of other texts that the drafter reads; None: it reads none."""
+        """[B, N] bool; drafts that complete an n-gram of another text that the drafter reads; None: it reads none."""
         if n not in self._seen_ngrams:
             self._seen_ngrams[n] = self._state.session.seen_ngrams(self.tree, n)
         return self._seen_ngrams[n]
 
     def compute(self, name: Hashable) -> None:
-        """Compute what :meth:`computed` returns by this name."""
+        """Compute one entry of :meth:`computed`, on the host."""
         if isinstance(name, int):
             self.seen_ngrams(name)
         else:
             getattr(self, str(name))
 
     def computed(self) -> dict[Hashable, Tensor]:
-        """Return what the host has computed so far, by name; drafts that complete seen n-grams by n."""
+        """Return what has been computed so far: processed scores by name, :meth:`seen_ngrams` by n."""
         names = ("scores", "draft_scores") if self._state.processors.contextual else ()
         values: dict[Hashable, Tensor] = {name: vars(self)[name] for name in names if name in vars(self)}
         return values | {n: seen for n, seen in self._seen_ngrams.items() if seen is not None}
 
     def with_computed(self, state: DecodeState, computed: Mapping[Hashable, Tensor] | None = None) -> VerifiedTree:
-        """Return the same tree for ``state`` with these results of :meth:`computed`, and no others."""
+        """Return the same tree for ``state``, where only these results of :meth:`computed` are known."""
         tree = VerifiedTree(state, replace(self.tree), self.logits, self.features)
         tree.recurrent = self.recurrent
         for name, values in (computed or {}).items():

@@ -39,7 +39,7 @@ class RequestTracker:
 
     def __init__(self, target: Target, request: Request, limits: Sequence[int]) -> None:
         self.request, self.prompts, self.records = request, request.prompts, [RowRecord() for _ in request.prompts]
-        # a seeded answer comes again, to its last bit
+        # a seeded answer repeats, to its last bit
         prefix_cache = None if request.generator is not None else target.prefixes
         longest = target.dynamic_rope.fixed_length
         self.prefixes = PrefixSession(prefix_cache, target.captured_layers, request.users, longest)
