@@ -255,6 +255,6 @@ def test_decoding_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     foreign = shipped_drafter("smollm2-135m")
     assert infer(["estimate", "--target", str(tmp_path), "--drafter", str(foreign)]) == 2
     assert "reads features of width 576" in capsys.readouterr().err
-    with pytest.raises(ModelLoadError, match="num_hidden_layer is no size"):
+    with pytest.raises(ModelLoadError, match="num_hidden_layer is not a size"):
         planned_target(str(tmp_path), {"num_hidden_layer": 3})
     assert planned_target(str(tmp_path), {"num_hidden_layers": 3}).config.num_hidden_layers == 3

@@ -81,7 +81,7 @@ def _of_data_url(text: str) -> bytes:
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise FsdError(f"the image is no base64 ({error}).") from error
+        raise FsdError(f"the image is not base64 ({error}).") from error
 
 
 def _decoded(data: bytes, where: str) -> Any:

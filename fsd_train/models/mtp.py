@@ -104,7 +104,7 @@ class MtpModule(DistillationModule):
             block: Any = made.layers[0].block
             block.apply(self.target.decoder._init_weights)  # transformers makes experts of memory as it finds it
         if not hasattr(block, "self_attn"):
-            raise DataError(f"{self.target_name}: its layers are of no kind that an MTP layer is made of.")
+            raise DataError(f"{self.target_name}: its layers are not of a kind that an MTP layer can be made of.")
         return made
 
     @property
