@@ -104,7 +104,7 @@ def test_arguments_of_other_days_are_named_with_what_to_give(
 
 def test_what_a_decoder_cannot_do_says_what_can(decoder: FuzzyDecoder) -> None:
     requests: list[tuple[dict[str, Any], str]] = [
-        ({"rule": "plain"}, "'plain' is no rule: to decode without drafts, name the drafter 'none'"),
+        ({"rule": "plain"}, "'plain' is not a rule: to decode without drafts, name the drafter 'none'"),
         ({"drafter": "none"}, r"got str: decoder.load_drafter\(NAME\) loads one"),
     ]
     for given, said in requests:

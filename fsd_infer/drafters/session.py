@@ -38,7 +38,7 @@ class DraftRequest(Renamed):
         draws: which drafts of heads and small LMs are drawn from q.
         generator: random generator of drawn drafts; None: torch's global one.
         temperature: of the request; 0 if it is greedy.
-        seeded: whether the request has a generator of its own, so that its answer comes again.
+        seeded: whether the request has a generator of its own, so that its answer repeats.
         device: of the target. Trees are returned there.
         draft_bonus: nats that the rule's distribution gives for an accepted draft, on average; 0 for distributions that
             favour no draft. :mod:`fsd_infer.trees.tree` chooses trees by it.
@@ -79,7 +79,7 @@ class DraftSession(Renamed, ABC):
     its draft needs of the host before the round, and :meth:`set_host_inputs` hands over the same on the device.
 
     Attributes:
-        parts: the sessions that this one combines. By default they take what this one is told.
+        parts: the sessions that this one combines. By default each gets every call of this one.
         per_row: names of attributes that hold a tensor [B, ...] or a list of B entries, for :meth:`keep_rows`.
         shape: of the next trees, if shapes are chosen round by round.
         growth: how the last trees were grown, if by prices.
@@ -261,7 +261,7 @@ class DraftSession(Renamed, ABC):
             part.on_end(row, prompt, answer)
 
     def folded(self, rows: Tensor) -> Self:
-        """Return a session of these rows [B'] in memory for so many. This one is to be restarted before its next use.
+        """Return a session of these rows [B'], in memory for B' rows. Restart this one before its next use.
 
         ``rows`` is on the CPU and ascends.
         """

@@ -256,7 +256,7 @@ class RoundRecorder:
 
     @contextmanager
     def _unchanged(self, state: DecodeState, on_phase: Callable[[str], None]) -> Iterator[None]:
-        """Undo what rounds within do to the state. ``on_phase``: is told of their phases."""
+        """Undo what rounds within do to the state. ``on_phase`` gets their phases."""
         changed = [*state.tensors(), *state.cache.recurrent.tensors, *state.session.tensors()]
         before, random_state, own = [x.clone() for x in changed], self.generator.get_state(), state.on_phase
         state.on_phase = on_phase

@@ -1,7 +1,7 @@
 """One round of speculative decoding: a function of tensors on the target's device, read from top to bottom.
 
-B rows, N nodes of each tree with the root first, D at least the depth of a tree, V tokens, F features. Nothing is read
-on the host, so a device may run a round in one go. On a CPU, where reading is free, shapes are as small as the round
+B rows, N nodes of each tree with the root first, D at least the depth of a tree, V tokens, F features. The host reads
+no tensor, so one CUDA graph can hold a whole round. On a CPU, where reading is free, shapes are as small as the round
 allows; elsewhere they are fixed. :mod:`fsd_infer.engine.loop` calls :func:`decode_round` until all rows are finished.
 """
 
@@ -47,7 +47,10 @@ class RoundTensors:
 
 
 def decode_round(state: DecodeState) -> RoundTensors:
-    """Run one round: draft a tree, verify it in one target forward, and accept a path of it by the rules."""
+    """Run one round: draft a tree, verify it in one target forward, and accept a path of it by the rules.
+
+    ``state.on_phase`` is called at the end of each step, with its name.
+    """
     # 1. Draft a tree under each text's last token, which the target has not read.
     tree = state.session.draft(state.roots)
     state.on_phase("draft")
@@ -80,10 +83,10 @@ def accept(state: DecodeState, verified: VerifiedTree) -> RoundTensors:
     """Apply each row's rule, and charge its budget and its adaptive KL coefficient."""
     tree, logits = verified.tree, verified.logits
     rows, nodes = tree.tokens.shape
-    # [B, N, 3], drawn for the largest tree: padding of a tree changes no later draw
+    # [B, N, 3], see RoundInput; drawn for the largest tree, so that a tree's size changes no later draw
     uniforms = torch.rand(rows, max(nodes, state.max_nodes), 3, generator=state.generator, device=logits.device)
     verdict = device_verdict(state.rules, verified.round_input(uniforms[:, :nodes], max_accepted(state, tree)))
-    if state.live is not None:  # finished rows emit nothing; the host may not know yet which have reached their limit
+    if state.live is not None:  # finished rows emit nothing, -1 + 1 tokens; the host may not yet know which they are
         goes_on = state.live & (state.texts.lengths < state.max_lengths)
         verdict.accepted = verdict.accepted.masked_fill(~goes_on, -1)
     charge(state, verdict)
@@ -96,7 +99,7 @@ def accept(state: DecodeState, verified: VerifiedTree) -> RoundTensors:
 
 
 def charge(state: DecodeState, verdict: Verdict) -> None:
-    """Take what a round spent from each row's budget, and add what it spent beyond its KL target to the excess."""
+    """Charge a round's nats to each row's budget, and to ``kl_excess`` what exceeds the rule's KL target."""
     spent = verdict.spent.sum(1)
     if verdict.allowed is not None:
         state.kl_excess += spent.float() - verdict.allowed
@@ -137,9 +140,10 @@ def advance(state: DecodeState, result: RoundTensors) -> None:
 
 
 class VerifiedTree:
-    """A tree with the target's logits and features at its nodes.
+    """A tree with the target's logits and features at its nodes, and what rules read of it, computed when first read.
 
-    The rest is computed when a rule asks for it: by the device, or by the host if :attr:`.DecodeState.asks_host`.
+    If that needs the host (:attr:`.DecodeState.asks_host`), a recorded round is two graphs. Between them the host calls
+    :meth:`compute`, and the second graph reads the results through :meth:`with_computed`.
 
     Attributes:
         tree: the drafts.
@@ -210,7 +214,7 @@ class VerifiedTree:
         return {name: values for name, values in found if values is not None}
 
     def with_computed(self, state: DecodeState, computed: Mapping[Hashable, Tensor] | None = None) -> VerifiedTree:
-        """Return the same tree for ``state`` with these results of :meth:`computed`, and no others."""
+        """Return the same tree for ``state``, where only these results of :meth:`computed` are known."""
         tree = VerifiedTree(state, replace(self.tree), self.logits, self.features)
         tree.recurrent, tree._found = self.recurrent, dict(computed or {})
         return tree

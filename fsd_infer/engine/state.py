@@ -21,7 +21,7 @@ from fsd_infer.trees.policy import TreePolicy
 
 @dataclass
 class DecodeState:
-    """The unfinished rows of a batch, B of them. The rows of a bucket that no text fills come last.
+    """The unfinished rows of a batch, B of them. Recorded rounds have buckets of rows: those without a text come last.
 
     Attributes:
         target: the model that verifies.
@@ -124,7 +124,7 @@ class DecodeState:
         return self
 
     def folded(self, rows: Sequence[int]) -> DecodeState:
-        """Return the state of these rows in memory for so many. This one is to be restarted before its next use."""
+        """Return the state of these rows, in memory for them alone. Restart this one before its next use."""
         made, index = copy(self), torch.tensor(rows)
         made.texts, made.cache, made.session = copy(self.texts), self.cache.detached(), self.session.folded(index)
         made._take_rows(index)

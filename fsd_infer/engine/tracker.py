@@ -37,7 +37,7 @@ class RequestTracker:
 
     def __init__(self, target: Target, request: Request, limits: Sequence[int]) -> None:
         self.request, self.prompts, self.records = request, request.prompts, [RowRecord() for _ in request.prompts]
-        # a seeded answer comes again, to its last bit
+        # a seeded answer repeats, to its last bit
         prefix_cache = None if request.generator is not None else target.prefixes
         self.timer = PhaseTimer(target.device, reports=any(one.reads_tensors for one in request.callbacks))
         self.callbacks: list[Callback] = [

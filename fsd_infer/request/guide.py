@@ -54,7 +54,7 @@ class Guide:
         except RecursionError as error:
             raise FsdError(f"the schema cannot be followed: {reason(TOO_DEEP)}") from error
         except (TypeError, ValueError) as error:
-            raise FsdError(f"the schema is no JSON: {shortened(error)}.") from error
+            raise FsdError(f"the schema is not JSON: {shortened(error)}.") from error
         return cls._checked("grammar_from_json_schema", text, "schema", json.dumps(COMPACT))
 
     @classmethod

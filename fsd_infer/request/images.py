@@ -77,7 +77,7 @@ def _of_data_url(text: str) -> bytes:
     head, comma, data = text.partition(",")
     if not comma or not head.endswith(";base64"):
         raise FsdError("an image's data: URL is data:image/TYPE;base64,DATA.")
-    with foreign_errors(FsdError, "the image is no base64 ({why})."):
+    with foreign_errors(FsdError, "the image is not base64 ({why})."):
         return base64.b64decode(data, validate=True)
 
 

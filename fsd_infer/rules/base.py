@@ -203,7 +203,7 @@ class _Rules(Registry[type[Rule]]):
 
     def unknown(self, name: str) -> str:
         if name in ("plain", "none"):  # a method of benchmarks, and a drafter
-            return f"{name!r} is no rule: to decode without drafts, name the drafter 'none' (--drafter none)."
+            return f"{name!r} is not a rule: to decode without drafts, name the drafter 'none' (--drafter none)."
         return super().unknown(name)
 
 

@@ -100,7 +100,7 @@ def main(args: argparse.Namespace) -> int:
     found = None if args.source.endswith(".ckpt") else find_head(args.source)
     if found is not None or Path(args.source).is_dir():
         if found is None:
-            raise DataError(f"{args.source} is no head: it has no config.json of one. Give a head or a .ckpt file.")
+            raise DataError(f"{args.source} is not a head: it has no config.json of one. Give a head or a .ckpt file.")
         if Path(args.output).resolve() == found.resolve():
             raise DataError(f"{args.output} is the source of the export. Give another directory.")
         head = found
