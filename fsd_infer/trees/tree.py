@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,7 +158,7 @@ class DraftTree(Renamed):
         more = count - self.tokens.shape[1]
         if more <= 0:
             return self
-        padded = {
+        padded: dict[str, Any] = {
             name: torch.nn.functional.pad(values, (0, more), value=fill)
             for name, fill in _PADDING.items()
             if (values := getattr(self, name)) is not None
