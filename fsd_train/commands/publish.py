@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
         raise DataError(f"{args.curve} is missing. Give the picture that LossCurve wrote, or leave --curve out.")
     kind = head_kind(directory)
     if kind in (None, OLD):
-        found = "no head" if kind is None else "a head in the format of an earlier version"
+        found = "not a head" if kind is None else "a head in the format of an earlier version"
         raise DataError(f"{directory} is {found}. Write it with `fsd-train export` first.")
     name = args.target or target_of(read_config(directory))
     if name is None:
