@@ -18,16 +18,13 @@ from fsd_infer.trees.tree import DraftTree
 class CachedSession(TreeSession):
     """A session that reads nodes of a frontier after the text. The text's last token is the root, as in a round."""
 
+    by_row = (*TreeSession.by_row, "_cached")
     reads_nodes = True
 
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
         super().__init__(drafter, request)
         self._cached: list[set[int]] = [{0} for _ in range(request.batch)]  # the nodes of a frontier in the cache
         self._node_positions: list[Tensor] = []  # [B, E] of each depth's expanded nodes, if layers have windows
-
-    def keep_rows(self, rows: Tensor) -> None:
-        super().keep_rows(rows)
-        self._cached = [self._cached[row] for row in rows.tolist()]
 
     def draft(self, roots: Tensor) -> DraftTree:
         self._node_positions = []

@@ -195,6 +195,7 @@ class EagleSession(CachedSession):
     """
 
     drafter: EagleDrafter
+    by_row = (*CachedSession.by_row, "root_output", "_outputs")
     max_step_unread = MAX_STEP_UNREAD
 
     def __init__(self, drafter: EagleDrafter, request: DraftRequest) -> None:
@@ -297,7 +298,6 @@ class EagleSession(CachedSession):
         kept = to_device(rows, self.device)
         self.unread = [(tokens[kept], features[kept], counts[kept]) for tokens, features, counts in self.unread]
         super().keep_rows(rows)
-        self.root_output, self._outputs = self.root_output[kept], self._outputs[kept]
 
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         before = at_nodes(self._features, parents)

@@ -103,6 +103,7 @@ class GuideSession(FreeSession):
     """
 
     drafter: GuideDrafter
+    by_row = (*FreeSession.by_row, "rows", "answers")
 
     def __init__(self, drafter: GuideDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, first_tokens, request)
@@ -119,11 +120,6 @@ class GuideSession(FreeSession):
 
     def on_end(self, row: int, prompt: list[int], answer: list[int]) -> None:
         self.finished.add(self.rows[row])
-
-    def keep_rows(self, rows: Tensor) -> None:
-        super().keep_rows(rows)
-        kept = rows.tolist()
-        self.rows, self.answers = [self.rows[row] for row in kept], [self.answers[row] for row in kept]
 
     def states(self) -> list[tuple[Table, Any]]:
         # rows that fill a bucket have no answer

@@ -167,6 +167,7 @@ class FreeSession(DraftSession):
     """
 
     former_members = {"places": "states"}
+    by_row = ("tails",)
     needs_report = True
     _host_inputs: Tensor | None = None  # the trees of recorded rounds
 
@@ -183,9 +184,6 @@ class FreeSession(DraftSession):
 
     def _tail(self, tokens: list[int]) -> list[int]:
         return tokens[-self.drafter.context_length :]
-
-    def keep_rows(self, rows: Tensor) -> None:
-        self.tails = [self.tails[row] for row in rows.tolist()]
 
     @property
     def is_recordable(self) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from fsd_core import functional
-from fsd_core.tensors import at_nodes, is_host, to_device
+from fsd_core.tensors import at_nodes, is_host
 from fsd_infer.drafters.drawing import AcceptanceRatios, ChainDrawing, Drawing, accepted_and_expected
 from fsd_infer.drafters.frontier import NO_SUCCESSORS, Frontier, Successors, successor_lists
 from fsd_infer.drafters.session import DraftRequest, DraftSession
@@ -49,6 +49,7 @@ class TreeSession(DraftSession):
     """
 
     shape: TreeShape
+    by_row = ("lengths",)
     _ratios: AcceptanceRatios | None = None  # what the draws of earlier rounds have taught
 
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
@@ -90,8 +91,8 @@ class TreeSession(DraftSession):
         return self.shape
 
     def keep_rows(self, rows: Tensor) -> None:
+        super().keep_rows(rows)
         self.cache.keep_rows(rows)
-        self.lengths = self.lengths[to_device(rows, self.device)]
 
     def _detached(self) -> Self:
         made = super()._detached()

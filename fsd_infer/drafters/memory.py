@@ -272,19 +272,17 @@ class MemorySession(FreeSession):
     """A session with the :class:`TextMatcher` of each row."""
 
     drafter: MemoryDrafter
+    by_row = (*FreeSession.by_row, "matchers")
+    reads_other_texts = False
 
     def __init__(self, drafter: MemoryDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, first_tokens, request)
         users = [None] * len(first_tokens) if request.users is None else request.users
         self.matchers = drafter.matchers(users, request.seeded)
         indexes = {id(matcher.index) for matcher in self.matchers}
-        self._reads_other_texts = len(indexes) < len(self.matchers) or any(each.stores for each in self.matchers)
+        self.reads_other_texts = len(indexes) < len(self.matchers) or any(each.stores for each in self.matchers)
         for matcher, token in zip(self.matchers, first_tokens.tolist(), strict=True):
             matcher.append(token)
-
-    @property
-    def reads_other_texts(self) -> bool:
-        return self._reads_other_texts
 
     def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
         super().extend_on_host(rows)
@@ -308,7 +306,3 @@ class MemorySession(FreeSession):
 
     def on_end(self, row: int, prompt: list[int], answer: list[int]) -> None:
         self.drafter.remember(self.matchers[row], prompt, answer)
-
-    def keep_rows(self, rows: Tensor) -> None:
-        super().keep_rows(rows)
-        self.matchers = [self.matchers[row] for row in rows.tolist()]

@@ -148,15 +148,13 @@ class RecycleDrafter(FreeDrafter):
         if max_contexts < 1:
             raise FsdError(f"recycle needs max_contexts of at least 1, got {max_contexts}.")
         self.width, self.max_contexts, self.keep = width, max_contexts, keep
-        self.table = RecycleTable(width, max_contexts)
+        self.table = self.new_table()
 
-    def tables_for(self, count: int, shared: bool = True) -> list[RecycleTable]:
-        """Return the tables of ``count`` texts: the drafter's own, or empty ones if texts keep or share nothing."""
-        keeps = self.keep and shared
-        return [self.table if keeps else RecycleTable(self.width, self.max_contexts) for _ in range(count)]
+    def new_table(self) -> RecycleTable:
+        return RecycleTable(self.width, self.max_contexts)
 
     def forget(self) -> None:
-        self.table = RecycleTable(self.width, self.max_contexts)
+        self.table = self.new_table()
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> RecycleSession:
         return RecycleSession(self, first_tokens, request)
@@ -175,10 +173,12 @@ class RecycleSession(FreeSession):
     """
 
     drafter: RecycleDrafter
+    by_row = (*FreeSession.by_row, "tables")
 
     def __init__(self, drafter: RecycleDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, first_tokens, request)
-        self.tables = drafter.tables_for(request.batch, request.users is None and not request.seeded)
+        shares = drafter.keep and request.users is None and not request.seeded
+        self.tables = [drafter.table if shares else drafter.new_table() for _ in range(request.batch)]
 
     feedback_count = 5
 
@@ -220,7 +220,3 @@ class RecycleSession(FreeSession):
 
     def states(self) -> list[tuple[Table, Any]]:
         return [(table, tuple(tail)) for table, tail in zip(self.tables, self.tails, strict=True)]
-
-    def keep_rows(self, rows: Tensor) -> None:
-        super().keep_rows(rows)
-        self.tables = [self.tables[row] for row in rows.tolist()]

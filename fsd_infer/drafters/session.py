@@ -6,13 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from fsd_core.former import Renamed
+from fsd_core.tensors import to_device
 from fsd_infer.drafters.frontier import Frontier, Successors
 from fsd_infer.trees.priced_growth import PricedGrowth
 from fsd_infer.trees.prices import Prices
@@ -81,6 +82,8 @@ class DraftSession(Renamed, ABC):
         parts: the sessions that this one combines. By default they take what this one is told.
         shape: of the next trees, if shapes are chosen round by round.
         growth: how the last trees were grown, if by prices.
+        by_row: names of the attributes with an entry for each row, tensors and lists, of which :meth:`keep_rows` keeps
+            those of the rows that stay.
     """
 
     former_members = {
@@ -93,6 +96,7 @@ class DraftSession(Renamed, ABC):
     parts: Sequence[DraftSession] = ()
     shape: TreeShape | None = None
     growth: PricedGrowth | None = None
+    by_row: ClassVar[tuple[str, ...]] = ()
 
     @property
     def prices(self) -> Prices | None:
@@ -280,5 +284,11 @@ class DraftSession(Renamed, ABC):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep only these rows [B'] of the batch. ``rows`` is on the CPU."""
+        for name in self.by_row:
+            values = getattr(self, name)
+            if isinstance(values, Tensor):
+                setattr(self, name, values[to_device(rows, values.device)])
+            else:
+                setattr(self, name, [values[row] for row in rows.tolist()])
         for part in self.parts:
             part.keep_rows(rows)

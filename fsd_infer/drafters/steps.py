@@ -161,6 +161,7 @@ class StepSession(TreeSession):
 
     former_members = {"last": "last_features"}
     drafter: Any
+    by_row = (*TreeSession.by_row, "last_features")
 
     def __init__(self, drafter: StepDrafter, request: DraftRequest) -> None:
         super().__init__(drafter, request)
@@ -188,10 +189,6 @@ class StepSession(TreeSession):
 
     def tensors(self) -> list[Tensor]:
         return [self.lengths, self.last_features]
-
-    def keep_rows(self, rows: Tensor) -> None:
-        super().keep_rows(rows)
-        self.last_features = self.last_features[to_device(rows, self.device)]
 
     def draft(self, roots: Tensor) -> DraftTree:
         self._roots = roots
