@@ -140,7 +140,8 @@ class LMSession(CachedSession):
         self.cached = torch.zeros_like(self.lengths)
         self._max_unread = 1  # a bound of any text's tokens that are not in the cache
         self._moves_nodes = is_host(self.device)  # whether accepted nodes' keys and values move to their final slots
-        self._expanded: list[tuple[Tensor, Tensor]] = []  # [B, E] tokens and parents of each depth's expanded nodes
+        # [B][E] tokens and parents of each depth's expanded nodes, if these move
+        self._expanded: list[tuple[list[list[int]], list[list[int]]]] = []
         self._row_depths: Tensor | None = None  # [B] to which each row can be drafted; None: none is near its end
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
@@ -168,17 +169,26 @@ class LMSession(CachedSession):
     def _move_accepted(self, tokens: Tensor, counts: Tensor) -> None:
         """Move keys and values of the expanded nodes on the path of the new tokens [B, K] to their final slots."""
         final = self.lengths[:, None] + torch.arange(tokens.shape[1])
-        slots, first = final.clone(), self.lengths  # of a depth's first node
-        goes_on, node = torch.ones_like(counts, dtype=torch.bool), torch.zeros_like(counts)  # the last one on the path
-        for depth, (expanded, parents) in enumerate(self._expanded[: tokens.shape[1]]):
-            on_path = (parents == node[:, None]) & (expanded == tokens[:, depth, None])
-            goes_on, node = goes_on & (depth < counts) & on_path.any(1), on_path.int().argmax(1)
-            slots[:, depth] = torch.where(goes_on, first + node, final[:, depth])
-            self.cached += goes_on
-            first = first + expanded.shape[1]
+        slots = final.clone()
+        for row, (text, count) in enumerate(zip(tokens.tolist(), counts.tolist())):
+            path = self._expanded_path(row, text[:count])
+            slots[row, : len(path)] = self.lengths[row] + torch.tensor(path, dtype=torch.long)
+            self.cached[row] += len(path)
         self._expanded = []
         if not torch.equal(slots, final):
             self.cache.move(slots, final)
+
+    def _expanded_path(self, row: int, text: list[int]) -> list[int]:
+        """Return the expanded nodes on the path of ``text``, by their order in the cache after a row's text."""
+        path, first, node = list[int](), 0, 0
+        for token, (tokens, parents) in zip(text, self._expanded):
+            nodes = list(zip(tokens[row], parents[row]))
+            if (token, node) not in nodes:
+                break
+            node = nodes.index((token, node))
+            path.append(first + node)
+            first += len(nodes)
+        return path
 
     def _unread(self) -> int:
         """Return the tokens of the text with the most that are not in the cache, or a bound of them."""
@@ -220,7 +230,7 @@ class LMSession(CachedSession):
 
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         if self._moves_nodes:
-            self._expanded.append((tokens, parents))
+            self._expanded.append((tokens.tolist(), parents.tolist()))
         if any(self.drafter.model.layer_windows.values()):  # windows go by positions, which differ from slots
             self._add_node_positions(positions, visible.shape[-1])
         return self._forward(tokens, positions, visible)

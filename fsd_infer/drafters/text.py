@@ -118,12 +118,11 @@ class TextSession(OwnTokensSession):
 
     def __init__(self, drafter: TextDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, first_tokens, request)
-        self._tails: list[list[int]] = [[] for _ in range(request.batch)]
+        self._tails: list[list[int]] = first_tokens[:, None].tolist()
 
     def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
-        firsts = [[] for _ in rows] if self._firsts is None else [[first] for first in self._firsts]
-        for tail, first, row in zip(self._tails, firsts, rows, strict=True):
-            tail[:] = [*tail, *first, *row][-WINDOW:]
+        for tail, row in zip(self._tails, rows, strict=True):
+            tail[:] = [*tail, *row][-WINDOW:]
         super().extend_on_host(rows)
 
     def _read_more(self, row: int, tokens: Sequence[int]) -> list[int]:
@@ -133,9 +132,7 @@ class TextSession(OwnTokensSession):
                 new += [special for _ in run]
                 continue
             raw = b"".join(translation.ours.bytes_of(translation.spell(token)) for token in run)
-            end = self._counts[row]
-            text = self.text[row, max(end - WINDOW, 0) : end].tolist()
-            window = _window([*text, *new], translation.ours)
+            window = _window([*self._own[row][-WINDOW:], *new], translation.ours)
             kept, more = translation.ours.again(window, raw) if raw else (len(window), [])
             dropped = len(window) - kept
             in_text = max(0, dropped - len(new))
@@ -146,11 +143,11 @@ class TextSession(OwnTokensSession):
     def _drop(self, number: int, count: int) -> None:
         """Take back the last tokens of a row's text, which the next ones replace."""
         if count:
-            self._counts[number] -= count
+            del self._own[number][-count:]
             self.lengths[number] -= count
             self.cached[number].clamp_(max=self.lengths[number])
             for _, parents in self._expanded[:1]:
-                parents[number] = -1  # its nodes are not where the next tokens belong
+                parents[number] = []  # its nodes are not where the next tokens belong
 
     def draft(self, roots: Tensor) -> DraftTree:
         tree = super().draft(roots)
