@@ -12,6 +12,7 @@ from fsd_core.errors import ModelLoadError
 from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.device.cache import cache_argument
 from fsd_infer.drafters import NoDrafter
+from fsd_infer.heads.mtp import find_mtp
 from fsd_infer.targets.checks import check_directory
 from fsd_infer.targets.kinds import auto_class
 from tests import families
@@ -21,6 +22,7 @@ from tests.families import (
     VOCAB,
     WINDOW,
     OracleDrafter,
+    altered,
     drafter_of,
     reference,
     tiny_head,
@@ -167,6 +169,20 @@ def test_doge_is_refused_where_its_prompts_are_not_causal(monkeypatch: pytest.Mo
     Target(made("sdpa"))
 
 
+def test_heads_read_no_inner_streams() -> None:
+    """HY-V4 has hyper-connections: four streams between its layers, and one after the last."""
+    if "hy_v4" not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no hy_v4")
+    sizes = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
+    experts = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1)
+    index: dict[str, Any] = dict(index_head_dim=16, index_n_heads=16, index_topk=6)
+    target, prompts = Target(tiny_model("hy_v4", num_key_value_heads=4, **sizes, **experts, **index)), tiny_prompts()
+    answers = FuzzyDecoder(target, drafter_of("oracle", target)).generate(prompts, **LIMITS)
+    assert answers.sequences == reference(target.model, prompts, **LIMITS)
+    with pytest.raises(ModelLoadError, match="several streams"):
+        FuzzyDecoder(target, drafter_of("fused", target)).generate(prompts, **LIMITS)
+
+
 @pytest.mark.parametrize(("family", "seen"), [("deepseek_v32", 6), ("glm_moe_dsa", 6), ("glm_moe_dsa", 64)])
 def test_sparse_attention_chooses_among_what_a_tree_shows(family: str, seen: int) -> None:
     """Six tokens of longer texts, or all. GLM's last layer reads what the one before has chosen."""
@@ -200,6 +216,16 @@ def test_a_model_with_few_layers_is_not_taken_for_a_damaged_one(family: str, tmp
     """Qwen's max_window_layers is 28 if nothing is said, more than these models have tensors."""
     tiny_model(family, num_hidden_layers=1, max_window_layers=28).save_pretrained(tmp_path)
     check_directory(tmp_path)
+
+
+def test_layers_that_the_config_does_not_count_are_no_mtp_layers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They were taken for such and left out without a word."""
+    tiny_model("llama", num_hidden_layers=3).save_pretrained(tmp_path / "whole")
+    target = Target.from_pretrained(str(altered(tmp_path / "whole", tmp_path / "cut", {"num_hidden_layers": 2})))
+    assert "9 tensors of" in caplog.text and "'model.layers.2." in caplog.text
+    assert find_mtp(target) is None
 
 
 def test_context_is_used_to_its_last_position() -> None:

@@ -175,8 +175,9 @@ def test_rows_with_bad_images_are_skipped_with_their_reasons(
         read_answers([write_rows(tmp_path / "rows.jsonl", [{"image": SMALL, **TEXT}])], tiny_tokenizer())
     rows = read(reader, tmp_path, [{"image": SMALL, **TEXT}])
     an_image(7).save(tmp_path / SMALL)
-    with pytest.raises(DataError, match="an image has changed since the rows were read"):
-        rows[0]
+    for use in (lambda: rows[0], lambda: rows.prompt_images(0, rows.lengths[0])):
+        with pytest.raises(DataError, match="an image has changed since the rows were read"):
+            use()
 
 
 class Prefilled(Callback):

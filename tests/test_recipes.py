@@ -156,6 +156,13 @@ def test_new_recipe_can_be_trained(family: str, targets: Targets, answers: Path,
     assert cli(wanted) == 2  # does not overwrite
 
 
+def test_a_recipe_for_ids_and_a_few_texts_reads_both(targets: Targets, answers: Path, here: Path) -> None:
+    text = [{"prompt": "what is it", "response": "the end"}]
+    more = write_rows(here / "text.jsonl", text)
+    assert "tokenizer:" not in recipe_for(str(targets("llama")), [str(answers)])
+    assert "tokenizer:" in recipe_for(str(targets("llama")), [str(answers), str(more)])
+
+
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 97,
     "num_attention_heads": 4,

@@ -20,7 +20,7 @@ from fsd_core.errors import ModelLoadError
 from fsd_core.files import read_json
 from fsd_infer.heads.mtp_layouts import OWN_DIRECTORY, Layout, family_layout, layout_of, separate_layout
 from fsd_infer.heads.weights import FLOATS, FP8, KINDS, Weights, has_weights
-from fsd_infer.targets.checks import is_mtp_alone, is_mtp_name
+from fsd_infer.targets.checks import is_mtp_alone, mtp_names
 from fsd_infer.targets.target import Target
 
 logger = logging.getLogger(__name__)
@@ -229,7 +229,7 @@ def find_mtp(target: Target, directory: Path | None = None) -> MtpFiles | None:
         if any(name.startswith("mtp_layers.") for name in weights.shapes) and not of_mimo:
             return MtpFiles(target, weights, list(weights.shapes), separate_layout(target))
         first = 0 if is_mtp_alone(weights.shapes, config) else first
-    names = [name for name in weights.shapes if is_mtp_name(name, first)]
+    names = mtp_names(weights.shapes, first)
     return MtpFiles(target, weights, names, layout_of(target, names[0])) if names else None
 
 

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ log = logging.getLogger(__name__)
 
 MAX_INTEGER = 2**53  # of a whole number in a config, with room for sums in 64 bits
 _LAYER = re.compile(r"(?:(?:model|language_model|backbone|transformer)\.)*layers\.(\d+)\.")
+_JOINS = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head)\.")  # parts of an MTP layer among the model's
 _TABLE = re.compile(r"(^|\.)(embed_tokens|embeddings|lm_head)\.weight$")
 _NOT_COUNTS = ("per_layer", "max_window_layers")  # sizes of Gemma 4; Qwen's first layer with a window, by default 28
 _COUNTS = {"get_query_offset"}, {"update_indexer", "get_seq_length"}  # what such code asks of a cache
@@ -122,8 +122,18 @@ def check_size(source: str, config: PretrainedConfig, trust_remote_code: bool) -
         )
 
 
-def is_mtp_name(name: str, layers: int) -> bool:
-    """Whether a tensor of a checkpoint belongs to an MTP layer, which follows the ``layers`` of the model."""
+def mtp_names(names: Iterable[str], layers: int) -> list[str]:
+    """Return the tensors of a checkpoint that belong to MTP layers, which follow the ``layers`` of the model.
+
+    A later layer that joins no embedding with a state is the model's own, and its config counts too few.
+    """
+    found = [name for name in names if _is_mtp_name(name, layers)]
+    numbers = {name: match[1] for name in found if (match := _LAYER.match(name))}
+    joining = {number for name, number in numbers.items() if _JOINS.search(name)}
+    return [name for name in found if name not in numbers or numbers[name] in joining]
+
+
+def _is_mtp_name(name: str, layers: int) -> bool:
     if re.search(r"(^|\.)mtp(_\w+)?\.", name):
         return True
     found = _LAYER.match(name)
@@ -139,14 +149,15 @@ def is_mtp_alone(names: Iterable[str], config: Mapping[str, Any]) -> bool:
     layers = (text if isinstance(text, dict) else config).get("num_hidden_layers")
     if any(name.endswith("layers.0.eh_proj.weight") for name in own):
         layers = 0
-    return bool(own) and all(is_mtp_name(name, layers if type(layers) is int else MAX_INTEGER) for name in own)
+    return bool(own) and all(_is_mtp_name(name, layers if type(layers) is int else MAX_INTEGER) for name in own)
 
 
 def check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
     """Raise ModelLoadError if weights are missing or of other sizes; warn of weights that the model does not have."""
     missing, unused = (sorted(info[name]) for name in ("missing_keys", "unexpected_keys"))
     layers = len(getattr(model.get_decoder(), "layers", ()))
-    unused = [name for name in unused if not (layers and is_mtp_name(name, layers))]  # fsd_infer.drafters.mtp has them
+    of_mtp = set(mtp_names(unused, layers)) if layers else set()  # fsd_infer.drafters.mtp has them
+    unused = [name for name in unused if name not in of_mtp]
     for name, stored, wanted in sorted(info["mismatched_keys"]):
         raise ModelLoadError(
             f"{source}: {name} has the shape {list(stored)}, but {type(model).__name__} needs {list(wanted)}. Check "
@@ -158,11 +169,10 @@ def check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> N
             "they would be random. Check that config.json belongs to these weights."
         )
     if unused:
-        warnings.warn(
-            f"{len(unused)} tensors of {source} have no place in {type(model).__name__}, first {unused[0]!r}: check "
-            "that config.json belongs to these weights.",
-            stacklevel=3,
-        )
+        log.warning(
+            "%d tensors of %s have no place in %s, first %r: check that config.json belongs to these weights.",
+            len(unused), source, type(model).__name__, unused[0],
+        )  # fmt: skip
 
 
 def _check_windows(decoder: Any, config: Any) -> None:

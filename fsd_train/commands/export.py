@@ -108,7 +108,7 @@ def main(args: argparse.Namespace) -> int:
     module = load_module(args.source, args.target_kwargs)
     if args.data:
         if not isinstance(module, EagleModule):
-            raise DataError("a small LM drafts over its whole vocabulary. Omit --draft-vocab-size.")
+            raise DataError(f"{args.source} holds no EAGLE head, which alone takes --draft-vocab-size. Omit it.")
         _choose_ids(module.head, module.target, args, module.always_drafted())
     if args.to == "target" and isinstance(module, MtpModule):
         with TemporaryDirectory() as place:

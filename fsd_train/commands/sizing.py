@@ -150,7 +150,7 @@ def fit_to_data(facts: TrainingFacts, choices: Choices, files: Sequence[str]) ->
     from fsd_train.data import AnswersDataModule
 
     options: dict[str, Any] = {"validation_fraction": 0.0, "max_length": facts.positions or 4 * choices.max_length}
-    data, tokenizer = AnswersDataModule(list(files), **options), False
+    data, tokenizer = AnswersDataModule(list(files), strict=True, **options), False
     try:
         data.setup()
     except DataError:  # rows of text

@@ -16,7 +16,7 @@ from fsd_infer.drafters.mtp import MtpHead
 from fsd_infer.heads.mtp import find_mtp, in_own_layout
 from fsd_infer.heads.stored_parts import CONFIG
 from fsd_infer.heads.weights import AGAIN, INDEX, SINGLE, Weights
-from fsd_infer.targets.checks import is_mtp_name
+from fsd_infer.targets.checks import mtp_names
 from fsd_infer.targets.kinds import class_of
 from fsd_infer.targets.loading import load_config
 from fsd_infer.targets.target import Target
@@ -42,7 +42,7 @@ def stitch_mtp(source: Path, target: Path, output: Path) -> None:
     """
     whole = _without_weights(target)
     layer, weights = _own_tensors(source, whole), Weights(target)
-    old = {name for name in weights.shapes if is_mtp_name(name, len(whole.decoder.layers))}  # type: ignore[arg-type]
+    old = set(mtp_names(weights.shapes, len(whole.decoder.layers)))  # type: ignore[arg-type]
     output.mkdir(parents=True, exist_ok=True)
     for file in sorted(target.iterdir()):
         if file.is_file() and file.suffix not in _WEIGHTS and file.name not in (CONFIG, INDEX):

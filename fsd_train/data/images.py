@@ -34,6 +34,7 @@ from fsd_infer.targets.target import Target
 
 _Options = Mapping[str, Any] | None
 _Encoded = tuple[list[int], list[int], "SeenImages"]
+_Processed = tuple[str, list[int], dict[str, Any]]  # what encode_expanded returns
 _PIXELS = "pixel"  # in the names of inputs that hold pixels
 
 
@@ -173,20 +174,26 @@ class ImageReader:
 
         Raises DataError if an image has changed since it was read first.
         """
-        images = _opened(seen.sources)
-        if tuple(map(_digest, images)) != seen.digests:
-            raise DataError(f"an image has changed since the rows were read: one of {_names(seen.sources)}. Run again.")
-        made = self._processed(self.mark * len(images), images)[2]
-        others = {name: value for name, value in made.items() if name not in (*OF_TEXT, "input_ids", "attention_mask")}
-        return {**others, **seen.placing(list(map(int, ids)))}
+        images = self._read_again(seen)
+        return _first_inputs(self._processed(self.mark * len(images), images), seen, ids)
 
     def image_input(self, ids: Sequence[int], seen: SeenImages) -> ImageInput | None:
         """Return those of the images that a prompt has, for decoding; None if none. Errors as of :meth:`inputs`."""
         if not self._standing(ids):
             return None
-        return ImageInput(self.inputs(ids, self.seen(ids, seen.sources)), self.placeholders)
+        images = self._read_again(seen)
+        count, made = self._of_sequence(ids, images, self._processed(self.mark * len(images), images))
+        shown = _described(made, seen.sources[:count], seen.digests[:count])
+        return ImageInput(_first_inputs(made, shown, ids), self.placeholders)
 
-    def _processed(self, text: str, images: Sequence[Any]) -> tuple[str, list[int], dict[str, Any]]:
+    def _read_again(self, seen: SeenImages) -> list[Any]:
+        """Return the images, opened. Raises DataError if one has changed since it was read first."""
+        images = _opened(seen.sources)
+        if tuple(map(_digest, images)) != seen.digests:
+            raise DataError(f"an image has changed since the rows were read: one of {_names(seen.sources)}. Run again.")
+        return images
+
+    def _processed(self, text: str, images: Sequence[Any]) -> _Processed:
         try:
             return encode_expanded(self.processor, text, images)
         except FsdError as error:
@@ -194,7 +201,7 @@ class ImageReader:
 
     def _written(
         self, turns: Sequence[Message], sources: Sequence[Any], options: _Options
-    ) -> tuple[list[Any], Any, tuple[str, list[int], dict[str, Any]]]:
+    ) -> tuple[list[Any], Any, _Processed]:
         """Return the images that turns show, a tokenizer that writes them, and what the processor makes of all turns.
 
         Raises DataError unless the tokenizer's ids of these are the processor's.
@@ -218,11 +225,13 @@ class ImageReader:
             raise DataError(f"the processor of {self.name} writes the conversation otherwise than its parts.")
         return images, tokenizer, whole
 
-    def _seen(
-        self, ids: Sequence[int], images: Sequence[Any], sources: Sequence[Any],
-        made: tuple[str, list[int], dict[str, Any]],
-    ) -> SeenImages:  # fmt: skip
+    def _seen(self, ids: Sequence[int], images: Sequence[Any], sources: Sequence[Any], made: _Processed) -> SeenImages:
         """Return those of the images whose placeholders are in a sequence. Raises DataError if the numbers differ."""
+        count, made = self._of_sequence(ids, images, made)
+        return _described(made, sources[:count], list(map(_digest, images[:count])))
+
+    def _of_sequence(self, ids: Sequence[int], images: Sequence[Any], made: _Processed) -> tuple[int, _Processed]:
+        """Return how many of the images a sequence has, and what the processor makes of these; errors of `_seen`."""
         wanted = [token for token in ids if token in self.placeholders]
         count = len(images)
         if self._standing(made[1]) != wanted:  # the sequence ends before the last image, or the row's ids are of others
@@ -234,23 +243,32 @@ class ImageReader:
                 f"the row's ids have {len(wanted)} tokens that stand for images, which its {len(images)} images do "
                 "not take. Regenerate the answers with this target and these images."
             )
-        read, values = made[1], made[2]
-        places = {
-            name: value
-            for name, value in values.items()
-            if isinstance(value, Tensor)
-            and _PIXELS not in name
-            and name not in (*OF_TEXT, "input_ids", "attention_mask")
-        }
-        types = {
-            name: {token: kind for token, kind in zip(read, values[name][0].tolist()) if kind}
-            for name in OF_TEXT
-            if name in values
-        }
-        return SeenImages(tuple(sources[:count]), tuple(map(_digest, images[:count])), places, types)
+        return count, made
 
     def _standing(self, ids: Sequence[int]) -> list[int]:
         return [token for token in ids if token in self.placeholders]
+
+
+def _first_inputs(made: _Processed, seen: SeenImages, ids: Sequence[int] | Tensor) -> dict[str, Tensor]:
+    """Return the inputs of a first forward over a sequence: what the processor makes of images, and their places."""
+    others = {name: value for name, value in made[2].items() if name not in (*OF_TEXT, "input_ids", "attention_mask")}
+    return {**others, **seen.placing(list(map(int, ids)))}
+
+
+def _described(made: _Processed, sources: Sequence[Any], digests: Sequence[str]) -> SeenImages:
+    """Return what is kept of images that the processor has read."""
+    read, values = made[1], made[2]
+    places = {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, Tensor) and _PIXELS not in name and name not in (*OF_TEXT, "input_ids", "attention_mask")
+    }
+    types = {
+        name: {token: kind for token, kind in zip(read, values[name][0].tolist()) if kind}
+        for name in OF_TEXT
+        if name in values
+    }
+    return SeenImages(tuple(sources), tuple(digests), places, types)
 
 
 def _opened(sources: Sequence[Any]) -> list[Any]:
