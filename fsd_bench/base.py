@@ -157,7 +157,7 @@ def typed(value: Any, hint: Any) -> Any:
         return value
     if hint is float and (type(value) is int or value in ("inf", "-inf")):  # JSON lacks infinities
         return float(value)
-    raise TypeError(f"{value!r:.60} is no {hint}")
+    raise TypeError(f"{value!r:.60} is not of the type {hint}")
 
 
 _hints = cache(get_type_hints)

@@ -1,6 +1,6 @@
 """Score answers that are programs by running them: in a process of their own, with limits on time, memory and files.
 
-This is no sandbox: a program can read what this user can, and reach the network. So nothing runs without a flag.
+This is not a sandbox: a program can read what this user can, and reach the network. So nothing runs without a flag.
 """
 
 from __future__ import annotations

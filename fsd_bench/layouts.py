@@ -177,7 +177,7 @@ def turns(row: Values) -> dict[str, Any]:
     """A conversation whose user turns are known, see :mod:`fsd_bench.later_turns`."""
     asked = _need(row, "turns")
     if not isinstance(asked, (list, tuple)) or not all(isinstance(turn, str) for turn in asked):
-        raise DataError("turns is no list of texts.")
+        raise DataError("turns is not a list of texts.")
     if any(turn.startswith(PLACEHOLDER) for turn in asked):
         raise DataError("a turn is a placeholder. Fetch the full benchmark by its authors' script.")
     category = str(row.get("category") or "turns")

@@ -51,7 +51,7 @@ def planned_target(name: str, changes: Mapping[str, int] | None = None) -> Targe
         text = config.get_text_config(decoder=True)
         unknown = [key for key in changes or {} if not hasattr(text, key)]
         if unknown:
-            raise ModelLoadError(f"{unknown[0]} is no size of {name}: see its config.json.")
+            raise ModelLoadError(f"{unknown[0]} is not a size of {name}: see its config.json.")
         for key, value in (changes or {}).items():
             setattr(text, key, value)
         with torch.device("meta"):

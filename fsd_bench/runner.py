@@ -110,7 +110,7 @@ def partial_path(json_path: str | Path, resume: bool, overwrite: bool) -> Path:
     final = writable(json_path, "the record")
     path = final.with_name(final.name + ".partial.jsonl")
     if final.exists() and final.stat().st_size and not _is_record(final):
-        raise FsdError(f"{final} is no record of a benchmark and is not overwritten: give another name.")
+        raise FsdError(f"{final} is not a record of a benchmark and is not overwritten: give another name.")
     writable(final, "the record", overwrite or (resume and path.exists()))
     if not resume:
         if len(read_lines(path, "bench") or []) > 1:

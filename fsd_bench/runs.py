@@ -197,7 +197,7 @@ def read_lines(path: Path, kind: str) -> list[dict[str, Any]] | None:
         lines.append(whole if lines else value)
     if content and not (lines and lines[0].get(kind) == VERSION and isinstance(lines[0].get("settings"), dict)):
         raise FsdError(
-            f"{path} is no file of a {kind}, or of another version, and is not overwritten: delete it, or give another "
-            "name."
+            f"{path} is not a file of a {kind}, or has another version, and is not overwritten: delete it, or give "
+            "another name."
         )
     return lines or None

@@ -198,7 +198,7 @@ class Divergence:
         return {"divergence": self.name, "direction": self.direction, "formula": self.formula, "unit": unit}
 
 
-DIVERGENCES: Registry[Divergence] = Registry("divergence")
+DIVERGENCES: Registry[Divergence] = Registry("divergence", takes_yours=True)
 
 _PLAIN = (
     Divergence(

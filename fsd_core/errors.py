@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -89,3 +90,20 @@ def shortened(error: BaseException, most: int = 600) -> str:
     """Return an exception's message on one line, without torch's C++ stack."""
     text = " ".join(str(error).partition("Exception raised from")[0].split())[:most]
     return text if isinstance(error, (OSError, ValueError, ImportError)) and text else f"{type(error).__name__}: {text}"
+
+
+@contextmanager
+def foreign_errors(kind: type[FsdError], message: str, most: int = 600) -> Iterator[None]:
+    """Raise an error of ours in place of any that other code raises within the block. Ours pass.
+
+    Args:
+        kind: of the error.
+        message: in which "{why}" stands for what the other error says.
+        most: characters of that.
+    """
+    try:
+        yield
+    except FsdError:
+        raise
+    except Exception as error:
+        raise kind(message.replace("{why}", shortened(error, most))) from error

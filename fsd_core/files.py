@@ -36,13 +36,13 @@ def usable_name(name: str | os.PathLike[str], what: str) -> str:
     """Return ``name`` as text. Raises FsdError, which calls it ``what``, if it cannot name a file or a model."""
     text = os.fspath(name)
     if not isinstance(text, str) or not text:
-        raise FsdError(f"{what} {text!r} is no name: give some text.")
+        raise FsdError(f"{what} {text!r} is not a name: give some text.")
     try:
         encoded = os.fsencode(text)
     except UnicodeEncodeError:
-        raise FsdError(f"{what} {text[:80]!r} is no name of a file or model: it is no Unicode text.") from None
+        raise FsdError(f"{what} {text[:80]!r} is not the name of a file or model: it is not Unicode text.") from None
     if "\0" in text or len(encoded) > MAX_BYTES[1] or max(map(len, encoded.split(b"/"))) > MAX_BYTES[0]:
-        raise FsdError(f"{what} {text[:80]!r} is no name of a file or model: it is too long, or holds a NUL.")
+        raise FsdError(f"{what} {text[:80]!r} is not the name of a file or model: it is too long, or holds a NUL.")
     return text
 
 
@@ -103,7 +103,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises FsdError if ``path`` is a device, a pipe or a directory, which the rename would replace.
     """
     if path.exists() and not path.is_file():
-        raise FsdError(f"{path} is no file and is not replaced: give another name.")
+        raise FsdError(f"{path} is not a file and is not replaced: give another name.")
     draft = path.with_name(f"{_drafts_of(path)}{os.getpid()}-{threading.get_ident()}.partial")
     try:
         with disk_errors(path):
@@ -210,7 +210,7 @@ def writable(name: str | os.PathLike[str], what: str, overwrite: bool = True) ->
     path = Path(usable_name(name, what))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        problem = "it is no file" if not path.name or path.exists() and not path.is_file() else None
+        problem = "it is not a file" if not path.name or path.exists() and not path.is_file() else None
         if problem is None and not os.access(path.parent, os.W_OK | os.X_OK):
             problem = f"{path.parent} is read-only"
     except OSError as error:
@@ -249,7 +249,7 @@ def json_text(value: Any) -> str:
 
 def _finite(text: str) -> float:
     if not math.isfinite(value := float(text)):
-        raise ValueError(f"{text[:60]} is no number of JSON's, or too large")
+        raise ValueError(f"{text[:60]} is not a number of JSON's, or too large")
     return value
 
 
@@ -308,7 +308,7 @@ def read_weight_map(index: Path, advice: str) -> dict[str, str]:
         raise CheckpointError(f"{index} is malformed: no weight_map from tensors to files. {advice}")
     for name in files.values():
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index} names {name!r:.120}, which is no safetensors file beside it. {advice}")
+            raise CheckpointError(f"{index} names {name!r:.120}, which is not a safetensors file beside it. {advice}")
     return files
 
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from fsd_core.errors import UnknownNameError
+from fsd_core.registry import did_you_mean
 from fsd_core.tensors import at_nodes, wide
 
 if TYPE_CHECKING:
@@ -41,8 +43,13 @@ def register(name: str, device: str, kernel: Callable[..., Any]) -> None:
         kernel: takes the function's arguments. Returns its result, or NotImplemented.
 
     Raises:
-        KeyError: there is no such function.
+        UnknownNameError: no function of this name can be replaced.
     """
+    if name not in KERNELS:
+        raise UnknownNameError(
+            f"no function {name!r} of fsd_core.functional takes a kernel.{did_you_mean(name, KERNELS)} Those that do: "
+            f"{', '.join(sorted(KERNELS))}."
+        )
     KERNELS[name][device] = kernel
 
 

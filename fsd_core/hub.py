@@ -190,7 +190,7 @@ class _Guard:
         for name, value in found.items():
             if value is not None and not _NAME.fullmatch(str(value).removeprefix("W/").strip('"')):
                 raise HubError(
-                    f"{host} answers with the {name} {str(value)!r:.80}, which is no name of a file: nothing is "
+                    f"{host} answers with the {name} {str(value)!r:.80}, which is not the name of a file: nothing is "
                     "fetched from it. Check HF_ENDPOINT."
                 )
 
@@ -257,7 +257,7 @@ def _refusal(error: HfHubHTTPError) -> str:
 
 
 _UNREACHED = (
-    "is no directory and not in the cache, and the Hub was not reached ({reason}): check the name, the connection and "
+    "is not a directory, not in the cache, and the Hub was not reached ({reason}): check the name, the connection and "
     "HF_ENDPOINT, or unset HF_HUB_OFFLINE."
 )
 # Errors of the client, more specific ones first, and our messages.
@@ -266,8 +266,8 @@ _FAULTS: list[tuple[type[BaseException], Callable[[Any], str]]] = [
     (GatedRepoError, lambda _: "is gated: accept its terms on its page, and log in with `hf auth login` or give a "
      "token."),
     (RevisionNotFoundError, lambda _: "has no revision {revision!r}: give one of its branches or tags."),
-    (RepositoryNotFoundError, lambda _: "is no directory, and no repository of the Hub that you may read: check the "
-     "name, and for a private one log in with `hf auth login` or give a token."),
+    (RepositoryNotFoundError, lambda _: "is neither a directory nor a repository of the Hub that you may read: check "
+     "the name, and for a private one log in with `hf auth login` or give a token."),
     (HfHubHTTPError, _refusal),
     (LocalEntryNotFoundError, lambda _: _UNREACHED),
     (OfflineModeIsEnabled, lambda _: _UNREACHED),

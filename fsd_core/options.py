@@ -128,8 +128,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "--drafter": {
         "metavar": "NAME",
         "help": 'head or small causal LM (directory or hub id); part of the target ("self:layers=0-9,20-29" or '
-        '"self:bits=3"); "shipped", "memory", "lookup", "recycle" or "none"; X+memory, X+lookup and X+recycle graft '
-        "one onto X (default: the head shipped with the target, else lookup+recycle)",
+        '"self:bits=3"); "shipped", "mtp", "memory", "lookup", "recycle" or "none"; X+memory, X+lookup and X+recycle '
+        "graft one onto X (default: the head shipped with the target, its checkpoint's MTP layer, or lookup+recycle)",
     },
     "--memory": {
         "metavar": "FILE",

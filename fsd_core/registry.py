@@ -30,10 +30,11 @@ class Registry(Generic[T]):
 
     Args:
         kind: the entries' kind in error messages ("rule", "divergence", ...).
+        takes_yours: whether users add entries of their own, as docs/internals.md shows.
     """
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, takes_yours: bool = False) -> None:
+        self.kind, self.takes_yours = kind, takes_yours
         self._entries: dict[str, T] = {}
         self._retired: dict[str, str] = {}
 
@@ -63,7 +64,8 @@ class Registry(Generic[T]):
     def unknown(self, name: str) -> str:
         """Return the error about a name that no entry has."""
         hint = did_you_mean(name, self._entries)
-        return f"unknown {self.kind} {name!r}.{hint} Known: {', '.join(sorted(self._entries))}."
+        yours = f" For a {self.kind} of your own, import its module: --import MODULE." if self.takes_yours else ""
+        return f"unknown {self.kind} {name!r}.{hint} Known: {', '.join(sorted(self._entries))}.{yours}"
 
     def names(self) -> list[str]:
         return sorted(self._entries)

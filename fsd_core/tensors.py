@@ -140,6 +140,13 @@ def at_nodes(values: Tensor, nodes: Tensor) -> Tensor:
     return values.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, nodes.shape)
 
 
+def kept_rows(values: Any, rows: Tensor) -> Any:
+    """Return rows [B'] (on the CPU) of a tensor [B, ...] or of a list of B entries; None unchanged."""
+    if isinstance(values, Tensor):
+        return values[to_device(rows, values.device)]
+    return None if values is None else [values[row] for row in rows.tolist()]
+
+
 def visible_slots(lengths: Tensor, visible_after: Tensor, used: int | None = None) -> Tensor:
     """Return which cache slots new tokens may attend to: the whole text, and chosen slots after it.
 

@@ -155,7 +155,7 @@ def device() -> Iterator[Any]:
 @pytest.fixture
 def read_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are read as one batch, as on other devices: a thousand equal ones in a hundredth of the time."""
-    monkeypatch.setattr("fsd_infer.request.prompts.READ_IN_TURN", set())
+    monkeypatch.setattr("fsd_infer.targets.target.Target.reads_in_turn", False)
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "parts": ({"messages": [{"role": "user", "content": [{"type": "video"}]}, BOT]}, "of type text"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}, BOT]}, "turn 0 (user) has an image"),
     "images beside": ({**GOOD, "images": ["a.png"]}, "the row has an image"),
-    "template options": ({**GOOD, "tools": "{"}, "`tools` is no JSON"),
+    "template options": ({**GOOD, "tools": "{"}, "`tools` is not JSON"),
     "no ids": ({"prompt_ids": [], "response_ids": [1]}, "`prompt_ids` must be a list of token ids"),
     "text for ids": ({"prompt_ids": "1 2", "response_ids": [1]}, "`prompt_ids` must be a list of token ids"),
     "id out of range": ({"prompt_ids": [1], "response_ids": [9999]}, "token id 9999 is outside"),

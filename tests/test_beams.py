@@ -252,6 +252,9 @@ def test_options_of_beams() -> None:
     }.items():  # fmt: skip
         with pytest.raises(FsdError, match=words):
             BeamOptions.parse(text)
+    for value in ({"depth": "4"}, {"depth": 2.5}, {"nodes": True}, {"spread": "1"}, {"join_every": [2]}):
+        with pytest.raises(FsdError, match="must be a number from"):
+            BeamOptions.of(value)
 
 
 @pytest.mark.slow

@@ -146,7 +146,7 @@ def test_damaged_lines_of_an_unfinished_run_are_measured_again(
         assert again.runs == made.runs and made.path.read_bytes() == whole
     for header in (b"hello\n", b"[]\n", b'{"bench": 3, "settings": 7}\n', b'{"settings": {"seed": 1}}\n', b"\xff\n"):
         made.path.write_bytes(header)
-        with pytest.raises(FsdError, match="r.jsonl is no file of a bench, or of another version"):
+        with pytest.raises(FsdError, match="r.jsonl is not a file of a bench, or has another version"):
             RunFile(made.path, "bench", {"seed": 1}, trials)
 
 

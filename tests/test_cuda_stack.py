@@ -20,6 +20,7 @@ from fsd_infer.backends.cuda.fused import fused
 from fsd_infer.backends.cuda.stack import CudaStack, fusible, knows_layers
 from fsd_infer.device.cache import SlotCache, cache_argument
 from fsd_infer.targets.masks import layer_windows
+from fsd_infer.targets.stack import StackInputs
 from tests.covering import fast_only
 from tests.families import WINDOW, tiny_head, tiny_model
 
@@ -64,7 +65,7 @@ def test_a_tree_is_read_as_its_paths(family: str, told: bool) -> None:
             cache.text = lengths, visible_after.expand(2, -1, -1)
         nodes = texts.gather(1, slots)
         given = masks(visible, positions, model.config, slots)
-        final, captured, _ = stack(nodes, positions, given, cache, capture=[0, 1])
+        final, captured, _ = stack(StackInputs(nodes, positions, given, cache, [0, 1]))
         read_out = model.model.norm(captured[1])  # the last layer's output is from before the norm
         for row in range(2):
             for path in ([0], [0, 1, 3], [0, 2]):
@@ -133,7 +134,7 @@ def test_hooks_and_quantised_layers_are_seen() -> None:
     one = torch.zeros(1, 1, dtype=torch.long)
     cache.set_write_slots(one, 0, 1)
     handle = model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
-    assert stack(one, one, {"full_attention": torch.ones(1, 1, 1, dtype=torch.bool)}, cache) == "fallback"
+    assert stack(StackInputs(one, one, {"full_attention": torch.ones(1, 1, 1, dtype=torch.bool)}, cache)) == "fallback"
     handle.remove()
     model.model.layers[1].mlp.up_proj = nn.Sequential(model.model.layers[1].mlp.up_proj)
     assert not knows_layers(owner_of(model))
@@ -154,7 +155,7 @@ def test_other_families_attend_without_copies() -> None:
         owner = SimpleNamespace(decoder=model.model, lm_head_is_plain=True, plain_stack=lambda *_, **__: calls.append(
             torch.backends.cuda.cudnn_sdp_enabled()))  # fmt: skip
         torch.testing.assert_close(model(tokens, attention_mask=mask).logits, right, atol=1e-4, rtol=1e-4)
-        backend.stack_for(owner)(tokens, tokens, None, None)  # type: ignore[arg-type]
+        backend.stack_for(owner)(StackInputs(tokens, tokens, None, None))
     assert calls == [False] and torch.backends.cuda.cudnn_sdp_enabled()
     backend.restore(model)
     assert model.config._attn_implementation == "sdpa"

@@ -172,6 +172,7 @@ def test_a_known_shape(llama: Planned, repo_root: Path) -> None:
     rows = [f"| {' | '.join(row)} |" for row in by_device(llama, DEFAULT_SHAPES["cuda"], BONUS_SHAPES["cuda"])]
     section = shown.partition("| **Llama-3.1-8B**")[2].partition("\n\n")[0].splitlines()[1:]
     assert len(section) == 3 and set(section) <= set(rows)
+    assert f"{sum(part.bytes for part in llama.memory(DEFAULT_SHAPES['cuda'])) / 1e9:.1f} GB with graphs" in shown
     path = repo_root / "recipes" / "llama-3.1-8b.yaml"
     header = re.findall(r"^#   (target|head|activations|logits) .*= +([\d.]+) GB$", path.read_text(), re.M)
     said = on_paper(head_recipe(path), "llama-3.1-8b")
@@ -254,6 +255,6 @@ def test_decoding_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     foreign = shipped_drafter("smollm2-135m")
     assert infer(["estimate", "--target", str(tmp_path), "--drafter", str(foreign)]) == 2
     assert "reads features of width 576" in capsys.readouterr().err
-    with pytest.raises(ModelLoadError, match="num_hidden_layer is no size"):
+    with pytest.raises(ModelLoadError, match="num_hidden_layer is not a size"):
         planned_target(str(tmp_path), {"num_hidden_layer": 3})
     assert planned_target(str(tmp_path), {"num_hidden_layers": 3}).config.num_hidden_layers == 3

@@ -66,7 +66,7 @@ def test_what_cannot_be_written_is_found_before_the_work(name: str, tmp_path: Pa
     with pytest.raises(FsdError, match="cannot be written|no name"):
         writable(f"{tmp_path}/{name}", "the record")
     if name in ("pipe", "directory"):
-        with pytest.raises(FsdError, match="is no file and is not replaced"):
+        with pytest.raises(FsdError, match="is not a file and is not replaced"):
             write_text(tmp_path / name, "")
     assert writable(tmp_path / "new" / "record.json", "the record").parent.is_dir()
     assert bench(["sweep", "--prompts", "p", "--rules", "tilted", "--output", "."]) == BAD_INPUT

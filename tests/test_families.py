@@ -201,7 +201,7 @@ def test_sparse_attention_chooses_among_what_a_tree_shows(family: str, seen: int
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
 def test_chunked_prefill_equals_whole(family: str, in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(family)
-    monkeypatch.setattr("fsd_infer.request.prompts.READ_IN_TURN", {"cpu"} if in_turn else set())
+    monkeypatch.setattr(Target, "reads_in_turn", in_turn)
     target = Target(model)
     prompts = tiny_prompts((40, 23, 7))
     expected = reference(model, prompts)

@@ -241,7 +241,7 @@ def test_a_recipe_that_cannot_be_read_is_named(text: bytes, said: str, tmp_path:
     path.write_bytes(text)
     with pytest.raises(FsdError) as caught:
         read_yaml(path)
-    assert str(caught.value).startswith(f"{path} is no recipe: ") and said in str(caught.value)
+    assert str(caught.value).startswith(f"{path} is not a recipe: ") and said in str(caught.value)
     path.write_text("base: &base {a: 1, b: 2}\nmade: {<<: *base, b: 3}\nmore: {<<: *base, b: 4}\n")
     assert read_yaml(path)["made"] == {"a": 1, "b": 3} and read_yaml(path)["more"] == {"a": 1, "b": 4}
 

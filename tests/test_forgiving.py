@@ -11,6 +11,7 @@ import logging
 import pickle
 import re
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,23 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsd_bench.cli import main as fsd_bench
+from fsd_core.errors import DataError, UnknownNameError
+from fsd_core.functional import register
 from fsd_core.text.pieces import token_pieces
 from fsd_infer import FsdError, FuzzyDecoder, Target
 from fsd_infer.cli import report
 from fsd_infer.cli.main import main as fsd_infer
 from fsd_infer.drafters.loading import NAMES
 from fsd_infer.request.options import NEW_TOKENS
+from fsd_infer.rules import RULES, LossyRule, OutputDistribution, RuleInputs, parameter
 from fsd_train.cli import main as fsd_train
+from fsd_train.losses import LOSSES, row_loss
+from fsd_train.losses.rows import Distributions
 from tests.families import save_head, tiny_head
 from tests.fuzzing import called
+from tests.loss_toys import build_loss, make_batch
 from tests.text_toys import save_tiny_chat_target
+from tests.tree_rounds import tree_round
 
 PROMPT = "the cat sat"
 
@@ -96,7 +104,7 @@ def test_arguments_of_other_days_are_named_with_what_to_give(
 
 def test_what_a_decoder_cannot_do_says_what_can(decoder: FuzzyDecoder) -> None:
     requests: list[tuple[dict[str, Any], str]] = [
-        ({"rule": "plain"}, "'plain' is no rule: to decode without drafts, name the drafter 'none'"),
+        ({"rule": "plain"}, "'plain' is not a rule: to decode without drafts, name the drafter 'none'"),
         ({"drafter": "none"}, r"got str: decoder.load_drafter\(NAME\) loads one"),
     ]
     for given, said in requests:
@@ -133,6 +141,58 @@ def test_a_base_model_says_once_that_it_only_continues(target: Path, caplog: pyt
     with pytest.raises(FsdError, match="apply_chat_template: .* has no chat template"):
         made.generate(PROMPT, apply_chat_template=True, max_new_tokens=2)
     assert caplog.text.count("has no chat template: it continues prompts as they are") == 1
+
+
+# Extensions ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_rule_that_is_put_together_wrongly_is_refused_when_it_is_registered() -> None:
+    class Unfinished(LossyRule):
+        pass
+
+    class Undecorated(LossyRule):
+        share: float = parameter(0.5)
+
+        def output(self, inputs: RuleInputs) -> OutputDistribution:
+            return OutputDistribution.target(inputs)
+
+    for kind in (int, Unfinished):
+        with pytest.raises(TypeError, match="'mine' must be a class that derives from LossyRule or Rule"):
+            RULES.register("mine")(kind)  # type: ignore[type-var]
+    with pytest.raises(TypeError, match=r"put @dataclass\(frozen=True\) between @RULES.register and the class"):
+        RULES.register("mine")(Undecorated)
+    with pytest.raises(UnknownNameError, match="For a rule of your own, import its module: --import MODULE"):
+        RULES.get("mine")
+
+
+@pytest.mark.parametrize("made", [OutputDistribution.passing, OutputDistribution.trusting])
+def test_a_cutoff_is_a_number_or_one_for_each_context(made: Callable[..., OutputDistribution]) -> None:
+    inputs = RuleInputs(tree_round(0, greedy=True))
+    same = made(inputs, -1), made(inputs, -1.0)
+    assert same[0].logit_bias is same[1].logit_bias is None or torch.equal(same[0].logit_bias, same[1].logit_bias)
+    with pytest.raises(FsdError, match=r"cutoff has the shape \(\): give a number, or ln p for each context, \(\d"):
+        made(inputs, torch.tensor(-1.0))
+
+
+def test_a_loss_without_one_value_per_row_or_without_a_gradient_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LOSSES, "_entries", {})
+    wrong: dict[str, tuple[Distributions, str]] = {
+        "whole": (
+            lambda log_p, log_q: (log_p - log_q).abs().sum(),
+            r"returned the shape \(\) for \d+ rows",
+        ),
+        "each": (lambda log_p, log_q: (log_p - log_q).abs(), r"for example by .sum\(-1\)"),
+        "fixed": (lambda log_p, log_q: log_p.sum(-1), "loss 'fixed' has no gradient: compute its values from log_q"),
+    }
+    for name, (function, message) in wrong.items():
+        row_loss(name)(function)
+        with pytest.raises(DataError, match=message):
+            build_loss(name)(make_batch().batch())
+
+
+def test_a_kernel_of_an_unknown_function_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean 'row_max'. Those that do: .*topk_logprobs"):
+        register("row_mx", "xpu", max)
 
 
 # The command line ----------------------------------------------------------------------------------------------------
@@ -191,7 +251,7 @@ def test_an_answer_ends_with_two_lines_all_figures_or_none(target: Path) -> None
     assert " tok/s, " in first and "tokens per forward" in first and len(first) < 80
     assert second.startswith("rule exact, drafter ") and second.endswith("(--stats says more)")
     _, again, said = called(fsd_infer, [*words, "--stats"])
-    assert again == answer and "gate open at" in said.splitlines()[-1] and "prefill" in said
+    assert again == answer and "lossy at" in said.splitlines()[-1] and "prefill" in said
     _, again, said = called(fsd_infer, [*words, "--quiet"])
     assert again == answer and not said
 

@@ -169,7 +169,7 @@ def nested(start: str, end: str, levels: int) -> str:
 def test_what_cannot_be_followed_is_said(decoder: FuzzyDecoder) -> None:
     """Grammars that would end the process by a stack overflow, or that no text ends, are among them."""
     for make, text, message in (
-        (Guide.json_schema, "{", "the schema is no JSON"),
+        (Guide.json_schema, "{", "the schema is not JSON"),
         (Guide.json_schema, '{"type": "x"}', "the schema cannot be followed"),
         (Guide.regex, "(", "the regular expression cannot be followed"),
         (Guide.regex, "a(?=b)", "look-ahead and look-behind, is not supported"),
@@ -191,7 +191,7 @@ def test_what_cannot_be_followed_is_said(decoder: FuzzyDecoder) -> None:
         (Guide.json_schema, {"$defs": {"loop": LOOP}, "anyOf": [LOOP, {"type": "null"}]}, "#/$defs/loop"),
         (Guide.json_schema, {"$ref": "#"}, "no text can end #"),
         (Guide.lark, 'start: "a" start', "no text can end start"),
-        (Guide.json_schema, {"properties": {"a": object()}}, "the schema is no JSON"),
+        (Guide.json_schema, {"properties": {"a": object()}}, "the schema is not JSON"),
         (Guide.json_schema, {"const": "\ud800"}, "the schema cannot be followed"),
         (Guide.lark, 'start: "\ud800"', "surrogates not allowed"),
         (Guide.json_schema, {"minimum": 10**400}, "number out of range"),

@@ -101,7 +101,7 @@ def test_what_the_hub_does_not_have_is_named(
     hub: Hub, heads: Path, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.add("owner/head", heads / "ours")
-    refused("owner/absent", "owner/absent is no directory, and no repository of the Hub", target)
+    refused("owner/absent", "owner/absent is neither a directory nor a repository of the Hub", target)
     refused("owner/head", "has no revision 'v9'", target, revision="v9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     refused("owner/head", "not in the cache, and the Hub was not reached", target)
@@ -229,7 +229,7 @@ def test_what_cannot_be_published_is_refused_in_a_line(
     refusals = {
         (str(trained), "owner/head", *few): "has an acceptance length of",
         (str(trained), "head", *few): "needs the form owner/name",
-        (str(toy.target), "owner/head", *few): "is no head",
+        (str(toy.target), "owner/head", *few): "is not a head",
         (str(trained), "owner/head", "--target", "smollm2-135m", *few): "was trained",
         (str(trained), "owner/head", "--prompts", "absent.jsonl", *few): "absent.jsonl is missing",
     }

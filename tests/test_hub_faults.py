@@ -134,7 +134,7 @@ def test_a_hub_that_is_not_there(
     if kind in ("rows", "digest"):
         assert "the Hub was not reached" in text
     else:
-        assert "runs/mytarget is no directory and not in the cache, and the Hub was not reached" in text
+        assert "runs/mytarget is not a directory, not in the cache, and the Hub was not reached" in text
         assert "[runs/mytarget] no directory here, nothing in the cache: asking the Hub" in capsys.readouterr().err
     assert not hasattr(get_session().send, "silent"), "the client is as it was"
 

@@ -138,7 +138,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "cut off": ({"image": "cut.png", **TEXT}, "cut.png holds no image that can be read"),
     "no image": ({"image": "rows.jsonl", **TEXT}, "rows.jsonl holds no image that can be read"),
     "remote": ({"image": "http://127.0.0.1/a.png", **TEXT}, "is a remote URL, and images are not fetched"),
-    "no base64": ({"image": "data:image/png;base64,?", **TEXT}, "the image is no base64"),
+    "no base64": ({"image": "data:image/png;base64,?", **TEXT}, "the image is not base64"),
     "number": ({"image": 3, **TEXT}, "an image is a path, a data: URL or a PIL image, got int"),
     "of an assistant": (
         {"messages": [*TEXT["messages"][:1], {"role": "assistant", "content": [{"type": "image", "path": SMALL}]}]},

@@ -26,6 +26,7 @@ from fsd_infer.drafters import EagleDrafter, NoDrafter
 from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.heads.head import EagleConfig, EagleHead
+from fsd_infer.targets.stack import StackInputs
 from fsd_train.models.start import initialise_from
 from tests.families import VOCAB, save_head, tell, tiny_model, tiny_prompts
 from tests.kernel_toys import in_each_set, logits_through_cache, prepare, restore
@@ -194,7 +195,7 @@ def test_the_kernels_layers_of_a_head_are_those_of_torch(first: bool) -> None:
 
     with torch.inference_mode():
         here = cache()
-        out, captured, _ = stack(x, positions, {"all": visible}, here, capture=range(2), embeds=embeds)
+        out, captured, _ = stack(StackInputs(x, positions, {"all": visible}, here, range(2), embeds))
         found = list(captured)
         there, angles, expected = cache(), owner.rotary_emb(x, positions), []
         for index, layer in enumerate(owner.layers):

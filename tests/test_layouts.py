@@ -125,7 +125,7 @@ def test_own_fields_and_rows_that_do_not_fit(tmp_path: Path) -> None:
     for layout, changed, message in (
         ("gpqa", {"Correct Answer": None}, "no field Correct Answer"), ("hle", {"image": "data:..."}, "has an image"),
         ("hle", {"answer_type": None}, "no field answer_type"),
-        ("mt-bench", {"turns": "a"}, "no list of texts"),
+        ("mt-bench", {"turns": "a"}, "not a list of texts"),
         ("speed-bench", {"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM"]}, "placeholder"),
     ):  # fmt: skip
         with pytest.raises(DataError, match=message):

@@ -26,11 +26,12 @@ from fsd_infer.drafters import (
     RecycleDrafter,
 )
 from fsd_infer.drafters.loading import choose_trees, main_of
+from fsd_infer.trees.calibration import Calibration, DraftKind
 from fsd_infer.trees.costs import PRIORS, CostPrior
-from fsd_infer.trees.estimates import LearnedCalibration, PolicyStore, RuleProfile
+from fsd_infer.trees.estimates import PolicyStore, RuleProfile
 from fsd_infer.trees.policy import TRIALS, TreePolicy, TreeReport, policy_store
 from fsd_infer.trees.priced_growth import PricedGrowth
-from fsd_infer.trees.prices import KNOTS, DraftKind
+from fsd_infer.trees.prices import KNOTS
 from fsd_infer.trees.shape import AUTO, TreeShape, parse_tree
 from tests.families import VOCAB, drafter_of, reference, tiny_model, tiny_prompts
 from tests.tree_rounds import tree_of
@@ -218,7 +219,7 @@ def test_a_head_drafts_beyond_a_short_copy_and_not_beside_a_long_one(copy: tuple
 
 
 def test_a_text_without_copies_leaves_the_heads_drafts_alone() -> None:
-    curve = LearnedCalibration()
+    curve = Calibration()
     of_head = curve.accept_prob(-0.5, 1, True)
     for _ in range(40):
         curve.learn(-0.5, 1, True, DraftKind.GRAFTED, accepted=False)

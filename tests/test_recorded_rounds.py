@@ -104,7 +104,7 @@ def stands_on_memory_that_stays(kind: str, parts: list[list[str]], recorder: Sim
         stays += [*module.parameters(), *module.buffers()]
     for owner in (state, *sessions_of(state.session)):
         cache: Any = getattr(owner, "cache", None)
-        stays += [] if cache is None else cache._layered.values()
+        stays += [] if cache is None else cache._layered()
     for part in (part for one in made for part in one):
         stays += [*part.inputs, *(outputs_of(part.outputs) if isinstance(part.outputs, VerifiedTree) else [])]
     known = {address(x.value) for x in stays}  # type: ignore[attr-defined]

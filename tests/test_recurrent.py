@@ -17,8 +17,8 @@ from fsd_bench.probe import Probe
 from fsd_core.errors import FsdError, ModelLoadError
 from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.backends.cpu.packing import onednn_packs
-from fsd_infer.device.cache import cache_argument
-from fsd_infer.device.states import Branches
+from fsd_infer.device.cache import SlotCache, cache_argument
+from fsd_infer.device.states import STATE, Branches
 from fsd_infer.drafters import LMDrafter, NoDrafter
 from fsd_infer.engine import Request, decode
 from fsd_infer.engine.callback import Callback
@@ -93,6 +93,10 @@ def test_whatever_drafts_greedy_answers_are_the_targets(family: str, name: str) 
         assert FuzzyDecoder(target, drafter).generate(prompts, "fuzzy:js:0", **limits).sequences == expected
 
 
+def _states(cache: SlotCache, row: int) -> dict[Any, Tensor]:
+    return {key: state for key, state in cache.saved(row, 1).items() if key[0] == STATE}
+
+
 class States(Callback):
     """Keeps each row's states after each round."""
 
@@ -104,7 +108,7 @@ class States(Callback):
 
     def on_round(self, report: Any) -> None:
         for row, number in enumerate(report.prompt_indices):
-            self.found.append((number, int(self.state.lengths[row]), self.state.cache.recurrent.saved(row)))
+            self.found.append((number, int(self.state.lengths[row]), _states(self.state.cache, row)))
 
 
 @pytest.mark.parametrize("family", fast_only(["mamba", "mamba2", "qwen3_5_text", "lfm2", "zamba2"], KINDS))
@@ -125,12 +129,12 @@ def test_committed_states_are_those_of_a_fresh_prefill(family: str, monkeypatch:
             read_prompts(target, fresh, ids, torch.tensor([length]))
             theirs = DynamicCache(config=target.config)
             target.model(ids, use_cache=True, **{cache_argument(type(target.model)): theirs})
-        for key, state in fresh.recurrent.saved(0).items():
+        for key, state in _states(fresh, 0).items():
             torch.testing.assert_close(found[key], state, rtol=1e-9, atol=1e-12)
         own = [state for key, state in found.items() if key[1][1] > 1]  # the first call of a layer is its convolution
         kept = [part for layer in theirs.layers for part in getattr(layer, "recurrent_states", {}).values()]
         for state, other in zip(own, [part for part in kept if part is not None], strict=True):
-            torch.testing.assert_close(state.float(), other[0].float(), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(state.float(), other.float(), rtol=1e-4, atol=1e-5)
 
 
 def test_each_recurrence_reads_a_tree_as_it_reads_its_paths() -> None:

@@ -184,7 +184,7 @@ REFUSED = [
     ("--prompts empty.jsonl", "empty.jsonl: there is no prompt to answer"),
     ("--max-new-tokens 250 --max-prompt-tokens 100", "exceed the target's context of 256"),
     ("--target=", "no target was given. Give --target"),
-    ("--config bad.yaml", "bad.yaml is no recipe: "),
+    ("--config bad.yaml", "bad.yaml is not a recipe: "),
     ("--target bare", "bare has no tokenizer"),
 ]
 

@@ -64,8 +64,8 @@ NO_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}
         (asked(model="another"), 404, "model 'another' is not here"),
         ({"max_tokens": 4}, 400, "messages"),
         (asked("the cat " * 400), 400, "tokens, but the model has a context of"),
-        (b'{"messages": [', 400, "the body is no JSON"),
-        (b'{"messages": "\xff"}', 400, "the body is no JSON: it is not utf-8 (invalid start byte, at byte 14)"),
+        (b'{"messages": [', 400, "the body is not JSON"),
+        (b'{"messages": "\xff"}', 400, "the body is not JSON: it is not utf-8 (invalid start byte, at byte 14)"),
         (b"[1]", 400, "must be a JSON object"),
         (asked("x" * 5000), 413, "more than 4096 bytes"),
         (iter([b" " * 3000, b" " * 3000]), 413, "more than 4096 bytes"),  # sent without its length

@@ -53,7 +53,7 @@ def check_text(text: str, where: str) -> str:
     except UnicodeEncodeError as error:
         raise DataError(
             f"{where}: character {error.start + 1} is half of a surrogate pair (U+{ord(text[error.start]):04X}), so "
-            "this is no Unicode text. Write it again in UTF-8."
+            "this is not Unicode text. Write it again in UTF-8."
         ) from None
     return text
 
@@ -270,7 +270,7 @@ def _parsed(row: Mapping[str, Any], name: str, kind: type) -> Any:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise DataError(f"`{name}` is no JSON ({error}).") from error
+            raise DataError(f"`{name}` is not JSON ({error}).") from error
     if value is None:
         return kind()
     if not isinstance(value, kind):

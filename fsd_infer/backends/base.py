@@ -41,7 +41,9 @@ class Backend:
 
     def report(self) -> tuple[str | None, str]:
         """Return :meth:`describe` and why. A setting that is wrong is no error here, but the reason."""
-        return None, "this device has no backend of its own"
+        if type(self) is Backend:
+            return None, "this device has no backend of its own"
+        return self.describe(), f"backend {self.name!r} says no more"
 
     def reads_blocks(self, kind: int, rows: int, columns: int) -> bool:
         """Return whether a weight [rows, columns] may stay in the blocks of a GGUF file, of ggml's type ``kind``.

@@ -7,7 +7,7 @@ from typing import Any
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 FIXED_ANGLES = ("default", "linear", "llama3", "yarn")  # kinds of rotary angles that depend on the position alone
-WATCHERS = ("transformers.utils.output_capturing", "fsd_infer.targets.stack")  # whose hooks only record outputs
+WATCHERS = ("transformers.utils.output_capturing", "fsd_infer.targets.stack")  # whose hooks stacks need not call
 
 
 def is_of_family(module: Any, kind: str) -> bool:
@@ -23,5 +23,5 @@ def hooks_of(layers: Iterable[Any]) -> list[dict[int, Any]]:
 
 
 def is_hooked(hooks: Iterable[dict[int, Any]]) -> bool:
-    """Whether one of these hooks does more than record outputs. Stacks do not call hooks."""
+    """Whether one of these hooks is somebody else's, who expects to be called. Stacks call no hooks."""
     return any(getattr(hook, "__module__", "") not in WATCHERS for each in hooks if each for hook in each.values())

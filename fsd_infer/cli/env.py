@@ -80,7 +80,7 @@ def _runs(name: str | None, why: str, gpu: bool) -> dict[str, str]:
             quantised: "expanded to bf16, or by their library, for the same reason",
         }
     else:
-        products = f"our kernels on {UNITS[name]}"
+        products = f"our kernels on {UNITS.get(name, name)}"
         found = {
             "bf16 weights, and heads in fp8": products,
             quantised: f"{products}, from their own blocks; types that they do not read are expanded",

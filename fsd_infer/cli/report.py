@@ -50,7 +50,7 @@ def stats_line(stats: GenerationStats) -> str:
     return (
         f"{stats.new_tokens} tokens in {stats.seconds:.2f} s (prefill {stats.prefill_seconds:.2f} s), "
         f"{stats.tokens_per_second:.1f} tok/s; tau {tau} over {stats.target_forwards} target forwards; "
-        f"gate open at {100 * stats.gate_open_fraction:.1f} % of tokens, {stats.divergence_spent:.3f} nats spent; "
+        f"lossy at {100 * stats.gate_open_fraction:.1f} % of tokens, {stats.divergence_spent:.3f} nats spent; "
         f"{drafts_text(stats.drafts.summary())}; "
         f"4-grams copied from the prompt {percent(stats.copied_4grams, 0)} %, repeated "
         f"{percent(stats.repeated_4grams, 0)} %; "

@@ -13,7 +13,7 @@ from fsd_core.errors import FsdError, ModelLoadError
 from fsd_core.registry import is_whole
 from fsd_core.text.encoding import encode_chat, encode_text, need_tokenizer
 from fsd_infer.decoder.config import FuzzyConfig
-from fsd_infer.request.images import Sources, encode_marked, encode_shown, has_images, show
+from fsd_infer.request.images import Sources, encode_marked, encode_shown, has_images, split_images
 from fsd_infer.request.options import ARGUMENTS
 from fsd_infer.targets.image_inputs import ImageInput, image_input_of, placeholders_of
 from fsd_infer.targets.processors import load_processor
@@ -172,14 +172,14 @@ def encode_with_images(
 
     Args:
         target: with a processor.
-        prompt: text or messages, see :func:`fsd_infer.request.images.show`.
+        prompt: text or messages, see :func:`fsd_infer.request.images.split_images`.
         images: in the order of the parts that name none.
         chat: of text, False: it has the processor's marks of images, and goes into no chat template.
         sources: where images may come from; None: any local file.
         options: further arguments of the chat template.
 
     Raises:
-        FsdError: see :func:`.show` and :func:`.encode_shown`; ids in place of text.
+        FsdError: see :func:`.split_images` and :func:`.encode_shown`; ids in place of text.
         ModelLoadError: a target that does not see, or has no processor.
     """
     processor, tokenizer, sources = processor_of(target), target.tokenizer, sources or Sources()
@@ -187,7 +187,7 @@ def encode_with_images(
         ids, made = encode_marked(processor, prompt, [sources.open(image) for image in images])
     elif isinstance(prompt, str) or all(isinstance(turn, Mapping) for turn in prompt):
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        ids, made = encode_shown(processor, tokenizer, show(turns, images, sources), options)
+        ids, made = encode_shown(processor, tokenizer, *split_images(turns, images, sources), options)
     else:
         raise FsdError("images go with text or messages, and these prompts are token ids.")
     return ids, image_input_of(target.name, target.model.config, made, ids)

@@ -18,7 +18,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from fsd_core.errors import FsdError, ModelLoadError, shortened
+from fsd_core.errors import FsdError, ModelLoadError, foreign_errors
 from fsd_core.text.conversations import check_text
 from fsd_core.text.encoding import need_tokenizer
 from fsd_infer.backends.choose import choose
@@ -86,7 +86,7 @@ def prepare(
     fields = with_defaults(fields, stated)
     asked = asked | _set(fields)
     named = ", ".join([*fields, *([] if given is None else ["generation_config"])]) or "of the model's own config"
-    try:
+    with foreign_errors(FsdError, f"transformers refuses these options ({named}): {{why}}"):
         if given is not None:  # transformers warns of keywords beside a configuration
             given = copy.deepcopy(given)
             given.update(**_set(fields))
@@ -97,10 +97,6 @@ def prepare(
         check_config(config, model.generation_config)
         _check_stop_strings(config, target)
         return _with_lengths(target, prompts, config, stated.keys() | asked.keys(), processing, stopping), config
-    except FsdError:
-        raise
-    except Exception as error:
-        raise FsdError(f"transformers refuses these options ({named}): {shortened(error)}") from error
 
 
 def _with_lengths(

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from fsd_core.tensors import is_host, to_device, visible_slots
-from fsd_infer.device.pool import KVPool
-from fsd_infer.device.states import Branches, RecurrentStates
+from fsd_core.tensors import is_host, kept_rows, visible_slots
+from fsd_infer.device.pool import KVPool, RowTensors
+from fsd_infer.device.states import STATE, Branches, RecurrentStates
 
 RECURRENT = {"linear_attention", "conv", "mamba"}  # types of layers that keep a state
 WITHOUT_KEYS = {*RECURRENT, "moe", "mlp"}  # types of layers without keys and values
@@ -109,8 +109,7 @@ class SlotCache(Cache):
         config: the (text) config of the model.
         batch: B.
         slots: slots per row, for the longest text plus the largest tree.
-        pool: allocations of ``rows`` rows and as many slots each, made on demand (default: private ones).
-        rows: rows of these, at least ``batch``.
+        pool: allocations of as many rows and slots each, made on demand (default: private ones).
 
     Attributes:
         prefilled: [B] length of each row's text when it was last read at once, on the device; None: unknown.
@@ -121,16 +120,15 @@ class SlotCache(Cache):
         shown: [3, B, P] the same of a prompt's tokens, while a draft head reads a prompt with images; else None.
     """
 
-    def __init__(self, config: Any, batch: int, slots: int, pool: KVPool | None = None, rows: int = 0) -> None:
-        self.config, self.batch, self.capacity = config, batch, slots
-        self._pool, self._rows = KVPool() if pool is None else pool, max(rows, batch)
-        self.parent: tuple[SlotCache, int] | None = None
+    def __init__(self, config: Any, batch: int, slots: int, pool: KVPool | None = None) -> None:
+        self.config, self.capacity = config, slots
+        self.tensors = RowTensors(batch, KVPool() if pool is None else pool)
         self.num_layers = int(config.num_hidden_layers)
         types = getattr(config, "layer_types", None) or [None] * self.num_layers
         have_keys = (kind not in WITHOUT_KEYS for kind in types)
         # of each layer among those with keys and values; at the end their number
         self.indices = list(accumulate(have_keys, initial=0))
-        self.recurrent = RecurrentStates(batch, self._pool, self._rows)
+        self.recurrent = RecurrentStates(self.tensors)
         self.start: int | None = 0
         self.slots = torch.zeros(batch, 0, dtype=torch.long)
         self.used = 0
@@ -141,8 +139,12 @@ class SlotCache(Cache):
         # lengths [B] and visible_after [B, M, E], as after_text() was given them
         self.text: tuple[Tensor, Tensor] | None = None
         self.window = slots
-        self._layered: dict[tuple[str, int, int, torch.dtype], Tensor] = {}  # see layered()
         super().__init__(layers=[_SlotLayer(self, index) for index in range(self.num_layers)])
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return self.tensors.batch
 
     def keys_and_values(
         self, heads: int, width: int, dtype: torch.dtype, device: torch.device | None = None
@@ -156,23 +158,13 @@ class SlotCache(Cache):
 
         ``like``: states [B, heads, M, head_dim] of a layer. The tensor is allocated on first use.
         """
-        if self.parent is not None:
-            whole, row = self.parent
-            return whole.layered(kind, like)[:, row : row + 1]
         _, heads, _, width = like.shape
-        key = (kind, heads, width, like.dtype)
-        if key not in self._layered:
-            if key not in self._pool:
-                shape = (self.indices[-1], self._rows, heads, self.capacity, width)
-                self._pool.zeros(key, shape, like)
-            self._layered[key] = self._pool[key][:, : self.batch]
-        return self._layered[key]
+        return self.tensors.get((kind, heads, width, like.dtype), like, self.indices[-1], (heads, self.capacity, width))
 
     def row(self, index: int) -> SlotCache:
         """Return one batch row as a cache that shares this cache's memory."""
         row = SlotCache(self.config, 1, self.capacity)
-        row.parent = self, index
-        row.recurrent = self.recurrent.row(index)
+        row._hold(self.tensors.row(index))
         row.prefilled = None if self.prefilled is None else self.prefilled[index : index + 1]
         row.offsets = None if self.offsets is None else self.offsets[index : index + 1]
         return row
@@ -185,15 +177,16 @@ class SlotCache(Cache):
 
     def saved(self, row: int, count: int) -> dict[Any, Tensor]:
         """Return copies of a row's first ``count`` keys and values, and of its states, for :meth:`restore`."""
-        keys = {key: layers[:, row, :, :count].clone() for key, layers in self._layered.items()}
-        return {**keys, **self.recurrent.saved(row)}
+        held = self.tensors.held.items()
+        return {key: (x[:, row] if key[0] == STATE else x[:, row, :, :count]).clone() for key, x in held}
 
     def restore(self, states: dict[Any, Tensor]) -> None:
         """Write the result of :meth:`saved` to the first slots of this cache's only row."""
-        self.recurrent.restore({key: state for key, state in states.items() if key[0] == "recurrent"})
-        for (kind, heads, width, dtype), state in ((key, x) for key, x in states.items() if key[0] != "recurrent"):
-            like = torch.empty(1, heads, 0, width, dtype=dtype, device=state.device)
-            self.layered(kind, like)[:, 0, :, : state.shape[2]] = state
+        for key, state in states.items():
+            first, *rest = state.shape
+            if key[0] != STATE:
+                rest[1] = self.capacity
+            self.tensors.get(key, state, first, rest)[:, 0][tuple(map(slice, state.shape))] = state
 
     def set_write_slots(self, slots: Tensor, start: int | None, used: int, positions: Tensor | None = None) -> None:
         """Set where the next forward writes.
@@ -271,56 +264,52 @@ class SlotCache(Cache):
     def move(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy keys and values from slots [B, K] to slots [B, K] of the same row, in all layers."""
         if self.batch == 1:
-            for layers in self._layered.values():
+            for layers in self._layered():
                 layers.index_copy_(3, destinations[0], layers.index_select(3, sources[0]))
             return
         rows = torch.arange(self.batch, device=sources.device)[:, None]
-        for layers in self._layered.values():
+        for layers in self._layered():
             # advanced indices around a slice: [B, K, layers, heads, width]
             layers[:, rows, :, destinations] = layers[:, rows, :, sources]
 
+    def _layered(self) -> list[Tensor]:
+        """All keys and values, [layers, B, heads, slots, width] each."""
+        return [tensor for key, tensor in self.tensors.held.items() if key[0] != STATE]
+
+    def _hold(self, tensors: RowTensors) -> None:
+        """Hold these keys, values and states."""
+        self.tensors, self.recurrent = tensors, RecurrentStates(tensors)
+
     def keep_rows(self, rows: Tensor) -> None:
         """Keep these batch rows [B'] (ascending, on the CPU) and move them up in place."""
-        self.batch = rows.shape[0]
-        self.recurrent.keep_rows(rows)
-        for name in ("prefilled", "offsets"):
-            if (of_rows := getattr(self, name)) is not None:
-                setattr(self, name, of_rows.index_select(0, to_device(rows, of_rows.device)))
-        for key, layers in self._layered.items():
-            for new, old in enumerate(rows.tolist()):
-                if new != old:
-                    layers[:, new] = layers[:, old]
-            self._layered[key] = layers[:, : self.batch]
+        self.tensors.keep_rows(rows)
+        self.prefilled, self.offsets = kept_rows(self.prefilled, rows), kept_rows(self.offsets, rows)
         for layer in self.layers:
             if isinstance(layer, _SlotLayer) and layer.is_initialized:
                 layer.lazy_initialization(layer.keys[: self.batch], layer.values[: self.batch])
 
     def detached(self) -> SlotCache:
         """Return a cache of the same rows in the same memory, which :meth:`keep_rows` changes alone."""
-        made = SlotCache(self.config, self.batch, self.capacity, self._pool, self._rows)
-        made._layered, made.recurrent.states = dict(self._layered), dict(self.recurrent.states)
+        made = SlotCache(self.config, self.batch, self.capacity)
+        made._hold(self.tensors.detached())
         made.prefilled, made.offsets = self.prefilled, self.offsets
         return made
 
     def reallocated(self, into: Callable[[], SlotCache]) -> SlotCache:
         """Return an empty cache of as many rows, which may lie in the same memory, with all that this one holds."""
-        cloned = {key: layers.clone() for key, layers in self._layered.items()}
-        states = {name: state.clone() for name, state in self.recurrent.states.items()}
+        cloned = {key: tensor.clone() for key, tensor in self.tensors.held.items()}
         made = into()
-        for (kind, heads, width, dtype), layers in cloned.items():
-            like = torch.empty(self.batch, heads, 0, width, dtype=dtype, device=layers.device)
-            made.layered(kind, like).copy_(layers)
-        for name, state in states.items():
-            made.recurrent.place(name, state).copy_(state)
+        for key, tensor in cloned.items():
+            made.tensors.get(key, tensor, tensor.shape[0], tensor.shape[2:]).copy_(tensor)
         made.prefilled, made.offsets = self.prefilled, self.offsets
         return made
 
     @property
     def nbytes(self) -> int:
         """Allocated bytes, 0 before the first forward."""
-        return sum(allocated.nbytes for allocated in self._pool.values())
+        return sum(tensor.nbytes for tensor in self.tensors.pool.values())
 
     @property
-    def slot_bytes(self) -> int:
-        """Allocated bytes that grow with the slots: all but the states."""
-        return self.nbytes - self.recurrent.nbytes
+    def state_bytes(self) -> int:
+        """Those of recurrent layers' states, which do not grow with the slots."""
+        return sum(tensor.nbytes for key, tensor in self.tensors.pool.items() if key[0] == STATE)

@@ -141,4 +141,4 @@ class CachedModel(Renamed, ABC):
         cache.set_write_slots(zero, 0, 1)
         with torch.no_grad():
             self._read_one(cache, torch.ones(1, 1, 1, dtype=torch.bool, device=self.device), zero)
-        return cache.slot_bytes, cache.recurrent.nbytes
+        return cache.nbytes - cache.state_bytes, cache.state_bytes

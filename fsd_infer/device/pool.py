@@ -1,8 +1,9 @@
-"""Where the tensors of a request's caches are allocated, and kept between requests for recorded rounds."""
+"""The tensors of a request's caches, and where they are allocated and kept between requests for recorded rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from math import prod
 from typing import Any
 
@@ -33,3 +34,52 @@ class KVPool(dict[Any, Tensor]):
         self.in_arena[key] = self.arena[key]
         self[key] = self.in_arena[key][:count].view(*shape).zero_()
         return self[key]
+
+
+class RowTensors:
+    """Tensors [X, B, ...] of a batch by key, allocated in a pool on first use.
+
+    Args:
+        batch: B.
+        pool: allocations of as many rows each.
+        parent: the tensors of a batch, and the one row of it that these are, in the same memory.
+    """
+
+    def __init__(self, batch: int, pool: KVPool, parent: tuple[RowTensors, int] | None = None) -> None:
+        self.batch, self.pool, self.parent = batch, pool, parent
+        self._allocated = batch  # rows, of which the first B are left
+        self.held: dict[Any, Tensor] = {}
+
+    def get(self, key: Any, like: Tensor, first: int, rest: Sequence[int]) -> Tensor:
+        """Return the tensor [first, B, *rest] of a key, which is zero if it is new.
+
+        ``like``: has its type and device.
+        """
+        if key not in self.held:
+            if self.parent is not None:
+                whole, row = self.parent
+                self.held[key] = whole.get(key, like, first, rest)[:, row : row + 1]
+            else:
+                if key not in self.pool:
+                    self.pool.zeros(key, (first, self._allocated, *rest), like)
+                self.held[key] = self.pool[key][:, : self.batch]
+        return self.held[key]
+
+    def row(self, index: int) -> RowTensors:
+        """Return one batch row, which shares this memory."""
+        return RowTensors(1, KVPool(), (self, index))
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Keep these batch rows [B'] (ascending, on the CPU) and move them up in place."""
+        self.batch = len(rows)
+        for key, tensor in self.held.items():
+            for new, old in enumerate(rows.tolist()):
+                if new != old:
+                    tensor[:, new] = tensor[:, old]
+            self.held[key] = tensor[:, : self.batch]
+
+    def detached(self) -> RowTensors:
+        """Return the same tensors, which :meth:`keep_rows` changes alone."""
+        made = copy(self)
+        made.held = dict(self.held)
+        return made

@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fsd_core.tensors import at_nodes
-from fsd_infer.device.pool import KVPool
+from fsd_infer.device.pool import RowTensors
 
+STATE = "recurrent"  # begins the keys of states among the tensors of a cache
 PIECE = 64  # tokens of a text that are read at once; memory grows with its square
 
 Inputs = tuple[Tensor, ...]  # [B, M, ...] each
@@ -82,21 +83,17 @@ class RecurrentStates:
     """The states of all recurrent layers, each a tensor [B, ...] that stays in its place.
 
     Args:
-        batch: B.
-        pool: allocations of ``rows`` rows each, made on demand.
-        rows: at least ``batch``.
-        parent: the states of a batch, and the one row of it that these are.
+        tensors: of the batch, which hold the states beside keys and values.
 
     Attributes:
         branches: how the next forward's tokens hang together; None: they continue the text, and are committed at once.
         counts: [B] how many of the tokens that continue the text are real; None: all.
     """
 
-    def __init__(self, batch: int, pool: KVPool, rows: int, parent: tuple[RecurrentStates, int] | None = None) -> None:
-        self.batch, self.pool, self.rows, self.parent = batch, pool, rows, parent
+    def __init__(self, tensors: RowTensors) -> None:
+        self._tensors = tensors
         self.branches: Branches | None = None
         self.counts: Tensor | None = None
-        self.states: dict[Hashable, Tensor] = {}
         self.kept: dict[Hashable, tuple[Recurrence, Inputs]] = {}
 
     def run(self, name: Hashable, recurrence: Recurrence, inputs: Inputs) -> Tensor:
@@ -117,54 +114,20 @@ class RecurrentStates:
     def commit(self, path: Tensor, accepted: Tensor) -> None:
         """Apply the recurrences to the root and the first ``accepted`` [B] nodes after it on the path [B, D+1]."""
         for name, (recurrence, inputs) in self.kept.items():
-            _, after = recurrence.chain(self.states[name], tuple(at_nodes(x, path) for x in inputs), accepted + 1)
-            self.states[name].copy_(after)
+            state = self._state(name, recurrence, inputs)
+            _, after = recurrence.chain(state, tuple(at_nodes(x, path) for x in inputs), accepted + 1)
+            state.copy_(after)
         self.kept.clear()
-
-    def row(self, index: int) -> RecurrentStates:
-        """Return one batch row, which shares this memory."""
-        return RecurrentStates(1, self.pool, self.rows, (self, index))
-
-    def keep_rows(self, rows: Tensor) -> None:
-        """Keep these batch rows [B'] (ascending, on the CPU) and move them up in place."""
-        self.batch = len(rows)
-        for name, state in self.states.items():
-            for place, row in enumerate(rows.tolist()):
-                if place != row:
-                    state[place] = state[row]
-            self.states[name] = state[: self.batch]
-
-    def saved(self, row: int) -> dict[Any, Tensor]:
-        """Return copies of a row's states, for :meth:`restore`."""
-        return {("recurrent", name): state[row].clone() for name, state in self.states.items()}
-
-    def restore(self, states: dict[Any, Tensor]) -> None:
-        """Write the result of :meth:`saved` to the only row."""
-        for (_, name), state in states.items():
-            self.place(name, state[None])[0] = state
 
     @property
     def tensors(self) -> list[Tensor]:
         """What a commit changes in place."""
-        return list(self.states.values())
-
-    @property
-    def nbytes(self) -> int:
-        """Allocated bytes, 0 before the first forward."""
-        return sum(state.nbytes for name, state in self.pool.items() if name[0] == "recurrent")
+        return [tensor for key, tensor in self._tensors.held.items() if key[0] == STATE]
 
     def _state(self, name: Hashable, recurrence: Recurrence, inputs: Inputs) -> Tensor:
-        return self.states[name] if name in self.states else self.place(name, recurrence.initial(inputs))
-
-    def place(self, name: Hashable, like: Tensor) -> Tensor:
-        """Return the tensor [B, ...] of a state, which is zero if it is new."""
-        if name not in self.states:
-            if self.parent is not None:
-                whole, row = self.parent
-                self.states[name] = whole.place(name, like)[row : row + 1]
-            else:
-                key = "recurrent", name
-                if key not in self.pool:
-                    self.pool.zeros(key, (self.rows, *like.shape[1:]), like)
-                self.states[name] = self.pool[key][: self.batch]
-        return self.states[name]
+        """Return the state [B, ...] of a layer, which is zero if it is new."""
+        key = STATE, name
+        if key not in self._tensors.held:
+            initial = recurrence.initial(inputs)
+            self._tensors.get(key, initial, 1, initial.shape[1:])
+        return self._tensors.held[key][0]

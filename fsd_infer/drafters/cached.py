@@ -18,18 +18,16 @@ class CachedSession(TreeSession):
     """A session that reads nodes of a frontier after the text. The text's last token is the root, as in a round."""
 
     reads_nodes = True
+    per_row = TreeSession.per_row | {"_cached"}
 
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
         super().__init__(drafter, request)
-        self._cached: list[set[int]] = [{0} for _ in range(request.batch)]  # the nodes that the cache has
+        self._cached: list[set[int]] = [{0} for _ in range(request.batch)]  # the nodes of a frontier in the cache
 
-    def keep_rows(self, rows: Tensor) -> None:
-        super().keep_rows(rows)
-        self._cached = [self._cached[row] for row in rows.tolist()]
-
-    def set_node_positions(self, positions: Sequence[Tensor], slots: int) -> None:
-        """Tell the cache the positions of the nodes in it, [B, E] of each depth, of ``slots`` slots that are seen."""
-        nodes = torch.cat(list(positions), 1)
+    def _add_node_positions(self, positions: Tensor, slots: int) -> None:
+        """Tell the cache the positions [B, E] of the next depth's nodes. ``slots``: how many slots are seen."""
+        self._node_positions.append(positions)
+        nodes = torch.cat(self._node_positions, 1)
         text = torch.arange(slots, device=self.device).repeat(len(nodes), 1)
         after = self.lengths[:, None] + torch.arange(nodes.shape[1], device=self.device)
         self.cache.positions = text.scatter(1, after, nodes)

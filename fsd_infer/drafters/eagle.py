@@ -195,6 +195,7 @@ class EagleSession(CachedSession):
     """
 
     drafter: EagleDrafter
+    per_row = CachedSession.per_row | {"root_output", "_outputs"}
     max_step_unread = MAX_STEP_UNREAD
 
     def __init__(self, drafter: EagleDrafter, request: DraftRequest) -> None:
@@ -292,12 +293,11 @@ class EagleSession(CachedSession):
         return self.drafter.q_logits(self._features, self.vocabulary) if logits is None else logits, ids
 
     def keep_rows(self, rows: Tensor) -> None:
+        super().keep_rows(rows)
         if self.vocabulary is not None:
             self.vocabulary.keep_rows(rows)
         kept = to_device(rows, self.device)
         self.unread = [(tokens[kept], features[kept], counts[kept]) for tokens, features, counts in self.unread]
-        super().keep_rows(rows)
-        self.root_output, self._outputs = self.root_output[kept], self._outputs[kept]
 
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         before = at_nodes(self._features, parents)

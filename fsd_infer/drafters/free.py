@@ -167,6 +167,7 @@ class FreeSession(DraftSession):
     """
 
     former_members = {"places": "states"}
+    per_row = DraftSession.per_row | {"tails"}
     needs_report = True
     _host_inputs: Tensor | None = None  # the trees of recorded rounds
 
@@ -183,9 +184,6 @@ class FreeSession(DraftSession):
 
     def _tail(self, tokens: list[int]) -> list[int]:
         return tokens[-self.drafter.context_length :]
-
-    def keep_rows(self, rows: Tensor) -> None:
-        self.tails = [self.tails[row] for row in rows.tolist()]
 
     @property
     def is_recordable(self) -> bool:
@@ -206,7 +204,7 @@ class FreeSession(DraftSession):
             return DraftTree.of_packed(self._host_inputs, drafter.vocab_size, drafter.depth)
         rows = self._rows()
         tree = DraftTree.of_lists(rows, drafter.vocab_size, self.device, drafter.depth)
-        if self.shape is None or self.shape.prices is None:
+        if self.shape is None or self.prices is None:
             return tree
         self.growth = PricedGrowth(self.shape, len(rows))
         return tree.keep(self.growth.choose(tree))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsd_core.tensors import at_nodes, is_host, lists, to_device, visible_slots
 from fsd_infer.device.cache import SlotCache
-from fsd_infer.trees.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree, path_to
 
 Successors = tuple[list[float], list[int]]  # log-probabilities of likely tokens, falling, and the tokens
 NO_SUCCESSORS: Successors = ([], [])
@@ -62,11 +62,7 @@ class Frontier:
 
     def path(self, row: int, node: int) -> list[int]:
         """Return the nodes from below the root to this one."""
-        path = []
-        while node:
-            path.append(node)
-            node = self.parents[row][node]
-        return path[::-1]
+        return path_to(node, self.parents[row])
 
     def padded_nodes(self, nodes: Sequence[Sequence[int]]) -> Tensor:
         """Return ragged lists of nodes as [B, M]. Rows are padded by the number after their last node."""

@@ -131,15 +131,14 @@ class GraftedSession(DraftSession):
 
     @property
     def is_recordable(self) -> bool:
-        has_prices = self.shape is not None and self.shape.prices is not None
-        return not has_prices and self.main.is_recordable and self.grafted.is_recordable
+        return self.prices is None and self.main.is_recordable and self.grafted.is_recordable
 
     @property
     def shape_key(self) -> Hashable:
         return self.shape, super().shape_key
 
     def draft(self, roots: Tensor) -> DraftTree:
-        shape, prices = self.shape, None if self.shape is None else self.shape.prices
+        shape, prices = self.shape, self.prices
         if shape is not None:
             self.main.shape = shape
             if prices is not None and not prices.asks_grafted:
@@ -168,7 +167,6 @@ class GraftedSession(DraftSession):
         """Return the best nodes of both trees."""
         drafter, began = self.drafter, self.clock()
         union = union_of(main, grafted, drafter.max_depth, len(drafter.main.proposers))
-        union.depth_bound = drafter.max_depth
         if self.growth is not None:
             self.growth.grafted_seconds += self.clock() - began
             return keep_nodes(union, main, self.growth.choose(union))
@@ -176,9 +174,12 @@ class GraftedSession(DraftSession):
         assert union.proposers is not None
         # the grafted drafter's own nodes are mostly copies of a text, which lossy rules test exactly by default
         bonus = self.draft_bonus * (union.proposers < len(drafter.main.proposers)) if self.draft_bonus else 0.0
-        nodes = select_nodes(union.scores, union.parents, drafter.max_depth, bonus, most, union.pinned)
-        nodes = nodes[:, : 1 + functional.host_max(union.is_draft.sum(1), nodes.shape[1] - 1)]  # without padding
-        return keep_nodes(union, main, nodes)
+        return self._best(union, main, bonus, most)
+
+    def _best(self, union: DraftTree, main: DraftTree, draft_bonus: float | Tensor, most: int) -> DraftTree:
+        """Return the likeliest ``most`` nodes of a union, without padding where the host can tell."""
+        nodes = select_nodes(union.scores, union.parents, self.drafter.max_depth, draft_bonus, most, union.pinned)
+        return keep_nodes(union, main, nodes[:, : 1 + functional.host_max(union.is_draft.sum(1), nodes.shape[1] - 1)])
 
     def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Successors]]:
         found = [session.successors(frontier, nodes, count) for session in self._beam_sessions()]
@@ -219,12 +220,8 @@ def union_of(main: DraftTree, grafted: DraftTree, depth: int, main_proposers: in
         The union, [B, N + M - 1].
     """
     tokens, parents, scores, proposers = functional.tree_union(_parts(main), _parts(grafted), main_proposers, depth)
-    more = parents.shape[1] - main.parents.shape[1]
-    q_index = torch.nn.functional.pad(main.q_index, (0, more), value=-1)
-    drawn = None if main.drawn is None else torch.nn.functional.pad(main.drawn, (0, more))
-    return replace(
-        main, tokens=tokens, parents=parents, scores=scores, q_index=q_index, proposers=proposers, drawn=drawn
-    )
+    base = main.padded_to(tokens.shape[1])
+    return replace(base, tokens=tokens, parents=parents, scores=scores, proposers=proposers, depth_bound=depth)
 
 
 def _parts(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

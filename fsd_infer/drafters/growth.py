@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,14 +21,13 @@ from torch import Tensor
 from typing_extensions import Self
 
 from fsd_core import functional
-from fsd_core.tensors import at_nodes, is_host, to_device
+from fsd_core.tensors import at_nodes, is_host
 from fsd_infer.drafters.drawing import AcceptanceRatios, ChainDrawing, Drawing, accepted_and_expected
 from fsd_infer.drafters.frontier import NO_SUCCESSORS, Frontier, Successors, successor_lists
 from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.trees.forecast import MenuMasks, forecast
 from fsd_infer.trees.priced_growth import PricedGrowth
-from fsd_infer.trees.prices import Prices
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws, leaf_visit_scores, select_nodes, visit_scores
 
@@ -50,6 +48,7 @@ class TreeSession(DraftSession):
         shape: of the next tree: the drafter's own, or one within it, which may have prices.
     """
 
+    per_row = DraftSession.per_row | {"lengths"}
     shape: TreeShape
     _ratios: AcceptanceRatios | None = None  # what the draws of earlier rounds have taught
 
@@ -63,21 +62,19 @@ class TreeSession(DraftSession):
         self._visits = torch.zeros(0)  # [B, E] tilted scores of the nodes that were expanded last
         self._drawing: Drawing | ChainDrawing | None = None  # of this round
         self._ratios = self._acceptance_ratios()
+        self._node_positions: list[
+            Tensor
+        ] = []  # [B, E] of each depth's expanded nodes, where :class:`CachedSession` asks
         self._stopped: Tensor | None = None  # [] bool, on devices: whether drafting has stopped
 
     def _acceptance_ratios(self) -> AcceptanceRatios | None:
         """Return what the draws of earlier rounds have taught; None: nothing is drawn, or rounds are recorded."""
         request = self.request
-        if request.draws is not Draws.TREE or self.prices is None and not is_host(self.device):
+        if request.draws is not Draws.TREE or self.shape.prices is None and not is_host(self.device):
             return None
-        learns = not request.seeded if self.prices is None else request.clock is not None
+        learns = not request.seeded if self.shape.prices is None else request.clock is not None
         key = round(10 * request.temperature), round(4 * min(request.draft_bonus, 4.0))
         return self.drafter.ratios.setdefault(key, AcceptanceRatios()) if learns else AcceptanceRatios()
-
-    @property
-    def prices(self) -> Prices | None:
-        """By which the next tree is grown; None: it has a fixed shape."""
-        return self.shape.prices
 
     @property
     def width(self) -> int:
@@ -86,15 +83,19 @@ class TreeSession(DraftSession):
 
     @property
     def needs_report(self) -> bool:
-        return self.prices is not None
+        return self.shape.prices is not None
+
+    @property
+    def is_recordable(self) -> bool:
+        return self.shape.prices is None
 
     @property
     def shape_key(self) -> Hashable:
         return self.shape
 
     def keep_rows(self, rows: Tensor) -> None:
+        super().keep_rows(rows)
         self.cache.keep_rows(rows)
-        self.lengths = self.lengths[to_device(rows, self.device)]
 
     def _detached(self) -> Self:
         made = super()._detached()
@@ -107,7 +108,7 @@ class TreeSession(DraftSession):
 
     def draft(self, roots: Tensor) -> DraftTree:
         depth = self._max_depth()
-        self.growth = None if self.prices is None else PricedGrowth(self.shape, len(self.lengths))
+        self.growth = None if self.shape.prices is None else PricedGrowth(self.shape, len(self.lengths))
         if depth < 1 or self.growth is not None and not self.growth.starts():
             return DraftTree.root_only(roots, self.drafter.vocabulary)
         logits, ids = self._read_roots()
@@ -123,7 +124,7 @@ class TreeSession(DraftSession):
         if self.request.draws is Draws.CHAIN:
             return ChainDrawing(self.request.process, self.request.generator)
         nodes = self.shape.max_nodes
-        min_accept_prob = 1.0 / (2 * nodes) if self.prices is None else self.prices.min_accept_prob
+        min_accept_prob = 1.0 / (2 * nodes) if self.shape.prices is None else self.shape.prices.min_accept_prob
         return Drawing(self.request.process, self.request.generator, nodes - 1, min_accept_prob, self._ratios)
 
     @property
@@ -185,37 +186,26 @@ class TreeSession(DraftSession):
             ids: [Vd] target id of each entry; None if Vd = V.
             max_depth: of the deepest candidates.
         """
-        self._stopped = None
-        level = self._root_level(roots, logits)
-        levels = [level]
+        self._stopped, self._node_positions = None, []
+        tree = Candidates(roots, isinstance(self._drawing, Drawing))
+        self._visits = tree.expanded_scores
         for depth in range(1, max_depth + 1):
             # each expanded node proposes w children
-            log_q, entries, drawn = self._propose(level.logits, level.expanded_scores, level.ancestors)  # [B, E, w]
+            log_q, entries, drawn = self._propose(logits, tree.expanded_scores, tree.ancestors)  # [B, E, w]
             if self._stopped is not None:
                 log_q = log_q.masked_fill(self._stopped, -math.inf)
                 drawn = None if drawn is None else drawn & ~self._stopped
-            above, level = level, level.below(entries if ids is None else ids[entries], log_q, drawn)
-            levels.append(level)
+            tree.add(logits, entries if ids is None else ids[entries], log_q, drawn)
             # the model reads the best of these children
-            chosen = None if depth == max_depth else self._next_frontier(log_q, level.scores, drawn)  # [B, E']
+            chosen = None if depth == max_depth else self._next_frontier(log_q, tree.scores[-1], drawn)  # [B, E']
             if chosen is None:
                 break
-            if isinstance(self._drawing, Drawing) and level.drawn is not None:
-                self._drawing.expand(level.drawn.gather(1, chosen))
-            parent = chosen // self.width  # [B, E'] index of each one's parent among the expanded nodes above
-            level.expand(chosen, at_nodes(above.ancestors, parent))
-            level.logits = self._expand(level.tokens.gather(1, chosen), parent, level.ancestors, depth)
-        return _tree_of(levels, ids, self._drawing)
-
-    def _root_level(self, roots: Tensor, logits: Tensor) -> TreeLevel:
-        """Return the level of the roots [B], with the logits [B, 1, Vd] at them."""
-        zero = torch.zeros(len(roots), 1, dtype=torch.long, device=self.device)
-        self._visits = torch.zeros(len(roots), 1, device=self.device)
-        drawn = torch.zeros_like(zero, dtype=torch.bool) if isinstance(self._drawing, Drawing) else None
-        root = TreeLevel(roots[:, None], zero, self._visits, drawn, first=0)
-        root.expanded, root.expanded_scores, root.logits = zero, root.scores, logits
-        root.ancestors = torch.zeros(len(roots), 1, 0, dtype=torch.bool, device=self.device)
-        return root
+            if isinstance(self._drawing, Drawing) and drawn is not None:
+                self._drawing.expand(drawn.flatten(1).gather(1, chosen))
+            parent = chosen // self.width  # [B, E'] index of each one's parent among the nodes expanded before
+            tree.expand(chosen, parent)
+            logits = self._expand(tree.tokens[-1].gather(1, chosen), parent, tree.ancestors, depth)
+        return tree.made(ids, self._drawing)
 
     def _next_frontier(self, log_q: Tensor, scores: Tensor, drawn: Tensor | None) -> Tensor | None:
         """Choose the candidates to expand next.
@@ -291,70 +281,66 @@ class TreeSession(DraftSession):
         raise NotImplementedError
 
 
-@dataclass
-class TreeLevel:
-    """The candidates of one depth, n in each row, and the E of them that the model has read.
-
-    Attributes:
-        tokens, parents, scores: [B, n] as of :class:`.DraftTree`.
-        drawn: [B, n] bool; None: none was, or all were.
-        first: number of the first candidate among a tree's nodes.
-        expanded: [B, E] node numbers of those that the model has read.
-        expanded_scores: [B, E] their cumulative log q.
-        ancestors: [B, E, m] which of the m nodes that it has read below the root are each one's ancestors or itself.
-        logits: [B, E, Vd] of their children.
-    """
-
-    tokens: Tensor
-    parents: Tensor
-    scores: Tensor
-    drawn: Tensor | None
-    first: int
-    expanded: Tensor = field(init=False)
-    expanded_scores: Tensor = field(init=False)
-    ancestors: Tensor = field(init=False)
-    logits: Tensor = field(init=False)
-
-    def below(self, tokens: Tensor, log_q: Tensor, drawn: Tensor | None) -> TreeLevel:
-        """Return the level of the children of the expanded nodes, [B, E, w] each."""
-        return TreeLevel(
-            tokens.flatten(1),
-            self.expanded[..., None].expand_as(log_q).flatten(1),
-            (self.expanded_scores[..., None] + log_q).flatten(1),
-            None if drawn is None else drawn.flatten(1),
-            self.first + self.tokens.shape[1],
-        )
-
-    def expand(self, chosen: Tensor, above: Tensor) -> None:
-        """Expand candidates ``chosen`` [B, E], whose parents have the ancestors ``above`` [B, E, m - E]."""
-        itself = torch.eye(chosen.shape[1], dtype=torch.bool, device=chosen.device).expand(len(chosen), -1, -1)
-        self.expanded, self.expanded_scores = self.first + chosen, self.scores.gather(1, chosen)
-        self.ancestors = torch.cat([above, itself], dim=-1)
-
-
-def _tree_of(levels: list[TreeLevel], ids: Tensor | None, drawing: Drawing | ChainDrawing | None) -> DraftTree:
-    """Return the tree of all candidates. Those of the last level were not expanded.
+class Candidates:
+    """The candidates of trees as they grow depth by depth, and those of them that the model has read.
 
     Args:
-        levels: of each depth, the root's first.
-        ids: as of :meth:`TreeSession._grow`.
-        drawing: what has drawn nodes; None: nothing.
+        roots: [B] tokens.
+        draws: whether some nodes may be drawn.
+
+    Attributes:
+        tokens, parents, scores: [B, n] of each depth, the roots' first, as of :class:`.DraftTree`.
+        drawn: [B, n] bool of each depth; empty: no nodes are drawn, or all are.
+        expanded: [B, E] node numbers of those that the model has read, of each depth.
+        expanded_scores: [B, E] cumulative log q of those that it read last.
+        ancestors: [B, E, m] which of the m nodes that it has read below the root are each one's ancestors or itself.
+        logits: [B, E, Vd] of the children of expanded nodes, of each depth.
     """
-    expanded = torch.cat([level.expanded for level in levels[:-1]], 1)
-    parents = torch.cat([level.parents for level in levels], 1)
-    rows = torch.arange(expanded.shape[1], device=expanded.device).expand_as(expanded)
-    tree = DraftTree(
-        torch.cat([level.tokens for level in levels], 1),
-        parents,
-        torch.cat([level.scores for level in levels], 1),
-        torch.cat([level.logits for level in levels[:-1]], 1),
-        torch.full_like(parents, -1).scatter(1, expanded, rows),
-        ids,
-        depth_bound=len(levels) - 1,
-    )
-    if drawing is not None:
-        tree.q_scores = torch.cat(drawing.scores, 1)
-    if isinstance(drawing, Drawing):
-        tree.drawn = torch.cat([level.drawn for level in levels if level.drawn is not None], 1)
-        tree.fixed = torch.cat(drawing.fixed, 1)
-    return tree
+
+    def __init__(self, roots: Tensor, draws: bool) -> None:
+        root = torch.zeros_like(roots)[:, None]
+        self.expanded_scores = torch.zeros(root.shape, device=roots.device)
+        self.tokens, self.parents, self.scores = [roots[:, None]], [root], [self.expanded_scores]
+        self.drawn = [root.bool()] if draws else []
+        self.expanded, self.logits = [root], list[Tensor]()
+        self.ancestors = torch.zeros(len(roots), 1, 0, dtype=torch.bool, device=roots.device)
+        self._first = 0  # number of the first node of the last depth
+
+    def add(self, logits: Tensor, tokens: Tensor, log_q: Tensor, drawn: Tensor | None) -> None:
+        """Add the children [B, E, w] of the nodes that were expanded last, which have these ``logits``."""
+        self._first += self.tokens[-1].shape[1]
+        self.logits.append(logits)
+        self.tokens.append(tokens.flatten(1))
+        self.parents.append(self.expanded[-1][..., None].expand_as(log_q).flatten(1))
+        self.scores.append((self.expanded_scores[..., None] + log_q).flatten(1))
+        if drawn is not None:
+            self.drawn.append(drawn.flatten(1))
+
+    def expand(self, chosen: Tensor, parent: Tensor) -> None:
+        """Expand candidates ``chosen`` [B, E'] of the last depth, below the ``parent``-th of the nodes before."""
+        itself = torch.eye(chosen.shape[1], dtype=torch.bool, device=chosen.device).expand(len(chosen), -1, -1)
+        self.expanded.append(self._first + chosen)
+        self.expanded_scores = self.scores[-1].gather(1, chosen)
+        self.ancestors = torch.cat([at_nodes(self.ancestors, parent), itself], dim=-1)
+
+    def made(self, ids: Tensor | None, drawing: Drawing | ChainDrawing | None) -> DraftTree:
+        """Return the trees of all candidates.
+
+        Args:
+            ids: as of :meth:`TreeSession._grow`.
+            drawing: what has drawn nodes; None: nothing.
+        """
+        expanded, parents = torch.cat(self.expanded, 1), torch.cat(self.parents, 1)
+        rows = torch.arange(expanded.shape[1], device=expanded.device).expand_as(expanded)
+        return DraftTree(
+            torch.cat(self.tokens, 1),
+            parents,
+            torch.cat(self.scores, 1),
+            torch.cat(self.logits, 1),
+            torch.full_like(parents, -1).scatter(1, expanded, rows),
+            ids,
+            q_scores=None if drawing is None else torch.cat(drawing.scores, 1),
+            drawn=torch.cat(self.drawn, 1) if self.drawn else None,
+            fixed=torch.cat(drawing.fixed, 1) if isinstance(drawing, Drawing) else None,
+            depth_bound=len(self.tokens) - 1,
+        )

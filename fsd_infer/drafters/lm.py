@@ -130,6 +130,7 @@ class LMSession(CachedSession):
     """
 
     drafter: LMDrafter
+    per_row = CachedSession.per_row | {"text", "cached"}
 
     def __init__(self, drafter: LMDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, request)
@@ -139,8 +140,9 @@ class LMSession(CachedSession):
         self.cached = torch.zeros_like(self.lengths)
         self._max_unread = 1  # a bound of any text's tokens that are not in the cache
         self._moves_nodes = is_host(self.device)  # whether accepted nodes' keys and values move to their final slots
-        self._expanded = [ExpandedNodes() for _ in range(request.batch)]
-        self._node_positions: list[Tensor] = []  # [B, E] of each depth's expanded nodes, if layers have windows
+        # [B][E] tokens and parents of each depth's expanded nodes, if these move
+        self._expanded: list[tuple[list[list[int]], list[list[int]]]] = []
+        self._row_depths: Tensor | None = None  # [B] to which each row can be drafted; None: none is near its end
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         positions = self.lengths[:, None] + torch.arange(tokens.shape[1], device=self.device)
@@ -158,10 +160,6 @@ class LMSession(CachedSession):
         """Whether the text stays unread, because the next round will hardly draft."""
         return self.prices is not None and self.prices.was_plain and not (self.growth and self.growth.drafted)
 
-    @property
-    def is_recordable(self) -> bool:
-        return self.prices is None
-
     def tensors(self) -> list[Tensor]:
         return [self.lengths, self.text, self.cached]
 
@@ -172,13 +170,25 @@ class LMSession(CachedSession):
         """Move keys and values of the expanded nodes on the path of the new tokens [B, K] to their final slots."""
         final = self.lengths[:, None] + torch.arange(tokens.shape[1])
         slots = final.clone()
-        for row, (nodes, text, count) in enumerate(zip(self._expanded, tokens.tolist(), counts.tolist())):
-            path = nodes.along(text[:count])
+        for row, (text, count) in enumerate(zip(tokens.tolist(), counts.tolist())):
+            path = self._expanded_path(row, text[:count])
             slots[row, : len(path)] = self.lengths[row] + torch.tensor(path, dtype=torch.long)
             self.cached[row] += len(path)
-            nodes.clear()
+        self._expanded = []
         if not torch.equal(slots, final):
             self.cache.move(slots, final)
+
+    def _expanded_path(self, row: int, text: list[int]) -> list[int]:
+        """Return the expanded nodes on the path of ``text``, by their order in the cache after a row's text."""
+        path, first, node = list[int](), 0, 0
+        for token, (tokens, parents) in zip(text, self._expanded):
+            nodes = list(zip(tokens[row], parents[row]))
+            if (token, node) not in nodes:
+                break
+            node = nodes.index((token, node))
+            path.append(first + node)
+            first += len(nodes)
+        return path
 
     def _unread(self) -> int:
         """Return the tokens of the text with the most that are not in the cache, or a bound of them."""
@@ -186,40 +196,25 @@ class LMSession(CachedSession):
         return functional.host_max(self.lengths - self.cached, bound)
 
     def _max_depth(self) -> int:
-        self._row_depths = self._context_depths()  # [B]
-        return functional.host_max(self._row_depths, self._most_depth)
-
-    @property
-    def _most_depth(self) -> int:
-        return min(self.shape.depth, self.drafter.max_depth)
+        """Return the depth to which any row can be drafted within the small LM's context, and note that of each."""
+        model, depth = self.drafter.model, min(self.shape.depth, self.drafter.max_depth)
+        limit, longest = model.max_positions, functional.host_max(self.lengths, self.text.shape[1])
+        self._row_depths = None
+        if limit is None or longest + depth <= limit + 1:  # + 1: the last draft is not read
+            return depth
+        if is_host(self.device) or self.request.max_length + depth > limit + 1:
+            warn_context(model.name, limit)
+        self._row_depths = (limit + 1 - self.lengths).clamp_max(depth)
+        return functional.host_max(self._row_depths, depth)
 
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
-        self._node_positions = []
         return self._read(self.lengths, self._unread()), None
 
     def _select_nodes(self, tree: DraftTree) -> DraftTree:
         tree = super()._select_nodes(tree)
-        if self._exceeds_context:  # q is unknown beyond the small LM's context
+        if self._row_depths is not None:  # q is unknown beyond the small LM's context
             tree.q_index = tree.q_index.masked_fill(tree.depths >= self._row_depths[:, None], -1)
         return tree
-
-    def _context_depths(self) -> Tensor:
-        """Return the depth to which each row can be drafted within the small LM's context: [B]."""
-        model, depth = self.drafter.model, self._most_depth
-        limit, longest = model.max_positions, functional.host_max(self.lengths, self.text.shape[1])
-        self._exceeds_context = limit is not None and longest + depth > limit + 1  # + 1: the last draft is not read
-        depths = torch.full_like(self.lengths, depth)
-        if limit is not None and self._exceeds_context:
-            if is_host(self.device) or self.request.max_length + depth > limit + 1:
-                warn_context(model.name, limit)
-            depths = depths.minimum(limit + 1 - self.lengths)
-        return depths
-
-    def keep_rows(self, rows: Tensor) -> None:
-        super().keep_rows(rows)
-        kept = to_device(rows, self.device)
-        self.text, self.cached = self.text[kept], self.cached[kept]
-        self._expanded = [self._expanded[row] for row in rows.tolist()]
 
     def _read(self, ends: Tensor, count: int) -> Tensor:
         """Read the last ``count`` tokens of the texts up to ``ends`` [B]. Return the logits [B, 1, V] at the last."""
@@ -235,11 +230,9 @@ class LMSession(CachedSession):
 
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         if self._moves_nodes:
-            for nodes, row, above in zip(self._expanded, tokens.tolist(), parents.tolist()):
-                nodes.add(row, above)
+            self._expanded.append((tokens.tolist(), parents.tolist()))
         if any(self.drafter.model.layer_windows.values()):  # windows go by positions, which differ from slots
-            self._node_positions.append(positions)
-            self.set_node_positions(self._node_positions, visible.shape[-1])
+            self._add_node_positions(positions, visible.shape[-1])
         return self._forward(tokens, positions, visible)
 
     def _can_draft_below(self, frontier: Frontier, row: int, node: int) -> bool:
@@ -270,34 +263,6 @@ class LMSession(CachedSession):
         return drafter.to_draft_vocabulary(
             model.forward(drafter.clamp_ids(tokens), positions, visible, self.cache, keep)[0]
         )
-
-
-class ExpandedNodes:
-    """The expanded nodes of one row. They are numbered in their order in the cache after the text."""
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self._children: dict[tuple[int, int], int] = {}  # node by parent (the root is -1) and token
-        self._frontier = [-1]  # the nodes of the last depth
-
-    def add(self, tokens: list[int], parents: list[int]) -> None:
-        """Add the nodes of one depth. ``parents`` are indices among the nodes of the depth before."""
-        first = len(self._children)
-        for node, (token, parent) in enumerate(zip(tokens, parents), first):
-            self._children[self._frontier[parent], token] = node
-        self._frontier = list(range(first, first + len(tokens)))
-
-    def along(self, text: list[int]) -> list[int]:
-        """Return the nodes on the path of ``text`` below the root."""
-        path = [-1]
-        for token in text:
-            node = self._children.get((path[-1], token))
-            if node is None:
-                break
-            path.append(node)
-        return path[1:]
 
 
 def check_same_vocabulary(drafter: Any, target: Any) -> None:

@@ -180,7 +180,8 @@ def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
         known = [one for one in {**NAMES, **free_drafters()} if " " not in one]
         raise UnknownNameError(
             f"unknown drafter {name!r}.{did_you_mean(name, known)} Give a directory, a hub id (owner/model), or one of "
-            f"{', '.join(known)}, X+memory, X+lookup and X+recycle (X any other)."
+            f"{', '.join(known)}, X+memory, X+lookup and X+recycle (X any other). For a drafter of your own, import "
+            "its module: --import MODULE."
         ) from None
     made = lm_drafter(model, target, tree)
     made.directory = Path(source) if os.path.isdir(source) else None

@@ -272,6 +272,7 @@ class MemorySession(FreeSession):
     """A session with the :class:`TextMatcher` of each row."""
 
     drafter: MemoryDrafter
+    per_row = FreeSession.per_row | {"matchers"}
 
     def __init__(self, drafter: MemoryDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, first_tokens, request)
@@ -308,7 +309,3 @@ class MemorySession(FreeSession):
 
     def on_end(self, row: int, prompt: list[int], answer: list[int]) -> None:
         self.drafter.remember(self.matchers[row], prompt, answer)
-
-    def keep_rows(self, rows: Tensor) -> None:
-        super().keep_rows(rows)
-        self.matchers = [self.matchers[row] for row in rows.tolist()]

@@ -285,7 +285,6 @@ class MtpSession(EagleSession):
         super().__init__(drafter, request)
         self._chunk_end_output = self.root_output  # [B, K · H] outputs at the end of the chunk that was read last
         self._depth = 0  # of the nodes that were expanded last
-        self._node_positions: list[Tensor] = []  # [B, E] of each depth's expanded nodes, if a layer needs them
         if len(drafter.head.layers) > 1:
             self.max_step_unread = 0
 
@@ -297,10 +296,6 @@ class MtpSession(EagleSession):
         self._chunk_end_output = made[:, -1]
         return made
 
-    def _read_roots(self) -> tuple[Tensor, Tensor | None]:
-        self._node_positions = []
-        return super()._read_roots()
-
     def _expand(self, tokens: Tensor, parents: Tensor, ancestors: Tensor, depth: int) -> Tensor:
         self._depth = depth
         return super()._expand(tokens, parents, ancestors, depth)
@@ -308,7 +303,6 @@ class MtpSession(EagleSession):
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         before = at_nodes(self._features, parents)
         if self.drafter.head.needs_node_positions:
-            self._node_positions.append(positions)
-            self.set_node_positions(self._node_positions, visible.shape[-1])
+            self._add_node_positions(positions, visible.shape[-1])
         self._features = self.drafter.model.forward(self.cache, visible, tokens, before, positions)
         return self.drafter.logits(self._features, self._depth)

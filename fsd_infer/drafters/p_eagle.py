@@ -17,9 +17,9 @@ from fsd_core.errors import CheckpointError
 from fsd_infer.drafters.eagle import EagleDrafter, EagleSession
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.steps import HEADS
-from fsd_infer.heads.formats import EAGLE_3, read_kind
+from fsd_infer.heads.formats import read_kind
 from fsd_infer.heads.head import EagleHead
-from fsd_infer.heads.kinds import P_EAGLE
+from fsd_infer.heads.kinds import EAGLE_3, P_EAGLE
 from fsd_infer.heads.stored_parts import our_name
 from fsd_infer.heads.weights import Weights
 from fsd_infer.targets.target import Target

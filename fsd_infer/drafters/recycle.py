@@ -175,6 +175,7 @@ class RecycleSession(FreeSession):
     """
 
     drafter: RecycleDrafter
+    per_row = FreeSession.per_row | {"tables"}
 
     def __init__(self, drafter: RecycleDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, first_tokens, request)
@@ -220,7 +221,3 @@ class RecycleSession(FreeSession):
 
     def states(self) -> list[tuple[Table, Any]]:
         return [(table, tuple(tail)) for table, tail in zip(self.tables, self.tails, strict=True)]
-
-    def keep_rows(self, rows: Tensor) -> None:
-        super().keep_rows(rows)
-        self.tables = [self.tables[row] for row in rows.tolist()]

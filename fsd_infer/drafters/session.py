@@ -6,15 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from fsd_core.former import Renamed
+from fsd_core.tensors import kept_rows
 from fsd_infer.drafters.frontier import Frontier, Successors
 from fsd_infer.trees.priced_growth import PricedGrowth
+from fsd_infer.trees.prices import Prices
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws
 
@@ -36,7 +38,7 @@ class DraftRequest(Renamed):
         draws: which drafts of heads and small LMs are drawn from q.
         generator: random generator of drawn drafts; None: torch's global one.
         temperature: of the request; 0 if it is greedy.
-        seeded: whether the request has a generator of its own, so that its answer comes again.
+        seeded: whether the request has a generator of its own, so that its answer repeats.
         device: of the target. Trees are returned there.
         draft_bonus: nats that the rule's distribution gives for an accepted draft, on average; 0 for distributions that
             favour no draft. :mod:`fsd_infer.trees.tree` chooses trees by it.
@@ -77,7 +79,8 @@ class DraftSession(Renamed, ABC):
     its draft needs of the host before the round, and :meth:`set_host_inputs` hands over the same on the device.
 
     Attributes:
-        parts: the sessions that this one combines. By default they take what this one is told.
+        parts: the sessions that this one combines. By default each gets every call of this one.
+        per_row: names of attributes that hold a tensor [B, ...] or a list of B entries, for :meth:`keep_rows`.
         shape: of the next trees, if shapes are chosen round by round.
         growth: how the last trees were grown, if by prices.
     """
@@ -90,8 +93,14 @@ class DraftSession(Renamed, ABC):
     }  # fmt: skip
 
     parts: Sequence[DraftSession] = ()
+    per_row: ClassVar[frozenset[str]] = frozenset()
     shape: TreeShape | None = None
     growth: PricedGrowth | None = None
+
+    @property
+    def prices(self) -> Prices | None:
+        """By which the next trees are grown; None: they have a fixed shape."""
+        return None if self.shape is None else self.shape.prices
 
     @property
     def reads_nodes(self) -> bool:
@@ -252,7 +261,7 @@ class DraftSession(Renamed, ABC):
             part.on_end(row, prompt, answer)
 
     def folded(self, rows: Tensor) -> Self:
-        """Return a session of these rows [B'] in memory for so many. This one is to be restarted before its next use.
+        """Return a session of these rows [B'], in memory for B' rows. Restart this one before its next use.
 
         ``rows`` is on the CPU and ascends.
         """
@@ -276,3 +285,5 @@ class DraftSession(Renamed, ABC):
         """Keep only these rows [B'] of the batch. ``rows`` is on the CPU."""
         for part in self.parts:
             part.keep_rows(rows)
+        for name in self.per_row:
+            setattr(self, name, kept_rows(getattr(self, name), rows))

@@ -28,7 +28,7 @@ from fsd_infer.drafters.frontier import Frontier
 from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.tree_drafter import TreeDrafter
-from fsd_infer.heads.hub import find_published
+from fsd_infer.heads.hub import find
 from fsd_infer.heads.weights import Weights, fill
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
@@ -119,12 +119,11 @@ HEADS: Registry[Any] = Registry("kind of published head")
 
 def load_published(name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
     """Load a head of any kind of :data:`HEADS`; arguments and result as of :meth:`Drafter.load`."""
-    found = find_published(name)
+    found = find(name, HEADS)
     if found is None:
         return None
-    kind, directory, config = found
-    made: Drafter = HEADS.get(kind).read(directory, config, target, tree)
-    made.directory = directory
+    made: Drafter = HEADS.get(found.kind).read(found.directory, found.config, target, tree)
+    made.directory = found.directory
     return made
 
 
@@ -160,6 +159,7 @@ class StepSession(TreeSession):
     """
 
     former_members = {"last": "last_features"}
+    per_row = TreeSession.per_row | {"last_features"}
     drafter: Any
 
     def __init__(self, drafter: StepDrafter, request: DraftRequest) -> None:
@@ -186,16 +186,8 @@ class StepSession(TreeSession):
         self.last_features.copy_(kept)
         self.lengths += counts
 
-    @property
-    def is_recordable(self) -> bool:
-        return self.prices is None
-
     def tensors(self) -> list[Tensor]:
         return [self.lengths, self.last_features]
-
-    def keep_rows(self, rows: Tensor) -> None:
-        super().keep_rows(rows)
-        self.last_features = self.last_features[to_device(rows, self.device)]
 
     def draft(self, roots: Tensor) -> DraftTree:
         self._roots = roots

@@ -28,7 +28,7 @@ from fsd_infer.drafters.translated import OwnTokensSession, TranslatedDrafter
 from fsd_infer.drafters.translation import Translation, Vocabulary
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape, default_shape
-from fsd_infer.trees.tree import DraftTree, Draws, Nodes
+from fsd_infer.trees.tree import DraftTree, Draws, Nodes, path_to
 
 PREFIX = "text:"
 WINDOW = 24  # the last tokens of a text, which are split together with new text
@@ -111,25 +111,19 @@ class TextDrafter(TranslatedDrafter):
 
 
 class TextSession(OwnTokensSession):
-    """A session that keeps the last tokens of each text, in both vocabularies, to split new text after them."""
+    """A session that keeps the last of the target's tokens of each text, to split new text after them."""
 
     drafter: TextDrafter
+    per_row = OwnTokensSession.per_row | {"_tails"}
 
     def __init__(self, drafter: TextDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, first_tokens, request)
-        self._tails: list[list[int]] = [[] for _ in range(request.batch)]  # of the target's tokens
-        self._own: list[list[int]] = [[] for _ in range(request.batch)]  # of the small LM's
+        self._tails: list[list[int]] = first_tokens[:, None].tolist()
 
     def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
-        firsts = [[] for _ in rows] if self._firsts is None else [[first] for first in self._firsts]
-        for tail, first, row in zip(self._tails, firsts, rows, strict=True):
-            tail[:] = [*tail, *first, *row][-WINDOW:]
-        super().extend_on_host(rows)
-
-    def _take(self, own: list[list[int]]) -> None:
-        super()._take(own)
-        for tail, row in zip(self._own, own, strict=True):
+        for tail, row in zip(self._tails, rows, strict=True):
             tail[:] = [*tail, *row][-WINDOW:]
+        super().extend_on_host(rows)
 
     def _read_more(self, row: int, tokens: Sequence[int]) -> list[int]:
         translation, new = self.drafter.translation, list[int]()
@@ -138,7 +132,7 @@ class TextSession(OwnTokensSession):
                 new += [special for _ in run]
                 continue
             raw = b"".join(translation.ours.bytes_of(translation.spell(token)) for token in run)
-            window = _window([*self._own[row], *new], translation.ours)
+            window = _window([*self._own[row][-WINDOW:], *new], translation.ours)
             kept, more = translation.ours.again(window, raw) if raw else (len(window), [])
             dropped = len(window) - kept
             in_text = max(0, dropped - len(new))
@@ -150,10 +144,10 @@ class TextSession(OwnTokensSession):
         """Take back the last tokens of a row's text, which the next ones replace."""
         if count:
             del self._own[number][-count:]
-            self._counts[number] -= count
             self.lengths[number] -= count
             self.cached[number].clamp_(max=self.lengths[number])
-            self._expanded[number].clear()
+            for _, parents in self._expanded[:1]:
+                parents[number] = []  # its nodes are not where the next tokens belong
 
     def draft(self, roots: Tensor) -> DraftTree:
         tree = super().draft(roots)
@@ -171,10 +165,7 @@ class TextSession(OwnTokensSession):
         made, made_parents, made_scores = [root], [0], [0.0]
         known = dict[tuple[int, int], int]()  # node by its parent and its token
         for leaf in sorted(set(drafted) - above, key=lambda node: -scores[node]):
-            path = [leaf]
-            while path[0] and parents[path[0]]:
-                path.insert(0, parents[path[0]])
-            at = 0
+            path, at = path_to(leaf, parents), 0
             for token, score in self._chain(tail, [tokens[x] for x in path], [scores[x] for x in path]):
                 if (at, token) not in known:
                     if len(made) == self.drafter.max_nodes:
@@ -204,11 +195,6 @@ class TextSession(OwnTokensSession):
         if final is not None:
             found.append((final, scores[len(ends)]))
         return found[: self.drafter.max_depth]
-
-    def keep_rows(self, rows: Tensor) -> None:
-        super().keep_rows(rows)
-        kept = rows.tolist()
-        self._tails, self._own = [self._tails[row] for row in kept], [self._own[row] for row in kept]
 
 
 def _window(tokens: Sequence[int], vocabulary: Vocabulary) -> list[int]:

@@ -80,6 +80,7 @@ class OwnTokensSession(LMSession):
     """
 
     drafter: TranslatedDrafter
+    per_row = LMSession.per_row | {"_own"}
     is_recordable = False
     needs_report = True
 
@@ -87,7 +88,7 @@ class OwnTokensSession(LMSession):
         super().__init__(drafter, first_tokens, replace(request, max_length=math.ceil(STRETCH * request.max_length)))
         self.lengths.zero_()
         self._firsts: list[int] | None = first_tokens.tolist()  # until the prompts are read
-        self._counts = [0] * request.batch  # the lengths, on the host
+        self._own: list[list[int]] = [[] for _ in range(request.batch)]  # the texts, on the host
         self._room = math.ceil(STRETCH * request.cache_slots)  # longest text that the cache holds
         self.text = torch.nn.functional.pad(self.text, (0, self._room + 1 - self.text.shape[1]))
 
@@ -110,10 +111,11 @@ class OwnTokensSession(LMSession):
 
     def _take(self, own: list[list[int]]) -> None:
         """Append the small LM's tokens to the texts, perhaps none to any: it may be unable to spell what was said."""
-        new = [len(row) for row in own]
-        self._grow_to(max(self._counts) + max(new))
-        self._counts = [before + more for before, more in zip(self._counts, new, strict=True)]
-        tokens, counts = to_device(padded(own).long(), self.device), to_device(torch.tensor(new), self.device)
+        self._grow_to(max(map(len, self._own)) + max(map(len, own)))
+        for text, row in zip(self._own, own, strict=True):
+            text += row
+        counts = to_device(torch.tensor([len(row) for row in own]), self.device)
+        tokens = to_device(padded(own).long(), self.device)
         super().extend(tokens, tokens, counts)  # small LMs read no features
 
     def _grow_to(self, longest: int) -> None:
@@ -122,15 +124,10 @@ class OwnTokensSession(LMSession):
             return
         self._room = math.ceil(STRETCH * longest)
         self.text = torch.nn.functional.pad(self.text, (0, self._room + 1 - self.text.shape[1]))
-        self.cache = self.drafter.model.new_cache(len(self._counts), self.drafter.slots(self._room))
+        self.cache = self.drafter.model.new_cache(len(self._own), self.drafter.slots(self._room))
         self.cached.zero_()
-        self._max_unread = max(self._counts)
-        for nodes in self._expanded:
-            nodes.clear()
-
-    def keep_rows(self, rows: Tensor) -> None:
-        super().keep_rows(rows)
-        self._counts = [self._counts[row] for row in rows.tolist()]
+        self._max_unread = max(map(len, self._own))
+        self._expanded = []
 
 
 class TranslatedSession(OwnTokensSession):

@@ -7,20 +7,21 @@ or :class:`MenuUpdate` teaches the choice of trees.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from fsd_core.tensors import to_device
 from fsd_infer.device.clock import clock_of
 from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.report import RoundReport
 from fsd_infer.engine.request import Request, Round
-from fsd_infer.engine.stats import RowRecord
-from fsd_infer.targets.prefixes import PrefixSession
+from fsd_infer.engine.stats import Outcome, RowRecord
+from fsd_infer.targets.prefixes import Prefix, PrefixCache
 from fsd_infer.trees.menu import MenuPolicy
 from fsd_infer.trees.policy import TreePolicy, TreeReport
 from fsd_infer.trees.shape import TreeShape
@@ -219,27 +220,53 @@ class MenuUpdate(Callback):
 
 
 class Prefixes(Callback):
-    """Keeps the texts that later prompts may start with, see :mod:`fsd_infer.targets.prefixes`.
+    """Finds the kept texts that prompts start with, and keeps those that later prompts may start with.
+
+    See :mod:`fsd_infer.targets.prefixes`.
 
     Args:
-        session: of the request.
-        prompts: token ids of each answer's prompt.
+        cache: of the target.
+        layers: captured layers of the features, see :meth:`Target.capture_layers`.
+        request: see there.
+        max_length: of a text that keeps its keys however it goes on (see :mod:`.rotary`); None: any.
     """
 
-    def __init__(self, session: PrefixSession, prompts: Sequence[Sequence[int]]) -> None:
-        self.session, self.prompts = session, prompts
+    def __init__(self, cache: PrefixCache, layers: tuple[int, ...], request: Request, max_length: int | None) -> None:
+        self.cache, self.prompts = cache, request.prefix_keys
+        self.keys = [(layers, user) for user in request.users or [""] * len(self.prompts)]
+        self.max_length = math.inf if max_length is None else max_length
+        self._cached_tokens: list[int] = []
+        self._features: list[list[Tensor]] = [[] for _ in self.prompts]  # of each text, as it grows
 
     def on_start(self, state: DecodeState) -> None:
         self.state = state
 
+    def find(self) -> list[Prefix | None]:
+        """Return each prompt's kept prefix."""
+        found = [
+            self.cache.find(prompt, key) if len(prompt) <= self.max_length else None
+            for prompt, key in zip(self.prompts, self.keys, strict=True)
+        ]
+        self._cached_tokens = [0 if prefix is None else len(prefix.tokens) for prefix in found]
+        return found
+
     def on_round(self, report: RoundReport) -> None:
-        counts = report.verdict.accepted + 1
-        if report.phase == "prefill":
-            counts = torch.tensor([len(self.prompts[prompt_index]) for prompt_index in report.prompt_indices])
-        self.session.add(report.prompt_indices, report.tensors.features, counts)
+        for prompt_index, features, accepted in zip(
+            report.prompt_indices, report.tensors.features, report.verdict.accepted.tolist()
+        ):
+            count = len(self.prompts[prompt_index]) if report.phase == "prefill" else accepted + 1
+            self._features[prompt_index].append(features[:count].clone())
 
     def on_row_end(self, row: int, record: RowRecord) -> None:
-        state = self.state
-        prompt_index, length = state.prompt_indices[row], int(state.lengths[row])
+        prompt_index, read = self.state.prompt_indices[row], int(self.state.lengths[row])
+        if read > self.max_length:
+            return
         text = [*self.prompts[prompt_index], *record.tokens]
-        self.session.store(prompt_index, text, length, partial(state.cache.saved, row))
+        count = min(read, len(text))  # the last round may have read beyond the answer's end
+        states, features = self.state.cache.saved(row, count), torch.cat(self._features[prompt_index])[:count]
+        prefix = Prefix(torch.tensor(text[:count]), states, features, self.keys[prompt_index])
+        if read == count or not prefix.is_whole:
+            self.cache.store(prefix)
+
+    def on_end(self, outcome: Outcome) -> None:
+        outcome.stats.cached_tokens = self._cached_tokens

@@ -68,29 +68,23 @@ def draft_and_verify(state: DecodeState, tree: DraftTree | None, inputs: Sequenc
     return verified
 
 
-def accept_and_commit(state: DecodeState, verified: VerifiedTree) -> RoundTensors:
-    """Accept a path of a verified tree, and commit it."""
+def finish_round(
+    state: DecodeState, verified: VerifiedTree, advances: bool, computed: Mapping[Hashable, Tensor] | None = None
+) -> RoundTensors:
+    """Accept and commit a path of a verified tree; advance a recorded session.
+
+    ``computed``: what the host computed of the tree in another graph than this one; None: it has no other.
+    """
+    if computed is not None:
+        verified = verified.with_computed(state, computed)
+        state.cache.recurrent.kept.update(verified.recurrent)
     result = accept(state, verified)
     state.on_phase("rule")
     commit(state, result.verdict)
     state.on_phase("cache")
-    return result
-
-
-def advance_session(state: DecodeState, result: RoundTensors) -> None:
-    """Let the drafter read what was accepted."""
-    advance(state, result)
-    state.on_phase("advance")
-
-
-def finish_round(
-    state: DecodeState, verified: VerifiedTree, advances: bool, computed: Mapping[Hashable, Tensor] | None = None
-) -> RoundTensors:
-    """Accept and commit a path of a verified tree, with what the host computed of it; advance a recorded session."""
-    state.cache.recurrent.kept.update(verified.recurrent)
-    result = accept_and_commit(state, verified.with_computed(state, computed))
     if advances:
-        advance_session(state, result)
+        advance(state, result)
+        state.on_phase("advance")
     result.packed = packed(*columns_of(result).values())
     return result
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from fsd_core.errors import FsdError
 from fsd_core.tensors import padded, to_device
@@ -39,60 +38,142 @@ from fsd_infer.trees.tree import DraftTree, Draws
 MIN_DRAWING_TEMPERATURE = 0.5  # below, drawn nodes gain nothing over likely tokens, and take time
 
 
-class CacheSizes(NamedTuple):
-    """What the caches of a request have room for.
-
-    Attributes:
-        rows: of the batch, with those of its bucket that no prompt fills.
-        max_length: tokens of the longest text at its end.
-        capacity: slots of the target's cache, per row.
-        drafter_slots: slots that the drafter's texts take, per row. It pads rows to the one that emitted most, so they
-            exceed the longest text by up to the depth of a tree.
-    """
-
-    rows: int
-    max_length: int
-    capacity: int
-    drafter_slots: int
-
-
-@dataclass(frozen=True)
 class RequestPlan:
-    """What is decided about a request before memory is allocated for it.
+    """What is decided about a request before memory is allocated for it, and its state.
 
     Rows that no prompt fills come last in a bucket. They have a prompt of one token, and an answer of one.
 
-    Attributes:
+    Args:
+        target: the model that verifies.
+        drafter: of the request.
+        rules: the rule of each prompt.
+        limits: most tokens of each answer.
         request: as the caller gave it.
+
+    Attributes:
+        count: rows that prompts fill.
+        rows: of the batch, with those of its bucket that no prompt fills.
         drafter: in its fastest form for the rules.
-        rules: [rows] the rule of each row.
-        prompts: [rows] token ids.
-        max_lengths: [rows] tokens of each prompt with its longest answer.
-        sizes: of the caches.
-        processors: the request's logits processors.
         draft_bonus: nats that the rules' distributions give for an accepted draft, on average.
+        temperature: of the request; 0: greedy.
         draws: which drafts are drawn from q.
         recorder: what records the rounds; None: they run eagerly.
+        max_lengths: [rows] tokens of each prompt with its longest answer.
+        capacity: slots of the target's cache, per row.
+        drafter_slots: slots that the drafter's texts take, per row. It pads rows to the one that emitted most, so they
+            exceed the longest text by up to the depth of a tree.
+        rules: [rows] the rule of each row.
+        prompts: [rows] token ids.
+        processors: the request's logits processors.
     """
 
-    request: Request
-    drafter: Drafter
-    rules: list[Rule]
-    prompts: list[list[int]]
-    max_lengths: list[int]
-    sizes: CacheSizes
-    processors: TreeProcessors
-    draft_bonus: float
-    draws: Draws
-    recorder: RoundRecorder | None
+    def __init__(
+        self, target: Target, drafter: Drafter, rules: list[Rule], limits: Sequence[int], request: Request
+    ) -> None:
+        self.target, self.request, self.count = target, request, len(rules)
+        self.draft_bonus = sum(rule.draft_bonus(request.greedy) for rule in rules) / len(rules)
+        self.drafter = drafter = drafter.for_bonus(self.draft_bonus)
+        self.temperature = 0.0 if request.greedy else temperature_of(request.processors)
+        self.draws = draws_of(drafter, rules, self.temperature)
+        self.processors = TreeProcessors(request.processors, len(rules))
+        self.recorder = _recorder(target, drafter)
+        max_lengths = [len(prompt) + limit for prompt, limit in zip(request.prompts, limits)]
+        self.max_length = max(max_lengths)
+        self.rows, self.capacity = len(rules), self.max_length + drafter.max_nodes
+        self.drafter_slots = self.max_length + 1 + drafter.max_depth
+        if self.recorder is not None:  # a bucket's rows, and slots that requests share
+            self.rows, self.capacity = bucket(self.count), target.slots(self.capacity)
+            self.drafter_slots = self.capacity
+        fillers = self.rows - self.count
+        self.rules = rules + rules[:1] * fillers
+        self.prompts = [*request.prompts, *[request.prompts[0][:1]] * fillers]
+        self.max_lengths = max_lengths + [2] * fillers
 
     @property
     def recording_key(self) -> RecordingKey:
         """What fixes its rounds, besides their shapes."""
-        signature = self.processors.signature
+        request, signature = self.request, self.processors.signature
         return RecordingKey(
-            self.drafter.recording_key, tuple(self.rules), self.sizes.capacity, signature, self.draft_bonus
+            self.drafter.recording_key, tuple(self.rules), self.capacity, signature, self.draft_bonus,
+            request.greedy, request.measure_log_likelihood,
+        )  # fmt: skip
+
+    def check_memory(self) -> int:
+        """Return the bytes of the caches. Raises CacheMemoryError if they do not fit; recordings make room."""
+        target, drafter = self.target, self.drafter
+        cache_bytes = target.cache_bytes(self.rows, self.capacity) + drafter.cache_bytes(self.rows, self.drafter_slots)
+        free = free_bytes(target.device)
+        if self.recorder is not None and free is not None and cache_bytes > free:  # these hold memory of other sizes
+            self.recorder.forget()
+        shared = target.shared_cache_bytes + drafter.shared_cache_bytes
+        check_caches(cache_bytes, self.rows, self.capacity, target.device, self.request.max_cache_bytes, shared)
+        return cache_bytes
+
+    def new_state(self, history: Callable[[], list[Tensor | None]]) -> DecodeState:
+        """Allocate the caches, open the drafter's session, and return the state before the prompts are read.
+
+        ``history``: see :class:`.DecodeState`.
+        """
+        request, rules, device, tokenizer = self.request, self.rules, self.target.device, self.target.tokenizer
+        generator = request.generator if self.recorder is None else self.recorder.generator_like(request.generator)
+        policy, firsts = self._policy(), torch.tensor([prompt[0] for prompt in self.prompts])
+        slots = self.capacity + self.drafter.max_nodes + 1
+        markers, sentence_ends = markers_of(rules, tokenizer), sentence_ends_of(rules, tokenizer, device)
+        return DecodeState(
+            target=self.target,
+            processors=self.processors,
+            greedy=request.greedy,
+            generator=generator,
+            rules=rules,
+            prompt_indices=list(range(self.count)),
+            cache=self.target.new_cache(self.rows, self.capacity),
+            session=self.drafter.start(firsts, self._draft_request(generator, policy)),
+            lengths=to_device(torch.tensor([len(prompt) for prompt in self.prompts]), device),
+            roots=to_device(torch.tensor([prompt[-1] for prompt in self.prompts]), device),
+            texts=TokenHistory([()] * self.rows, self.prompts, device, markers, slots, sentence_ends),
+            max_lengths=to_device(torch.tensor(self.max_lengths), device),
+            budget=budgets_of(rules, device),
+            kl_excess=torch.zeros(self.rows, device=device),
+            measure_log_likelihood=request.measure_log_likelihood,
+            history=history,
+            max_nodes=self.drafter.max_nodes,
+            policy=policy,
         )
+
+    def _draft_request(self, generator: torch.Generator | None, policy: TreePolicy | MenuPolicy | None) -> DraftRequest:
+        """Return what the drafter is told."""
+        request, users = self.request, self.request.users
+        return DraftRequest(
+            batch=self.rows,
+            cache_slots=self.drafter_slots,
+            greedy=request.greedy,
+            process=self.processors.of_drafts if self.processors.is_needed else None,
+            generator=generator,
+            device=self.target.device,
+            draft_bonus=self.draft_bonus,
+            shape=None if policy is None else policy.choose(self.count),
+            menu=policy.menu if isinstance(policy, MenuPolicy) else (),
+            clock=policy.clock if isinstance(policy, TreePolicy) else None,
+            users=None if users is None else [*users, *[""] * (self.rows - self.count)],
+            draws=self.draws,
+            seeded=request.generator is not None,
+            max_length=self.max_length,
+            temperature=self.temperature,
+        )
+
+    def _policy(self) -> TreePolicy | MenuPolicy | None:
+        """Return what chooses the shape of each round's trees; None for a drafter of fixed shape."""
+        drafter, rows = self.drafter, self.rows
+        if drafter.bounds is None:
+            return None
+        names = {rule.name for rule in self.rules}
+        name = names.pop() if len(names) == 1 else "several"
+        profile = RuleProfile(self.draft_bonus, name, sampled=drafter.samples and self.draws is Draws.CHAIN)
+        learns = self.request.generator is None and not self.target.is_sharded  # else trees depend on the text alone
+        store = policy_store(drafter.learner, self.target, drafter.learner.relative_cost)
+        if drafter.menu:
+            return MenuPolicy(store, rows, profile, menu_of(drafter.menu, chains=profile.sampled), learns=learns)
+        return TreePolicy(store, rows, profile, drafter.bounds, learns=learns)
 
 
 def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> RequestTracker:
@@ -101,67 +182,14 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
     limits = check_prompts(target, request.prompts, request.max_new_tokens)
     check_image_inputs(target, request.image_inputs)
     tracker = RequestTracker(target, request, limits)
-    plan = _plan(target, drafter, rules, limits, request)
-    cache_bytes = _check_memory(target, plan)
+    plan = RequestPlan(target, drafter, rules, limits, request)
+    cache_bytes = plan.check_memory()
     tracker.prompts = plan.prompts
-    state = _new_state(target, plan, tracker)
+    state = plan.new_state(tracker.history)
     if plan.recorder is not None:
-        state = plan.recorder.state_for(state, len(request.prompts), plan.recording_key)
+        state = plan.recorder.state_for(state, plan.count, plan.recording_key)
     tracker.begin(state, plan.drafter, cache_bytes)
     return tracker
-
-
-def _plan(target: Target, drafter: Drafter, rules: list[Rule], limits: Sequence[int], request: Request) -> RequestPlan:
-    """Plan a request. ``limits``: most tokens of each answer."""
-    draft_bonus = sum(rule.draft_bonus(request.greedy) for rule in rules) / len(rules)
-    drafter = drafter.for_bonus(draft_bonus)
-    recorder = _recorder(target, drafter)
-    max_lengths = [len(prompt) + limit for prompt, limit in zip(request.prompts, limits)]
-    sizes = _sizes(target, drafter, max_lengths, recorder is not None)
-    fillers = sizes.rows - len(rules)
-    return RequestPlan(
-        request=request,
-        drafter=drafter,
-        rules=rules + rules[:1] * fillers,
-        prompts=[*request.prompts, *[request.prompts[0][:1]] * fillers],
-        max_lengths=max_lengths + [2] * fillers,
-        sizes=sizes,
-        processors=TreeProcessors(request.processors, len(rules)),
-        draft_bonus=draft_bonus,
-        draws=draws_of(drafter, rules, _temperature(request)),
-        recorder=recorder,
-    )
-
-
-def _new_state(target: Target, plan: RequestPlan, tracker: RequestTracker) -> DecodeState:
-    """Allocate the caches, open the drafter's session, and return the state before the prompts are read."""
-    request, rules, prompts, device = plan.request, plan.rules, plan.prompts, target.device
-    rows, capacity = plan.sizes.rows, plan.sizes.capacity
-    markers, sentence_ends = markers_of(rules, target.tokenizer), sentence_ends_of(rules, target.tokenizer, device)
-    generator = request.generator if plan.recorder is None else plan.recorder.generator_like(request.generator)
-    policy = _policy(target, plan)
-    draft_request = _draft_request(plan, device, generator, policy)
-    slots = capacity + plan.drafter.max_nodes + 1
-    return DecodeState(
-        target=target,
-        processors=plan.processors,
-        greedy=request.greedy,
-        generator=generator,
-        rules=rules,
-        prompt_indices=list(range(len(request.prompts))),
-        cache=target.new_cache(rows, capacity),
-        session=plan.drafter.start(torch.tensor([prompt[0] for prompt in prompts]), draft_request),
-        lengths=to_device(torch.tensor([len(prompt) for prompt in prompts]), device),
-        roots=to_device(torch.tensor([prompt[-1] for prompt in prompts]), device),
-        texts=TokenHistory([()] * rows, prompts, device, markers, slots, sentence_ends),
-        max_lengths=to_device(torch.tensor(plan.max_lengths), device),
-        budget=budgets_of(rules, device),
-        kl_excess=torch.zeros(rows, device=device),
-        measure_log_likelihood=request.measure_log_likelihood,
-        history=tracker.history,
-        max_nodes=plan.drafter.max_nodes,
-        policy=policy,
-    )
 
 
 def _rule_per_prompt(rule: Rule | Sequence[Rule], count: int) -> list[Rule]:
@@ -170,60 +198,6 @@ def _rule_per_prompt(rule: Rule | Sequence[Rule], count: int) -> list[Rule]:
     if len(rules) != count:
         raise FsdError(f"{len(rules)} rules for {count} prompts: give one rule, or one per prompt.")
     return rules
-
-
-def _sizes(target: Target, drafter: Drafter, max_lengths: Sequence[int], is_recorded: bool) -> CacheSizes:
-    """Return the sizes for texts that end with so many tokens; a recording has a bucket's rows and its own slots."""
-    max_length = max(max_lengths)
-    capacity = max_length + drafter.max_nodes
-    if not is_recorded:
-        return CacheSizes(len(max_lengths), max_length, capacity, max_length + 1 + drafter.max_depth)
-    slots = target.slots(capacity)
-    return CacheSizes(bucket(len(max_lengths)), max_length, slots, slots)
-
-
-def _check_memory(target: Target, plan: RequestPlan) -> int:
-    """Return the bytes of the caches. Raises CacheMemoryError if they do not fit; recordings make room."""
-    drafter, sizes, recorder = plan.drafter, plan.sizes, plan.recorder
-    cache_bytes = target.cache_bytes(sizes.rows, sizes.capacity) + drafter.cache_bytes(sizes.rows, sizes.drafter_slots)
-    free = free_bytes(target.device)
-    if recorder is not None and free is not None and cache_bytes > free:  # recordings hold memory of other sizes
-        recorder.forget()
-    shared = target.shared_cache_bytes + drafter.shared_cache_bytes
-    check_caches(cache_bytes, sizes.rows, sizes.capacity, target.device, plan.request.max_cache_bytes, shared)
-    return cache_bytes
-
-
-def _draft_request(
-    plan: RequestPlan,
-    device: torch.device,
-    generator: torch.Generator | None,
-    policy: TreePolicy | MenuPolicy | None,
-) -> DraftRequest:
-    """Return what the drafter is told of a request."""
-    request, sizes, count = plan.request, plan.sizes, len(plan.request.prompts)
-    users = request.users
-    return DraftRequest(
-        batch=sizes.rows,
-        cache_slots=sizes.drafter_slots,
-        greedy=request.greedy,
-        process=plan.processors.of_drafts if plan.processors.is_needed else None,
-        generator=generator,
-        device=device,
-        draft_bonus=plan.draft_bonus,
-        shape=None if policy is None else policy.choose(count),
-        menu=policy.menu if isinstance(policy, MenuPolicy) else (),
-        clock=policy.clock if isinstance(policy, TreePolicy) else None,
-        users=None if users is None else [*users, *[""] * (sizes.rows - count)],
-        draws=plan.draws,
-        seeded=request.generator is not None,
-        max_length=sizes.max_length,
-        temperature=_temperature(request),
-    )
-
-
-def _temperature(request: Request) -> float:
-    return 0.0 if request.greedy else temperature_of(request.processors)
 
 
 def _recorder(target: Target, drafter: Drafter) -> RoundRecorder | None:
@@ -254,21 +228,6 @@ def draws_of(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Dra
     return Draws.CHAIN if wanted == {Draws.ANY} and drafter.draws_chains else Draws.TREE
 
 
-def _policy(target: Target, plan: RequestPlan) -> TreePolicy | MenuPolicy | None:
-    """Return what chooses the shape of each round's trees; None for a drafter of fixed shape."""
-    drafter, rules = plan.drafter, plan.rules
-    if drafter.bounds is None:
-        return None
-    names = {rule.name for rule in rules}
-    name = names.pop() if len(names) == 1 else "several"
-    profile = RuleProfile(plan.draft_bonus, name, sampled=drafter.samples and plan.draws is Draws.CHAIN)
-    learns = plan.request.generator is None and not target.is_sharded  # otherwise trees depend on the text alone
-    store = policy_store(drafter.learner, target, drafter.learner.relative_cost)
-    if drafter.menu:
-        return MenuPolicy(store, len(rules), profile, menu_of(drafter.menu, chains=profile.sampled), learns=learns)
-    return TreePolicy(store, len(rules), profile, drafter.bounds, learns=learns)
-
-
 def recompute_cache(state: DecodeState, tracker: RequestTracker) -> None:
     """Recompute keys and values of texts that have just outgrown :attr:`.Target.recompute_length` (LongRoPE).
 
@@ -288,7 +247,7 @@ def recompute_cache(state: DecodeState, tracker: RequestTracker) -> None:
 def prefill(state: DecodeState, tracker: RequestTracker) -> RoundTensors:
     """Read the prompts, emit each row's first token, and pass the prompts' features [B, M, F] to the drafter."""
     tokens, lengths = padded(tracker.prompts), torch.tensor([len(prompt) for prompt in tracker.prompts])  # [B, M], [B]
-    prefixes = tracker.prefixes.find(tracker.prefix_keys)
+    prefixes = None if tracker.prefixes is None else tracker.prefixes.find()
     shown = image_prompts(state.target, tokens, lengths, tracker.request.image_inputs)
     features, logits = read_prompts(
         state.target, state.cache, tokens, lengths, prefixes, shown, lambda: tracker.on_phase("prefill")

@@ -24,17 +24,8 @@ from torch import Tensor
 
 from fsd_core.tensors import to_device
 from fsd_infer.device.cuda_graphs import GraphRecorder
-from fsd_infer.engine.parts import (
-    RecordedGraph,
-    Recording,
-    accept_and_commit,
-    advance_session,
-    draft_and_verify,
-    finish_round,
-    outputs_of,
-    tensors_of,
-)
-from fsd_infer.engine.round import RoundTensors, VerifiedTree, decode_round
+from fsd_infer.engine.parts import RecordedGraph, Recording, draft_and_verify, finish_round, outputs_of, tensors_of
+from fsd_infer.engine.round import RoundTensors, VerifiedTree, advance, decode_round
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
@@ -60,6 +51,8 @@ class RecordingKey(NamedTuple):
     capacity: int
     processors: Hashable
     draft_bonus: float
+    greedy: bool
+    measure_log_likelihood: bool
 
     def for_rows(self, count: int) -> RecordingKey:
         """Return the key of a batch of ``count`` rows."""
@@ -92,7 +85,7 @@ class RoundRecorder:
         self.recorder, self.device = recorder, device
         self.generator = torch.Generator(device=device)
         self.refused: str | None = None
-        self.states: dict[Hashable, RecordedState] = {}
+        self.states: dict[RecordingKey, RecordedState] = {}
         self.current: RecordedState | None = None  # of the last request
 
     @property
@@ -132,9 +125,8 @@ class RoundRecorder:
         """
         rows = len(state.rules)
         state.live = to_device(torch.arange(rows) < count, self.device)
-        full_key = _full_key(state, key)
-        self.current = self.states.pop(full_key, None) or RecordedState(state, key)
-        self.states[full_key] = self.current  # the last one used
+        self.current = self.states.pop(key, None) or RecordedState(state, key)
+        self.states[key] = self.current  # the last one used
         while len(self.states) > MAX_KEPT:
             del self.states[next(iter(self.states))]
         return state if self.current.state is state else self.current.state.restart(state)
@@ -146,7 +138,7 @@ class RoundRecorder:
             return False
         if not live or rows >= len(state.rules):
             return False
-        return len(set(state.rules)) == 1 and _full_key(state, recorded.key.for_rows(rows)) in self.states
+        return len(set(state.rules)) == 1 and recorded.key.for_rows(rows) in self.states
 
     def fold(self, state: DecodeState, live: Sequence[int]) -> None:
         """Move the rows that go on to the smaller bucket, in place. Nothing may be on its way to the host."""
@@ -195,7 +187,8 @@ class RoundRecorder:
         else:
             result = self._replayed(state, tree, inputs, recording)
         if tree is not None:
-            advance_session(state, result)
+            advance(state, result)
+            state.on_phase("advance")
         return result
 
     def _replayed(
@@ -235,11 +228,8 @@ class RoundRecorder:
     ) -> RoundTensors:
         """Run a round without its recording, and note what its rules ask the host."""
         verified = draft_and_verify(state, tree, [to_device(x, self.device) for x in inputs])
-        state.on_phase("target")
-        result = accept_and_commit(state, verified)
+        result = finish_round(state, verified, tree is None)
         recording.computed_on_host = tuple(verified.computed())
-        if tree is None:
-            advance_session(state, result)
         return result
 
     def _record(
@@ -266,7 +256,7 @@ class RoundRecorder:
 
     @contextmanager
     def _unchanged(self, state: DecodeState, on_phase: Callable[[str], None]) -> Iterator[None]:
-        """Undo what rounds within do to the state. ``on_phase``: is told of their phases."""
+        """Undo what rounds within do to the state. ``on_phase`` gets their phases."""
         changed = [*state.tensors(), *state.cache.recurrent.tensors, *state.session.tensors()]
         before, random_state, own = [x.clone() for x in changed], self.generator.get_state(), state.on_phase
         state.on_phase = on_phase
@@ -303,10 +293,5 @@ def _compute_on_host(state: DecodeState, verified: VerifiedTree, names: Iterable
     """Return what the host computes of a verified tree for its rules."""
     verified = verified.with_computed(state)
     for name in names:
-        verified.compute(name)
+        verified.look_up(name)
     return verified.computed()
-
-
-def _full_key(state: DecodeState, key: RecordingKey) -> Hashable:
-    """Return a key with the request's options that its state holds."""
-    return key, state.greedy, state.measure_log_likelihood, state.budget is None

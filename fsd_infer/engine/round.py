@@ -1,7 +1,7 @@
 """One round of speculative decoding: a function of tensors on the target's device, read from top to bottom.
 
-B rows, N nodes of each tree with the root first, D at least the depth of a tree, V tokens, F features. Nothing is read
-on the host, so a device may run a round in one go. On a CPU, where reading is free, shapes are as small as the round
+B rows, N nodes of each tree with the root first, D at least the depth of a tree, V tokens, F features. The host reads
+no tensor, so one CUDA graph can hold a whole round. On a CPU, where reading is free, shapes are as small as the round
 allows; elsewhere they are fixed. :mod:`fsd_infer.engine.loop` calls :func:`decode_round` until all rows are finished.
 """
 
@@ -47,7 +47,10 @@ class RoundTensors:
 
 
 def decode_round(state: DecodeState) -> RoundTensors:
-    """Run one round: draft a tree, verify it in one target forward, and accept a path of it by the rules."""
+    """Run one round: draft a tree, verify it in one target forward, and accept a path of it by the rules.
+
+    ``state.on_phase`` is called at the end of each step, with its name.
+    """
     # 1. Draft a tree under each text's last token, which the target has not read.
     tree = state.session.draft(state.roots)
     state.on_phase("draft")
@@ -80,10 +83,10 @@ def accept(state: DecodeState, verified: VerifiedTree) -> RoundTensors:
     """Apply each row's rule, and charge its budget and its adaptive KL coefficient."""
     tree, logits = verified.tree, verified.logits
     rows, nodes = tree.tokens.shape
-    # [B, N, 3], drawn for the largest tree: padding of a tree changes no later draw
+    # [B, N, 3], see RoundInput; drawn for the largest tree, so that a tree's size changes no later draw
     uniforms = torch.rand(rows, max(nodes, state.max_nodes), 3, generator=state.generator, device=logits.device)
     verdict = device_verdict(state.rules, verified.round_input(uniforms[:, :nodes], max_accepted(state, tree)))
-    if state.live is not None:  # finished rows emit nothing; the host may not know yet which have reached their limit
+    if state.live is not None:  # finished rows emit nothing, -1 + 1 tokens; the host may not yet know which they are
         goes_on = state.live & (state.texts.lengths < state.max_lengths)
         verdict.accepted = verdict.accepted.masked_fill(~goes_on, -1)
     charge(state, verdict)
@@ -96,7 +99,7 @@ def accept(state: DecodeState, verified: VerifiedTree) -> RoundTensors:
 
 
 def charge(state: DecodeState, verdict: Verdict) -> None:
-    """Take what a round spent from each row's budget, and add what it spent beyond its KL target to the excess."""
+    """Charge a round's nats to each row's budget, and to ``kl_excess`` what exceeds the rule's KL target."""
     spent = verdict.spent.sum(1)
     if verdict.allowed is not None:
         state.kl_excess += spent.float() - verdict.allowed
@@ -137,9 +140,10 @@ def advance(state: DecodeState, result: RoundTensors) -> None:
 
 
 class VerifiedTree:
-    """A tree with the target's logits and features at its nodes.
+    """A tree with the target's logits and features at its nodes, and what rules read of it, computed when first read.
 
-    The rest is computed when a rule asks for it: by the device, or by the host if :attr:`.DecodeState.asks_host`.
+    If that needs the host (:attr:`.DecodeState.asks_host`), a recorded round is two graphs. Between them the host calls
+    :meth:`compute`, and the second graph reads the results through :meth:`with_computed`.
 
     Attributes:
         tree: the drafts.
@@ -151,7 +155,7 @@ class VerifiedTree:
     def __init__(self, state: DecodeState, tree: DraftTree, logits: Tensor, features: Tensor) -> None:
         self.tree, self.logits, self.features, self._state = tree, logits, features, state
         self.recurrent: dict[Hashable, Any] = dict(state.cache.recurrent.kept)
-        self._seen_ngrams: dict[int, Tensor | None] = {}
+        self._found: dict[Hashable, Tensor | None] = {}  # by name, see look_up()
 
     def round_input(self, uniforms: Tensor, max_accepted: Tensor | None) -> RoundInput:
         """Return the input of the rules.
@@ -164,14 +168,14 @@ class VerifiedTree:
         return RoundInput(
             tree=self.tree,
             logits=self.raw_logits,
-            scores=self.scores,
+            scores=self.look_up("scores") if state.processors.is_needed else self.logits,
             greedy=state.greedy,
             uniforms=uniforms,
             budget_left=state.budget,
-            process_draft=(lambda tree: self.draft_scores) if state.processors.is_needed else None,
+            process_draft=(lambda tree: self.look_up("draft_scores")) if state.processors.is_needed else None,
             texts=state.texts,
             kl_excess=state.kl_excess,
-            seen_ngrams=self.seen_ngrams,
+            seen_ngrams=self.look_up,
             max_accepted=max_accepted,
         )
 
@@ -184,46 +188,33 @@ class VerifiedTree:
     def _texts(self) -> Sequence[Tensor | None]:
         return self._state.history() if self._state.processors.contextual else ()
 
-    @cached_property
-    def scores(self) -> Tensor:
-        """[B, N, V] the logits after the request's processors."""
-        state = self._state
-        if not state.processors.is_needed:
-            return self.logits
-        return state.processors.nodes(self.raw_logits, self.tree, self._texts, state.padded_prompt_indices)
+    def look_up(self, name: Hashable) -> Any:
+        """Return what rules ask of the tree, computed at the first call.
 
-    @cached_property
-    def draft_scores(self) -> Tensor:
-        """[B, I, V] the drafter's logits after them."""
-        state = self._state
-        return state.processors.drafts(self.tree, self.logits.shape[-1], self._texts, state.padded_prompt_indices)
-
-    def seen_ngrams(self, n: int) -> Tensor | None:
-        """[B, N] bool; drafts that complete an n-gram of other texts that the drafter reads; None: it reads none."""
-        if n not in self._seen_ngrams:
-            self._seen_ngrams[n] = self._state.session.seen_ngrams(self.tree, n)
-        return self._seen_ngrams[n]
-
-    def compute(self, name: Hashable) -> None:
-        """Compute what :meth:`computed` returns by this name."""
-        if isinstance(name, int):
-            self.seen_ngrams(name)
-        else:
-            getattr(self, str(name))
+        Args:
+            name: "scores": the logits after the request's processors, [B, N, V]. "draft_scores": the drafter's after
+                them, [B, I, V]. n: drafts that complete an n-gram of other texts that the drafter reads, [B, N] bool;
+                None if it reads none.
+        """
+        if name not in self._found:
+            state = self._state
+            processors, vocabulary, rows = state.processors, self.logits.shape[-1], state.padded_prompt_indices
+            if isinstance(name, int):
+                self._found[name] = state.session.seen_ngrams(self.tree, name)
+            elif name == "scores":
+                self._found[name] = processors.nodes(self.raw_logits, self.tree, self._texts, rows)
+            else:
+                self._found[name] = processors.drafts(self.tree, vocabulary, self._texts, rows)
+        return self._found[name]
 
     def computed(self) -> dict[Hashable, Tensor]:
-        """Return what the host has computed so far, by name; drafts that complete seen n-grams by n."""
-        names = ("scores", "draft_scores") if self._state.processors.contextual else ()
-        values: dict[Hashable, Tensor] = {name: vars(self)[name] for name in names if name in vars(self)}
-        return values | {n: seen for n, seen in self._seen_ngrams.items() if seen is not None}
+        """Return what the host has computed so far, by name."""
+        on_host = self._state.processors.contextual
+        found = ((name, values) for name, values in self._found.items() if on_host or isinstance(name, int))
+        return {name: values for name, values in found if values is not None}
 
     def with_computed(self, state: DecodeState, computed: Mapping[Hashable, Tensor] | None = None) -> VerifiedTree:
-        """Return the same tree for ``state`` with these results of :meth:`computed`, and no others."""
+        """Return the same tree for ``state``, where only these results of :meth:`computed` are known."""
         tree = VerifiedTree(state, replace(self.tree), self.logits, self.features)
-        tree.recurrent = self.recurrent
-        for name, values in (computed or {}).items():
-            if isinstance(name, int):
-                tree._seen_ngrams[name] = values
-            else:
-                vars(tree)[str(name)] = values
+        tree.recurrent, tree._found = self.recurrent, dict(computed or {})
         return tree

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fsd_core.tensors import to_device
+from fsd_core.tensors import kept_rows, to_device
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters.session import DraftSession
 from fsd_infer.request.processors import TreeProcessors
@@ -21,7 +21,7 @@ from fsd_infer.trees.policy import TreePolicy
 
 @dataclass
 class DecodeState:
-    """The unfinished rows of a batch, B of them. The rows of a bucket that no text fills come last.
+    """The unfinished rows of a batch, B of them. Recorded rounds have buckets of rows: those without a text come last.
 
     Attributes:
         target: the model that verifies.
@@ -89,7 +89,10 @@ class DecodeState:
             live[rows] = True
             self.live.copy_(to_device(live, self.device))
         elif rows:
-            self._drop_other_rows(rows)
+            index = torch.tensor(rows)
+            self._take_rows(index)
+            self.cache.keep_rows(index)
+            self.session.keep_rows(index)
         if not rows:
             self.prompt_indices = []
 
@@ -121,23 +124,15 @@ class DecodeState:
         return self
 
     def folded(self, rows: Sequence[int]) -> DecodeState:
-        """Return the state of these rows in memory for so many. This one is to be restarted before its next use."""
+        """Return the state of these rows, in memory for them alone. Restart this one before its next use."""
         made, index = copy(self), torch.tensor(rows)
         made.texts, made.cache, made.session = copy(self.texts), self.cache.detached(), self.session.folded(index)
-        made._take_rows(rows)
+        made._take_rows(index)
         made.cache.keep_rows(index)
         made.cache = made.cache.reallocated(lambda: self.target.new_cache(len(rows), self.cache.capacity))
         return made
 
-    def _drop_other_rows(self, rows: Sequence[int]) -> None:
-        self._take_rows(rows)
-        index = torch.tensor(rows)
-        self.cache.keep_rows(index)
-        self.session.keep_rows(index)
-
-    def _take_rows(self, rows: Sequence[int]) -> None:
-        kept = to_device(torch.tensor(rows), self.device)
-        self.rules, self.prompt_indices = [self.rules[row] for row in rows], [self.prompt_indices[row] for row in rows]
-        self.lengths, self.roots, self.kl_excess = self.lengths[kept], self.roots[kept], self.kl_excess[kept]
-        self.max_lengths, self.budget = self.max_lengths[kept], None if self.budget is None else self.budget[kept]
-        self.texts.keep_rows(kept)
+    def _take_rows(self, rows: Tensor) -> None:
+        for name in ("rules", "prompt_indices", "lengths", "roots", "kl_excess", "max_lengths", "budget"):
+            setattr(self, name, kept_rows(getattr(self, name), rows))
+        self.texts.keep_rows(rows)

@@ -15,7 +15,6 @@ from fsd_infer.engine.request import Request
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.engine.stats import GenerationStats, Outcome, RowRecord, describe_rules
 from fsd_infer.rules import Rule
-from fsd_infer.targets.prefixes import PrefixSession
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.menu import MenuPolicy
 from fsd_infer.trees.shape import AUTO
@@ -32,23 +31,23 @@ class RequestTracker:
     Attributes:
         records: of all answers.
         prompts: [B] of the request, and of rows that fill a bucket.
-        prefixes: what the prefix cache has of the prompts.
-        prefix_keys: [B] the prompts as it has them, see :attr:`.Request.prefix_keys`.
+        prefixes: finds prompts in the prefix cache; None without one.
         overlaps: whether the host reads a round after it has launched the next one. Else somebody needs it earlier.
     """
 
     def __init__(self, target: Target, request: Request, limits: Sequence[int]) -> None:
         self.request, self.prompts, self.records = request, request.prompts, [RowRecord() for _ in request.prompts]
-        # a seeded answer comes again, to its last bit
+        # a seeded answer repeats, to its last bit
         prefix_cache = None if request.generator is not None else target.prefixes
-        longest = target.dynamic_rope.fixed_length
-        self.prefixes = PrefixSession(prefix_cache, target.captured_layers, request.users, longest)
         self.timer = PhaseTimer(target.device, reports=any(one.reads_tensors for one in request.callbacks))
         self.callbacks: list[Callback] = [
             Stopping(request, self.records, limits), self.timer, Recorder(self.records, self.timer)
         ]  # fmt: skip
-        self.prefix_keys = request.prompts if prefix_cache is None else request.prefix_keys
-        self.callbacks += [] if prefix_cache is None else [Prefixes(self.prefixes, self.prefix_keys)]
+        self.prefixes: Prefixes | None = None
+        if prefix_cache is not None:
+            longest = target.dynamic_rope.fixed_length
+            self.prefixes = Prefixes(prefix_cache, target.captured_layers, request, longest)
+            self.callbacks.append(self.prefixes)
 
     def begin(self, state: DecodeState, drafter: Drafter, cache_bytes: int) -> None:
         """Take the state of the batch, and tell the callbacks."""
@@ -123,7 +122,6 @@ class RequestTracker:
             drafter=self.drafter.describe() | ({} if policy is None else {"tree": AUTO}),
             seconds=seconds,
             prefill_seconds=timer.prefill_seconds,
-            cached_tokens=self.prefixes.cached_tokens,
             phases=timer.clock.phases(),
             cache_bytes=self.cache_bytes,
             trees=None if policy is None else policy.stats,

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from fsd_core.errors import CheckpointError
 from fsd_infer.heads.blocks import BlockConfig, BlockHead
 from fsd_infer.heads.stored_parts import (
-    D2T,
     EMBEDDINGS,
     LM_HEAD,
     layer_count,
@@ -31,7 +30,7 @@ from fsd_infer.heads.stored_parts import (
     shares_table,
     target_layers,
 )
-from fsd_infer.heads.weights import INTEGERS, Weights, check_sizes, fill
+from fsd_infer.heads.weights import Weights, check_sizes, fill
 from fsd_infer.targets.target import Target
 
 _TOP = "transformer_layer_config"
@@ -134,7 +133,7 @@ def _described(
             f"fc.weight is of shape {list(shape)}, which does not read {len(stored)} layers of {size}."
         )
     vocabulary, model = options.whole("vocab_size", target.vocab_size, 1), target.model
-    ids = _draft_ids(weights, vocabulary)
+    ids = read_draft_ids(weights, vocabulary)
     own_embeds = EMBEDDINGS in names and not shares_table(weights, EMBEDDINGS, model.get_input_embeddings())
     own_head = LM_HEAD in names and (
         ids is not None or not shares_table(weights, LM_HEAD, model.get_output_embeddings())
@@ -247,16 +246,6 @@ def _correction(options: _Options, width: int, shapes: Mapping[str, tuple[int, .
         if not alone and _MARKOV not in shapes:
             raise CheckpointError("its confidence head reads a Markov head, and there is none.")
     return made
-
-
-def _draft_ids(weights: Weights, vocabulary: int) -> Tensor | None:
-    """Return the target id of each row of the LM head [Vd]; None if that is all ids in order."""
-    ids, _ = read_draft_ids(weights, vocabulary, weights.shapes)
-    if D2T not in weights.shapes:
-        return ids
-    offsets = weights.read(D2T, INTEGERS).long()
-    ids = torch.arange(len(offsets)) + offsets
-    return None if torch.equal(ids, torch.arange(vocabulary)) else ids
 
 
 def _check_width(width: int, own_embeds: bool, own_head: bool, target: Target) -> None:

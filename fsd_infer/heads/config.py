@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from transformers import PreTrainedConfig
 
-from fsd_core.errors import CheckpointError, shortened
+from fsd_core.errors import CheckpointError, foreign_errors
 from fsd_core.registry import did_you_mean, is_whole
 from fsd_infer.heads.layers import EAGLE3_LAYERS, LAYER_FIELDS, llama_layer, own_layer
 
@@ -160,12 +160,8 @@ class EagleConfig(PreTrainedConfig):
         """Construct as in transformers. Raises CheckpointError unless given a mapping of fields with valid values."""
         if not isinstance(config_dict, Mapping):
             raise CheckpointError(f"the head's options must be a mapping, got {type(config_dict).__name__}.")
-        try:
+        with foreign_errors(CheckpointError, "the head's options cannot be used ({why})."):  # transformers' own fields
             return super().from_dict(dict(config_dict), **kwargs)
-        except CheckpointError:
-            raise
-        except Exception as error:  # transformers' own fields may hold anything
-            raise CheckpointError(f"the head's options cannot be used ({shortened(error)}).") from error
 
     @classmethod
     def for_target(

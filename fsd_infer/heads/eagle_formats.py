@@ -95,11 +95,13 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
     mrope = "speculators_model_type" not in config
     layer = plain_layer(described, kind if kind in EAGLE3_LAYERS else "llama", mrope)
     options: dict[str, Any] = {name: said_option(name, config, nested) or False for name in EAGLE3_FIELDS}
-    ids = config.get(AUX_IDS) or nested.get(AUX_IDS)
-    width, count = _fused_width(shapes, ids, options["target_hidden_size"], layer["hidden_size"])
+    fused_ids = config.get(AUX_IDS) or nested.get(AUX_IDS)
+    width, count = _fused_width(shapes, fused_ids, options["target_hidden_size"], layer["hidden_size"])
     options["target_hidden_size"] = width
     vocabulary, _ = _table(described, shapes, layer["hidden_size"])
-    draft_ids, order = read_draft_ids(weights, vocabulary, shapes)
+    ids = read_draft_ids(weights, vocabulary)
+    draft_ids = None if ids is None or len(ids) == vocabulary else ids.sort().values
+    order = None if ids is None or bool((ids.diff() > 0).all()) else ids.argsort()
     head = EagleConfig(
         hidden_size=layer["hidden_size"],
         vocab_size=vocabulary,

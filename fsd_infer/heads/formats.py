@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from fsd_core.errors import CheckpointError, VocabularyMismatchError
 from fsd_core.files import read_json
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.eagle_formats import eagle3_head, eagle_head
-from fsd_infer.heads.kinds import MTP, kind_of_head
+from fsd_infer.heads.kinds import EAGLE, EAGLE_3, EAGLES, MTP, OLD, OURS, kind_of
 from fsd_infer.heads.stored_parts import (
     CONFIG,
     D2T,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
 
 MAX_BYTES = 1 << 24  # of a config
-OURS, OLD, EAGLE, EAGLE_3 = "fsd", "fsd-eagle-head", "EAGLE-1/2", "EAGLE-3"
 NEWEST_OLD = 2  # last version of the format with the options under "head"
 
 
@@ -43,15 +42,11 @@ def read_head(directory: Path, target: Target | None) -> StoredHead:
         VocabularyMismatchError: same family but another vocabulary.
     """
     config = read_config(directory)
-    kind = head_kind(directory)
+    kind = kind_in(directory, config)
     if kind is None:
-        shapes = Weights(directory).shapes if has_weights(directory) else {}
-        other = kind_of_head(config) or (MTP if is_mtp_alone(shapes, config) else None)
-        if other is not None:
-            raise CheckpointError(
-                f"{directory} is a head of kind {other}, not EAGLE. It can draft (--drafter) as it is."
-            )
         raise CheckpointError(f"{directory / CONFIG} is not a head's (format: {config.get('format')!r:.60}).")
+    if kind not in EAGLES:
+        raise CheckpointError(f"{directory} is a head of kind {kind}, not EAGLE. It can draft (--drafter) as it is.")
     if kind in (EAGLE, EAGLE_3):
         _check_program(directory, config, kind)
     return read_kind(directory, config, kind, target)
@@ -75,29 +70,19 @@ def read_kind(directory: Path, config: Mapping[str, Any], kind: str, target: Tar
 
 
 def head_kind(directory: Path) -> str | None:
-    """Return OURS, OLD, EAGLE, EAGLE_3, or None for a directory without a head, such as a causal LM's."""
-    if not (directory / CONFIG).is_file():
-        return None
-    config = read_config(directory)
+    """Return OURS, OLD, EAGLE, EAGLE_3, or None for a directory without such a head, as a causal LM's."""
+    kind = kind_in(directory, read_config(directory)) if (directory / CONFIG).is_file() else None
+    return kind if kind in EAGLES else None
+
+
+def kind_in(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """Return the kind of the head in a directory with that config, as :func:`kind_of` tells it or the tensors alone."""
     if (kind := kind_of(config)) in (OURS, OLD):
         return kind
-    stored = set(Weights(directory).shapes) if has_weights(directory) else None
-    return kind_of(config, names_in_pickle(directory / PICKLE, ("fc.weight", D2T)) if stored is None else stored)
-
-
-def kind_of(config: Mapping[str, Any], names: Collection[str] = ()) -> str | None:
-    """Return the kind as :func:`head_kind`, from the config and, as EAGLE configs seldom tell, the tensors' names."""
-    if config.get("model_type") == EagleConfig.model_type:
-        return OURS
-    if config.get("format") == OLD:
-        return OLD
-    if kind_of_head(config, names):
-        return None
-    names = set(map(our_name, names))
-    described = f"{config.get('architectures')} {config.get('speculators_model_type')}".lower()
-    if "eagle3" in described or D2T in names or any(name.endswith("hidden_norm.weight") for name in names):
-        return EAGLE_3
-    return EAGLE if "eagle" in described or "fc.weight" in names else None
+    if not has_weights(directory):
+        return kind_of(config, names_in_pickle(directory / PICKLE, ("fc.weight", D2T)))
+    names = set(Weights(directory).shapes)
+    return kind_of(config, names) or (MTP if is_mtp_alone(names, config) else None)
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from fsd_core.errors import CheckpointError, shortened
+from fsd_core.errors import CheckpointError, foreign_errors
 from fsd_core.files import HUB_OPTIONS, disk_errors, replacing
 from fsd_core.hub import hub_errors, is_hub_id, load_whole
 from fsd_infer.device.cache import SlotCache, cache_argument
@@ -38,7 +38,7 @@ from fsd_infer.heads.hub import find_head
 from fsd_infer.heads.layers import build_layers, has_mrope, no_bars
 from fsd_infer.heads.stored_parts import CONFIG, StoredHead
 from fsd_infer.heads.weights import SINGLE
-from fsd_infer.targets.stack import HeadStack, Stack
+from fsd_infer.targets.stack import HeadStack, Stack, StackInputs
 
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
@@ -215,31 +215,26 @@ class EagleHead(PreTrainedModel):
             VocabularyMismatchError: same family but another vocabulary.
         """
         hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
-        return load_whole(source, lambda: cls._load(source, target, hub, options), **hub)
 
-    @classmethod
-    def _load(
-        cls, source: str | os.PathLike[str], target: Target | None, hub: dict[str, Any], options: dict[str, Any]
-    ) -> EagleHead:
-        directory = find_head(source, **hub)
-        if directory is None and is_hub_id(os.fspath(source)):
-            raise CheckpointError(f"{source} holds no draft head: its {CONFIG} is missing or another model's.")
-        directory = directory or Path(source)  # read_head reports what a directory without a head lacks
-        return cls.of_stored(read_head(directory, target), **options)
+        def load() -> EagleHead:
+            directory = find_head(source, **hub)
+            if directory is None and is_hub_id(os.fspath(source)):
+                raise CheckpointError(f"{source} holds no draft head: its {CONFIG} is missing or another model's.")
+            directory = directory or Path(source)  # read_head reports what a directory without a head lacks
+            return cls.of_stored(read_head(directory, target), **options)
+
+        return load_whole(source, load, **hub)
 
     @classmethod
     def of_stored(cls, stored: StoredHead, **options: Any) -> EagleHead:
         """Build a head that was read. Options and errors as of :meth:`from_pretrained`."""
         directory = stored.weights.directory
-        try:
-            with torch.device("meta"):
-                planned = cls(copy.deepcopy(stored.config))
-        except CheckpointError:
-            raise
-        except Exception as error:  # transformers may fail in any way on another program's values
-            raise CheckpointError(
-                f"{directory / CONFIG} does not describe a decoder layer ({shortened(error)})."
-            ) from error
+        # transformers may fail in any way on another program's values
+        with (
+            foreign_errors(CheckpointError, f"{directory / CONFIG} does not describe a decoder layer ({{why}})."),
+            torch.device("meta"),
+        ):
+            planned = cls(copy.deepcopy(stored.config))
         state = stored.state(planned.state_dict())
         with no_bars():
             head: EagleHead = super().from_pretrained(None, config=stored.config, state_dict=state, **options)
@@ -321,7 +316,7 @@ class EagleHead(PreTrainedModel):
         mask = attention_mask[:, 0] if isinstance(attention_mask, Tensor) else attention_mask  # packed rows have others
         visible = None if mask is None else {"full_attention": mask}
         rotary = cache.rotary(position_ids) if isinstance(cache, SlotCache) else position_ids
-        return self.stack(x, rotary, visible, cache, embeds=embeds if self.eagle3 else None).final
+        return self.stack(StackInputs(x, rotary, visible, cache, embeds=embeds if self.eagle3 else None)).final
 
     def _fused(self, features: Tensor) -> Tensor:
         """Layout "eagle3": fc of the fused layers in [..., H_t·(1 + k)]; outputs of this head pass through."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import _CACHED_NO_EXIST, HfApi, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -13,91 +13,90 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from fsd_core.errors import CheckpointError
 from fsd_core.files import read_weight_map
 from fsd_core.hub import check_mistyped, hub_errors, is_hub_id, load_whole
-from fsd_infer.heads.formats import head_kind, kind_of, read_config, unpickle
-from fsd_infer.heads.kinds import HYDRA, MEDUSA, MTP, kind_of_head
+from fsd_infer.heads.formats import kind_in, read_config, unpickle
+from fsd_infer.heads.kinds import EAGLES, HYDRA, MEDUSA, kind_of
 from fsd_infer.heads.stored_parts import CONFIG
 from fsd_infer.heads.weights import AGAIN, INDEX, MEDUSA_FILE, PICKLE, SINGLE, Weights, has_weights
-from fsd_infer.targets.checks import is_mtp_alone
 
 PICKLES = {MEDUSA: "medusa_lm_head.pt", HYDRA: "hydra_lm_head.pt"}  # as their authors name them
-_SOME = 8  # most layers of a P-EAGLE head that its config does not tell
 _FEW = 4  # most layers of an EAGLE head; the weights of larger models are not examined
 
 
+class FoundHead(NamedTuple):
+    """A draft head's kind, the directory of all its files, and its config."""
+
+    kind: str
+    directory: Path
+    config: dict[str, Any]
+
+
 def find_head(source: str | os.PathLike[str], **hub: Any) -> Path | None:
-    """Return the directory of the head that ``source`` names, with all its files; None if it is no head.
+    """Return the directory of the EAGLE head that ``source`` names; arguments and errors as of :func:`find`."""
+    found = find(source, EAGLES, **hub)
+    return None if found is None else found.directory
+
+
+def find(source: str | os.PathLike[str], kinds: Container[str], **hub: Any) -> FoundHead | None:
+    """Return the draft head of one of these kinds that ``source`` names; None if it is none.
 
     Args:
         source: a directory or hub id. Of a repository, the config is fetched first. If the config is ambiguous, the
-            tensors' names decide. Safetensors are fetched for heads alone.
+            tensors' names decide. Safetensors are fetched for heads of these kinds alone.
+        kinds: see :mod:`.kinds`.
         hub: ``revision``, ``token``, ``subfolder``, ``cache_dir``, ``local_files_only`` as in transformers.
 
     Raises:
         HubError: no such repository or revision, no access, or no connection.
         CheckpointError: the files are malformed, or its weights are in a pickle.
     """
-    if not is_hub_id(os.fspath(source)):
-        directory = Path(source) / hub.get("subfolder", "")
-        return None if head_kind(directory) is None else directory
-    check_mistyped(os.fspath(source), **hub)
-    return load_whole(source, lambda: _fetched(os.fspath(source), **hub), **hub)
-
-
-def find_published(source: str | os.PathLike[str], **hub: Any) -> tuple[str, Path, dict[str, Any]] | None:
-    """Return kind, directory and config of a head that other programs publish and that is no EAGLE head; else None.
-
-    Arguments and errors as of :func:`find_head`.
-    """
     name = os.fspath(source)
     if not is_hub_id(name):
         directory = Path(source) / hub.get("subfolder", "")
-        return _published(directory, None) if (directory / CONFIG).is_file() else None
+        return _in_directory(directory, kinds) if (directory / CONFIG).is_file() else None
     check_mistyped(name, **hub)
-
-    def fetched() -> tuple[str, Path, dict[str, Any]] | None:
-        repository = _Repository(name, **hub)
-        config = repository.file(CONFIG)
-        return None if config is None else _published(config.parent, repository)
-
-    return load_whole(source, fetched, **hub)
+    return load_whole(source, lambda: _fetched(name, kinds, **hub), **hub)
 
 
-def _published(directory: Path, repository: _Repository | None) -> tuple[str, Path, dict[str, Any]] | None:
+def _in_directory(directory: Path, kinds: Container[str]) -> FoundHead | None:
     config = read_config(directory)
-    shapes = Weights(directory).shapes if repository is None and has_weights(directory) else {}
-    few = config.get("num_hidden_layers") in range(1, _SOME + 1)
-    kind = kind_of_head(config, set(shapes) if few else ())
-    if kind is None and shapes and is_mtp_alone(shapes, config):
-        kind = MTP
-    if kind is None:
+    kind = kind_in(directory, config)
+    if kind is None or kind not in kinds:
         return None
-    single = (MEDUSA_FILE, SINGLE) if kind == MEDUSA else (SINGLE,)
-    if repository is not None:
-        repository.fetch_weights(single)
-    if not (has_weights(directory) or (directory / single[0]).is_file()):
+    # of EAGLE's, whoever reads the head says what it lacks
+    if kind not in EAGLES and not has_weights(directory) and not (directory / _singles(kind)[0]).is_file():
         pickles = sorted(file.name for file in directory.glob("*") if file.suffix in (".bin", ".pt", ".pth"))
-        file = pickles[0] if pickles else PICKLES.get(kind, PICKLE)
-        raise CheckpointError(f"{directory} is a {kind} head without {SINGLE}. {unpickle(f'{directory}/', file)}")
-    return kind, directory, config
+        advice = unpickle(f"{directory}/", pickles[0] if pickles else PICKLES.get(kind, PICKLE))
+        raise CheckpointError(f"{directory} is a {kind} head without {SINGLE}. {advice}")
+    return FoundHead(kind, directory, config)
 
 
-def _fetched(source: str, **hub: Any) -> Path | None:
+def _fetched(source: str, kinds: Container[str], **hub: Any) -> FoundHead | None:
     repository = _Repository(source, **hub)
-    if (config := repository.file(CONFIG)) is None:
+    if (path := repository.file(CONFIG)) is None:
         return None
-    directory = config.parent
-    values = read_config(directory)
-    kind, few = kind_of(values), values.get("num_hidden_layers") in range(1, _FEW + 1)
-    if kind is None and few:  # a small causal LM, or a head of EAGLE-1/2
-        names = set(Weights(directory).shapes) if has_weights(directory) else repository.tensors()
-        if names is not None and (kind := kind_of(values, names)) is None:
+    directory, config = path.parent, read_config(path.parent)
+    kind, layers = kind_of(config), config.get("num_hidden_layers")
+    if kind is None:
+        if layers not in range(1, _FEW + 1):
             return None
-    if not (kind or few):
+        # a small causal LM, or a head of EAGLE-1/2
+        names = set(Weights(directory).shapes) if has_weights(directory) else repository.tensors()
+        if names is None:
+            raise CheckpointError(
+                f"{source} is a model of {layers} layers, as EAGLE heads are, without {SINGLE}. {unpickle()}"
+            )
+        kind = kind_of(config, names)
+    if kind is None or kind not in kinds:
         return None
-    if not repository.fetch_weights((SINGLE,)):
-        what = f"an {kind} head" if kind else f"a model of {values['num_hidden_layers']} layers, as EAGLE heads are"
-        raise CheckpointError(f"{source} is {what}, without {SINGLE}. {unpickle()}")
-    return directory
+    if not repository.fetch_weights(_singles(kind)):
+        advice = unpickle(file=PICKLES.get(kind, PICKLE))
+        raise CheckpointError(f"{source} is a head of kind {kind}, without {SINGLE}. {advice}")
+    return FoundHead(kind, directory, config)
+
+
+def _singles(kind: str) -> Sequence[str]:
+    """The names of a file that alone has all tensors of a head."""
+    return (MEDUSA_FILE, SINGLE) if kind == MEDUSA else (SINGLE,)
 
 
 class _Repository:

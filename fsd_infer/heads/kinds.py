@@ -1,12 +1,15 @@
-"""Tell draft heads that other programs publish by their config.json and the names of their tensors."""
+"""Tell draft heads by their config.json and the names of their tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fsd_infer.heads.stored_parts import our_name
+from fsd_infer.heads.config import EagleConfig
+from fsd_infer.heads.stored_parts import D2T, our_name
 
+OURS, OLD, EAGLE, EAGLE_3 = "fsd", "fsd-eagle-head", "EAGLE-1/2", "EAGLE-3"
+EAGLES = (OURS, OLD, EAGLE, EAGLE_3)  # kinds that :class:`.EagleHead` reads
 BLOCK, P_EAGLE, MEDUSA, HYDRA, MLP_SPECULATOR = "block", "p-eagle", "medusa", "hydra", "mlp-speculator"
 MTP, ASSISTANT = "mtp", "assistant"
 
@@ -22,17 +25,26 @@ _KEYS = {
 }  # fmt: skip
 
 
-def kind_of_head(config: Mapping[str, Any], names: Collection[str] = ()) -> str | None:
-    """Return the kind of a published head that is no EAGLE head, or None.
+def kind_of(config: Mapping[str, Any], names: Collection[str] = ()) -> str | None:
+    """Return the kind of a draft head, or None for another model.
 
     Args:
-        config: its config.json.
+        config: its config.json, which of EAGLE's seldom tells.
         names: of its tensors, as far as known.
     """
+    if config.get("model_type") == EagleConfig.model_type:
+        return OURS
+    if config.get("format") == OLD:
+        return OLD
     told = [config.get("architectures"), config.get("speculators_model_type"), config.get("model_type")]
     classes = str(told).lower().replace("_", "").replace("-", "")
     found = [kind for word, kind in _CLASSES.items() if word in classes]
     found += [kind for key, kind in _KEYS.items() if key in config]
-    if not found and "mask_hidden" in map(our_name, names):
+    if found:
+        return found[0]
+    names, described = set(map(our_name, names)), str(told[:2]).lower()
+    if "mask_hidden" in names:
         return P_EAGLE
-    return found[0] if found else None
+    if "eagle3" in described or D2T in names or any(name.endswith("hidden_norm.weight") for name in names):
+        return EAGLE_3
+    return EAGLE if "eagle" in described or "fc.weight" in names else None

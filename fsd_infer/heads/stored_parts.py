@@ -160,18 +160,17 @@ def target_layers(where: str, entering: Any, leaving: Any) -> list[int] | None:
     return layers
 
 
-def read_draft_ids(
-    weights: Weights, vocabulary: Any, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return (ascending target ids [Vd], order of the stored rows) from ``d2t``; (None, None) for all ids."""
+def read_draft_ids(weights: Weights, vocabulary: Any) -> Tensor | None:
+    """Return the target id of each row of the stored LM head [Vd], from ``d2t`` or ``t2d``; None: all ids in order."""
+    shapes = weights.shapes
     rows = shapes.get(LM_HEAD, (vocabulary,))[0]
     if D2T not in shapes:
         if rows == vocabulary:
-            return None, None
+            return None
         ids = weights.read(T2D, BOOLEANS).bool().nonzero()[:, 0] if T2D in shapes else torch.zeros(0)
         if len(ids) != rows:
             raise CheckpointError(f"it drafts over {rows} of {vocabulary!r:.60} ids and has no d2t to say which.")
-        return ids, None
+        return ids
     if LM_HEAD not in shapes or shapes[D2T] != (rows,) or type(vocabulary) is not int:
         raise CheckpointError(f"d2t is of shape {list(shapes[D2T])}, lm_head of {rows!r:.60} rows.")
     ids = torch.arange(rows) + weights.read(D2T, INTEGERS)
@@ -180,8 +179,7 @@ def read_draft_ids(
         drafted = weights.read(T2D, BOOLEANS).bool()
         if drafted.shape != (vocabulary,) or int(drafted.sum()) != rows or not bool(drafted[ids].all()):
             raise CheckpointError("d2t and t2d name different ids. Export the head again.")
-    ascending = bool((ids.diff() > 0).all())
-    return None if rows == vocabulary else ids.sort().values, None if ascending else ids.argsort()
+    return None if torch.equal(ids, torch.arange(vocabulary)) else ids
 
 
 def check_draft_ids(ids: Tensor, vocabulary: int) -> None:

@@ -120,7 +120,7 @@ def tried(maker: str, text: str, options: list[Any], read_log: Callable[[], str]
         try:
             json.loads(text)
         except ValueError as error:
-            return {"malformed": f"the schema is no JSON: {error}."}
+            return {"malformed": f"the schema is not JSON: {error}."}
     try:
         made = getattr(LLMatcher, maker)(text, *more)
         words = Bytes(text if maker == "grammar_from_lark" else "")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsd_core.errors import FsdError, shortened
+from fsd_core.errors import FsdError, foreign_errors, shortened
 from fsd_core.files import STRICT_JSON
 from fsd_core.registry import did_you_mean
 from fsd_core.tensors import to_device
@@ -54,7 +54,7 @@ class Guide:
         except RecursionError as error:
             raise FsdError(f"the schema cannot be followed: {reason(TOO_DEEP)}") from error
         except (TypeError, ValueError) as error:
-            raise FsdError(f"the schema is no JSON: {shortened(error)}.") from error
+            raise FsdError(f"the schema is not JSON: {shortened(error)}.") from error
         return cls._checked("grammar_from_json_schema", text, "schema", json.dumps(COMPACT))
 
     @classmethod
@@ -273,7 +273,5 @@ def _vocabulary(tokenizer: Any, vocab_size: int, eos: tuple[int, ...]) -> Any:
     """The tokenizer as llguidance reads it. Reading takes about a second, so the last few are kept."""
     from llguidance.hf import from_tokenizer
 
-    try:
+    with foreign_errors(FsdError, "structured output needs a fast tokenizer with an end-of-text token: {why}"):
         return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos) or None)
-    except Exception as error:
-        raise FsdError(f"structured output needs a fast tokenizer with an end-of-text token: {error}") from error

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import copy
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
 from transformers import BatchEncoding
 
-from fsd_core.errors import FsdError, shortened
+from fsd_core.errors import FsdError, foreign_errors
 from fsd_core.text.control import encode_hidden, encode_with_offsets, hidden
 from fsd_core.text.conversations import check_messages
 from fsd_core.text.encoding import render_turns
@@ -78,10 +77,8 @@ def _of_data_url(text: str) -> bytes:
     head, comma, data = text.partition(",")
     if not comma or not head.endswith(";base64"):
         raise FsdError("an image's data: URL is data:image/TYPE;base64,DATA.")
-    try:
+    with foreign_errors(FsdError, "the image is not base64 ({why})."):
         return base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise FsdError(f"the image is no base64 ({error}).") from error
 
 
 def _decoded(data: bytes, where: str) -> Any:
@@ -90,28 +87,11 @@ def _decoded(data: bytes, where: str) -> Any:
         from PIL import Image, ImageOps
     except ImportError as error:
         raise FsdError("images need Pillow: pip install pillow.") from error
-    try:
+    with foreign_errors(FsdError, f"{where:.80} holds no image that can be read ({{why}}).", most=80):
         image = Image.open(io.BytesIO(data))
         if image.width * image.height > MAX_PIXELS:
             raise FsdError(f"the image of {where:.80} has more than {MAX_PIXELS} pixels: make it smaller.")
         return ImageOps.exif_transpose(image).convert("RGB")
-    except FsdError:
-        raise
-    except Exception as error:  # decoders of damaged files raise many types
-        raise FsdError(f"{where:.80} holds no image that can be read ({shortened(error, 80)}).") from error
-
-
-@dataclass
-class Shown:
-    """Messages whose images are taken out.
-
-    Attributes:
-        turns: the messages, with parts of the type "image" alone where images were.
-        images: in their order.
-    """
-
-    turns: list[dict[str, Any]] = field(default_factory=list)
-    images: list[Any] = field(default_factory=list)
 
 
 def has_images(messages: Iterable[Any]) -> bool:
@@ -119,7 +99,9 @@ def has_images(messages: Iterable[Any]) -> bool:
     return any(_kind(part) in PARTS for turn in messages for part in _parts(turn))
 
 
-def show(messages: Sequence[Mapping[str, Any]], images: Sequence[Any], sources: Sources) -> Shown:
+def split_images(
+    messages: Sequence[Mapping[str, Any]], images: Sequence[Any], sources: Sources
+) -> tuple[list[dict[str, Any]], list[Any]]:
     """Take the images out of messages.
 
     Args:
@@ -130,11 +112,21 @@ def show(messages: Sequence[Mapping[str, Any]], images: Sequence[Any], sources: 
             the last user turn.
         sources: where images may come from.
 
+    Returns:
+        The turns, with parts of the type "image" alone where images were, and the images in their order.
+
     Raises:
         FsdError: an image that cannot be read, another number of images than of parts that name none, or parts of
             another type.
     """
-    found, left = Shown(), list(images)
+    places = sum(_kind(part) in PARTS and source_of(part) is None for turn in messages for part in _parts(turn))
+    if images and not places:
+        messages, places = _with_places(messages, len(images)), len(images)
+    if places > len(images):
+        raise FsdError("more image parts that name no image than images: give one image for each.")
+    if places < len(images):
+        raise FsdError(f"{len(images) - places} images more than image parts that name none: give one image for each.")
+    turns, found, left = list[dict[str, Any]](), list[Any](), iter(images)
     for turn in messages:
         parts: list[dict[str, Any]] = []
         for part in _parts(turn):
@@ -143,31 +135,21 @@ def show(messages: Sequence[Mapping[str, Any]], images: Sequence[Any], sources: 
                 continue
             if _kind(part) not in PARTS:
                 raise FsdError(f"a part of the type {_kind(part)!r:.40}: parts are of the types text and image.")
-            parts.append({"type": "image"})
             source = source_of(part)
-            if source is None and not left:
-                raise FsdError("more image parts that name no image than images: give one image for each.")
-            found.images.append(sources.open(left.pop(0) if source is None else source))
-        found.turns.append({**turn, "content": parts} if parts else dict(turn))
-    if left:
-        if any(_kind(part) in PARTS and source_of(part) is None for turn in messages for part in _parts(turn)):
-            raise FsdError(f"{len(left)} images more than image parts that name none: give one image for each.")
-        _put_first(found, [sources.open(image) for image in left])
-    return found
+            found.append(sources.open(next(left) if source is None else source))
+            parts.append({"type": "image"})
+        turns.append({**turn, "content": parts} if parts else dict(turn))
+    return turns, found
 
 
-def _put_first(found: Shown, images: list[Any]) -> None:
-    """Put images before the content of the last user turn."""
-    last = next(
-        (place for place in reversed(range(len(found.turns))) if found.turns[place].get("role") == "user"), None
-    )
+def _with_places(messages: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+    """Return messages with image parts that name none before the content of the last user turn."""
+    last = next((turn for turn in reversed(messages) if turn.get("role") == "user"), None)
     if last is None:
         raise FsdError("images need a user turn that shows them.")
-    content = found.turns[last].get("content")
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    before = sum(_kind(part) == "image" for turn in found.turns[:last] for part in _parts(turn))
-    found.turns[last] = {**found.turns[last], "content": [{"type": "image"}] * len(images) + parts}
-    found.images[before:before] = images
+    parts = _parts(last) or [{"type": "text", "text": last.get("content")}]
+    shown = {**last, "content": [*[{"type": "image"}] * count, *parts]}
+    return [shown if turn is last else turn for turn in messages]
 
 
 def _parts(turn: Any) -> Sequence[Any]:
@@ -180,9 +162,13 @@ def _kind(part: Any) -> Any:
 
 
 def encode_shown(
-    processor: Any, tokenizer: Any, shown: Shown, options: Mapping[str, Any] | None = None, where: str = "messages"
+    processor: Any,
+    tokenizer: Any,
+    turns: Sequence[Mapping[str, Any]],
+    images: Sequence[Any],
+    options: Mapping[str, Any] | None = None,
 ) -> Encoded:
-    """Return the ids of a conversation with images, and what else the processor makes of it.
+    """Return the ids of a conversation whose images :func:`split_images` took, and what else the processor makes of it.
 
     Names of special tokens in messages are text, as in :func:`fsd_core.text.encoding.encode_chat`.
 
@@ -190,19 +176,18 @@ def encode_shown(
         DataError: no chat turns, or turns that the template rejects.
         FsdError: the processor rejects the images, or the template writes another number of them.
     """
-    plain = [{**turn, "content": _text_of(turn)} for turn in shown.turns]
-    checked = check_messages(plain, where, blank=True)
-    template = getattr(tokenizer, "chat_template", None)
-    if not template:
+    plain = [{**turn, "content": _text_of(turn)} for turn in turns]
+    checked = check_messages(plain, "messages", blank=True)
+    if not getattr(tokenizer, "chat_template", None):
         if [turn["role"] for turn in checked] != ["user"]:
             raise FsdError("this tokenizer has no chat template. Give one user turn and nothing else.")
-        marks = getattr(processor, "image_token", "<image>") * len(shown.images)
-        return encode_marked(processor, marks + hidden(tokenizer, checked[0]["content"]), shown.images)
-    turns = [
+        marks = getattr(processor, "image_token", "<image>") * len(images)
+        return encode_marked(processor, marks + hidden(tokenizer, checked[0]["content"]), images)
+    templated = [
         {**turn, "content": list(given["content"])} if has_images([given]) else turn
-        for turn, given in zip(turns_for(tokenizer, checked, options), shown.turns, strict=True)
+        for turn, given in zip(turns_for(tokenizer, checked, options), turns, strict=True)
     ]
-    return encode_marked(processor, render_turns(tokenizer, turns, True, options), shown.images)
+    return encode_marked(processor, render_turns(tokenizer, templated, True, options), images)
 
 
 def _text_of(turn: Mapping[str, Any]) -> Any:
@@ -223,10 +208,8 @@ def encode_expanded(processor: Any, text: str, images: Sequence[Any]) -> tuple[s
     """Return a text with the tokens of images in place of their marks, and what :func:`encode_marked` returns."""
     reader = copy.copy(processor)
     reader.tokenizer = _Hidden(processor.tokenizer)
-    try:
+    with foreign_errors(FsdError, f"the processor rejects the prompt's {len(images)} images: {{why}}"):
         made = reader(text=[text], images=[list(images)] if images else None, return_tensors="pt")
-    except Exception as error:  # each family's processor checks in its own way
-        raise FsdError(f"the processor rejects the prompt's {len(images)} images: {shortened(error)}") from error
     return reader.tokenizer.last, made["input_ids"][0].tolist(), dict(made)
 
 

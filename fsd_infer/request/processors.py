@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
 
 from fsd_core import functional
 from fsd_core.divergence import expand_draft
-from fsd_core.errors import FsdError
+from fsd_core.errors import FsdError, foreign_errors
 from fsd_core.tensors import to_device
 from fsd_infer.request.guide import GuideProcessor
 from fsd_infer.trees.tree import DraftTree
@@ -197,17 +197,14 @@ def _processed(processors: Sequence[Any], texts: Tensor, scores: Tensor) -> Tens
     Raises FsdError if one of transformers' own fails, or another returns no scores of each text.
     """
     for processor in processors:
-        try:
-            if type(processor) is TopKLogitsWarper:  # transformers' default, and slow on a CPU
-                scores = functional.keep_top_k(scores, min(processor.top_k, scores.shape[-1]), processor.filter_value)
-            elif _theirs(processor):
+        if type(processor) is TopKLogitsWarper:  # transformers' default, and slow on a CPU
+            scores = functional.keep_top_k(scores, min(processor.top_k, scores.shape[-1]), processor.filter_value)
+        elif _theirs(processor):
+            fault = f"{type(processor).__name__} fails, so its option has an invalid value: {{why}}"
+            with foreign_errors(FsdError, fault):
                 scores = processor(texts, scores)
-            else:
-                scores = _checked(processor, processor(texts, scores), scores)
-        except Exception as error:
-            if not _theirs(processor) or isinstance(error, FsdError):
-                raise
-            raise FsdError(f"{type(processor).__name__} fails, so its option has an invalid value: {error}") from error
+        else:
+            scores = _checked(processor, processor(texts, scores), scores)
     return scores
 
 

@@ -19,8 +19,6 @@ from fsd_infer.targets.prefixes import Prefix
 from fsd_infer.targets.target import Target
 
 PREFILL_CHUNK = 512
-# Devices that read a batch's prompts in turn: together is no faster there, and padding costs.
-READ_IN_TURN = {"cpu"}
 
 
 def check_prompts(
@@ -107,7 +105,7 @@ def read_prompts(
     cache.prefilled = to_device(lengths, target.device)
     if target.places_images:
         cache.offsets = torch.zeros_like(cache.prefilled) if cache.offsets is None else cache.offsets.zero_()
-    if any(prefixes) or any(shown) or len(tokens) > 1 and target.device.type in READ_IN_TURN:
+    if any(prefixes) or any(shown) or len(tokens) > 1 and target.reads_in_turn:
         prompts = [to_device(row[:length][None], target.device) for row, length in zip(tokens, lengths.tolist())]
         read = [
             read_text(target, cache.row(row), prompt, prefixes[row], on_chunk=on_chunk)

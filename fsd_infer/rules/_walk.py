@@ -159,7 +159,7 @@ class _Walk:
         return r_draft, cost
 
     def verdict(self) -> Verdict:
-        """Walk to the nodes whose ancestors were all picked, and gather what they say."""
+        """Accept the nodes whose ancestors were all picked, and gather what is emitted there."""
         if self.tree.parents.shape[1] == 1:
             return self._undrafted()
         lossy, picked, exact = self._picked()
@@ -168,8 +168,11 @@ class _Walk:
         return self._gathered(reached, lossy, exact)
 
     def _picked(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return [B, N] bool: contexts under the rule's distribution, drafts picked, drafts that exact decoding picks,
-        too.
+        """Decide at every context at once which child follows, as if the walk came there.
+
+        Returns:
+            [B, N] bool each: contexts with the rule's distribution; drafts that follow their parent; among them or not,
+            drafts that would follow it under p, with the same uniform numbers.
         """
         inputs, lossy, prob = self.inputs, self.applies, self.p_draft
         if self.budget_left is not None and self.cost is not None:
@@ -288,11 +291,11 @@ class _Walk:
         inputs, tree, is_lossy = self.inputs, self.tree, lossy.gather(1, end)
         at = VocabRows(inputs, torch.arange(len(end), device=self.device), end[:, 0])
         r, r_row = at.p, self.r_row.gather(1, end) if self.dense else end
-        for contexts, dense in self.dense:
+        for contexts, dense in self.dense:  # whose rows are numbered on from one to the next
             is_here = is_lossy & (r_row >= 0) & (r_row < len(dense))
             r = torch.where(is_here, contexts.over_all(dense, r_row[:, 0].clamp(0, len(dense) - 1), at.p), r)
             r_row = r_row - len(dense)
         weights = self._residual(at, r, is_lossy) if inputs.sampled else r
-        # the walk has decided against these children
+        # the path ends here, so these children were not picked
         is_refused = tree.is_draft & (tree.parents == end)
         return weights.scatter_reduce(1, tree.tokens, torch.where(is_refused, 0.0, math.inf), "amin")

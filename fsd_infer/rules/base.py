@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from inspect import get_annotations
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -77,7 +78,7 @@ class Rule(Renamed):
         return math.inf if self.budget is None else self.budget
 
     def output(self, inputs: RuleInputs) -> OutputDistribution:
-        """Return the distribution: a function of the text, the tree and ``inputs.coin`` alone."""
+        """Return the output distribution r: a function of the text, the tree and ``inputs.coin`` alone."""
         raise NotImplementedError
 
     def check_greedy(self, inputs: RuleInputs) -> None:
@@ -183,10 +184,17 @@ R = TypeVar("R", bound=type[Rule])
 
 class _Rules(Registry[type[Rule]]):
     def register(self, name: str) -> Callable[[R], R]:
-        """Return a decorator that registers a rule's class under ``name``, which becomes its ``name``."""
+        """Return a decorator that registers a rule's class under ``name``, which becomes its ``name``.
+
+        The decorator raises TypeError for a class that is no rule, or has fields and is no dataclass.
+        """
         file: Any = super().register(name)
 
         def named(rule: R) -> R:
+            if not issubclass(rule, Rule) or rule.output is Rule.output:
+                raise TypeError(f"rule {name!r} must be a class that derives from LossyRule or Rule and has output().")
+            if get_annotations(rule) and "__dataclass_params__" not in vars(rule):
+                raise TypeError(f"rule {name!r}: put @dataclass(frozen=True) between @RULES.register and the class.")
             rule.name = name
             reads_former_names(rule)
             return file(rule)
@@ -195,11 +203,11 @@ class _Rules(Registry[type[Rule]]):
 
     def unknown(self, name: str) -> str:
         if name in ("plain", "none"):  # a method of benchmarks, and a drafter
-            return f"{name!r} is no rule: to decode without drafts, name the drafter 'none' (--drafter none)."
+            return f"{name!r} is not a rule: to decode without drafts, name the drafter 'none' (--drafter none)."
         return super().unknown(name)
 
 
-RULES = _Rules("rule")
+RULES = _Rules("rule", takes_yours=True)
 
 
 @RULES.register("exact")

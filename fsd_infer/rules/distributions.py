@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fsd_core.errors import FsdError
 from fsd_core.former import say
 from fsd_core.tensors import wide
 from fsd_infer.rules.inputs import RuleInputs
@@ -134,7 +135,7 @@ class OutputDistribution:
                 probability raise_prob(p(C)), in proportion to p. A drawn draft that does not pass is accepted with
                 probability min(1, raise_prob(p(x))/q(x)).
         """
-        logit_bias = None
+        cutoff, logit_bias = _checked(inputs, cutoff), None
         if not inputs.is_chain:
             if isinstance(cutoff, float):  # an infinite cutoff decides without ln p
                 passes = inputs.log_p >= cutoff if math.isfinite(cutoff) else inputs.tree.is_draft & (cutoff < 0)
@@ -167,6 +168,7 @@ class OutputDistribution:
         η is the mass that q gives to the other tokens. At temperature 0 the drafter's token is emitted if its ln p
         reaches the cutoff, else the target's.
         """
+        cutoff = _checked(inputs, cutoff)
 
         def log_r(at: VocabRows) -> Tensor:
             if isinstance(cutoff, float) and cutoff == -math.inf:
@@ -236,6 +238,18 @@ class OutputDistribution:
             dense = self.log_r(at).log_softmax(-1).view_as(log_p).double()
             log_r = dense if where is None else torch.where(where[..., None], dense, log_r)
         return torch.where(applies[..., None], log_r, log_p)
+
+
+def _checked(inputs: RuleInputs, cutoff: Tensor | float) -> Tensor | float:
+    """Return a cutoff as [B, N] or as a float. Raises FsdError for a tensor of another shape."""
+    if not isinstance(cutoff, Tensor):
+        return float(cutoff)
+    if cutoff.shape != inputs.tree.tokens.shape:
+        raise FsdError(
+            f"a rule's cutoff has the shape {tuple(cutoff.shape)}: give a number, or ln p for each context, "
+            f"{tuple(inputs.tree.tokens.shape)} (rows, nodes)."
+        )
+    return cutoff
 
 
 def _limit(at: VocabRows, cutoff: Tensor | float) -> Tensor | float:

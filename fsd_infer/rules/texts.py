@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from fsd_core import functional
 from fsd_core.errors import FsdError
 from fsd_core.former import Renamed, former_keywords
-from fsd_core.tensors import to_device
+from fsd_core.tensors import kept_rows, to_device
 from fsd_infer.trees.tree import DraftTree
 
 _PADDING = -1
@@ -96,8 +96,8 @@ class TokenHistory(Renamed):
         return [self._buffer, self.lengths, self._prompted]
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Keep only these rows [B'] of the batch."""
-        self._buffer, self.lengths, self._prompted = (x[rows] for x in self.tensors)
+        """Keep only these rows [B'] of the batch. ``rows`` is on the CPU."""
+        self._buffer, self.lengths, self._prompted = (kept_rows(x, rows) for x in self.tensors)
 
 
 def last_tokens(texts: TokenHistory, tree: DraftTree, count: int) -> Tensor:

@@ -129,11 +129,11 @@ class Tilted(LossyRule):
 
     def kl_coefs(self, inputs: RuleInputs) -> Tensor:
         """[B, 1] the current ``kl_coef`` of each row."""
-        kl_excess = inputs.round.kl_excess
-        first = inputs.tree.tokens[:, :1].to(wide(inputs.tree.tokens.device)) * 0 + self.initial_kl_coef
+        roots, kl_excess = inputs.tree.tokens[:, :1], inputs.round.kl_excess
+        initial = torch.full_like(roots, self.initial_kl_coef, dtype=wide(roots.device))
         if self.match_temperature is None or kl_excess is None:
-            return first
-        return (first + kl_excess[:, None]).clamp_min(MIN_KL_COEF)
+            return initial
+        return (initial + kl_excess[:, None]).clamp_min(MIN_KL_COEF)
 
     def kl_target(self, scores: Tensor, greedy: bool) -> Tensor | None:
         return None if self.match_temperature is None else sampling_cost(scores, self.match_temperature, greedy)

@@ -140,7 +140,7 @@ class Verdict(Renamed):
     Attributes:
         path: [B, D+1] node indices of the accepted path, root first, padded with its last node. After :meth:`cut` the
             padding is the draft that is emitted last.
-        accepted: [B] number of accepted drafts (0..D); the row emits ``accepted + 1`` tokens.
+        accepted: [B] number of accepted drafts (0..D); the row emits ``accepted + 1`` tokens. -1: the row has finished.
         tokens: [B, D+1] the emitted tokens: the accepted drafts, the token that follows them, padding 0.
         sources: [B, D+1] :class:`TokenOrigin` of each emitted token.
         relaxed: [B, D+1] bool; whether a lossy distribution emitted the token.

@@ -298,7 +298,7 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
     headers = {"Retry-After": "1"} if error.status_code == 503 else error.headers
     detail = str(error.detail)
     if isinstance(cause := error.__cause__, UnicodeDecodeError):  # which FastAPI does not explain
-        detail = f"the body is no JSON: it is not {cause.encoding} ({cause.reason}, at byte {cause.start})."
+        detail = f"the body is not JSON: it is not {cause.encoding} ({cause.reason}, at byte {cause.start})."
     return error_reply(error.status_code, detail, dict(headers or {}))
 
 

@@ -138,7 +138,7 @@ class CompletionRequest(RequestFields):
             value = left.pop()
             left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
             if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"the body is no JSON: it holds {value}, or a number that is too large.")
+                raise ValueError(f"the body is not JSON: it holds {value}, or a number that is too large.")
         return values
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ def explain(error: RequestValidationError) -> tuple[str, str | None]:
     """Return a message and the field that it is about, as ``messages[0].role``; None: the body as a whole."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
-        return f"the body is no JSON: {first['ctx']['error']} (at character {first['loc'][-1]}).", None
+        return f"the body is not JSON: {first['ctx']['error']} (at character {first['loc'][-1]}).", None
     where = _path(error.body, first["loc"][1:], first["type"] == "missing")
     if first["type"] == "value_error":
         return str(first["ctx"]["error"]), where or None

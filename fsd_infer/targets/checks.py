@@ -181,7 +181,7 @@ def _check_windows(decoder: Any, config: Any) -> None:
     Then ``generate`` depends on where a prompt ends, and no mask of a draft tree agrees with it. Moshi is such a model.
     """
     shortest = min((window for window in layer_windows(config).values() if window is not None), default=None)
-    module = inspect.getmodule(type(decoder))
+    module: Any = inspect.getmodule(type(decoder))
     ours = module is None or not module.__name__.startswith("transformers.models.")
     if shortest is None or ours or any("sliding_window" in name and "mask" in name for name in vars(module)):
         return
@@ -253,9 +253,9 @@ def check_decodable(model: Any, name: str) -> None:
 
 def _counts_its_cache(decoder: Any) -> bool:
     """Whether its code places tokens by the length of the cache, not by positions: Inkling's, and GLM-5.3's indexer."""
-    forwards = [inspect.unwrap(type(part).forward) for part in (decoder, *decoder.modules())]
-    beside = forwards[0].__globals__.values()  # functions of its module
-    own = [made for made in beside if getattr(made, "__module__", "") == type(decoder).__module__]
+    module: Any = inspect.getmodule(type(decoder))
+    own = [function for function in vars(module).values() if getattr(function, "__module__", "") == module.__name__]
+    forwards = [inspect.unwrap(type(part).forward) for part in decoder.modules()]
     codes = [set(made.__code__.co_names) for made in (*own, *forwards) if inspect.isfunction(made)]
     return any(names <= code for names in _COUNTS for code in codes)
 

@@ -27,7 +27,7 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fsd_core.errors import ModelLoadError, shortened
+from fsd_core.errors import ModelLoadError, foreign_errors
 from fsd_core.files import write_json
 from fsd_infer.targets.gguf_file import StoredTensor, read_gguf
 from fsd_infer.targets.gguf_keys import KeyNumbers, check_foreign_keys, check_keys, check_no_mtp, end_ids, own_keys
@@ -153,10 +153,8 @@ def _by_transformers(
 ) -> PreTrainedModel:
     """Load and expand a model by transformers' reader, which knows more architectures."""
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    try:
+    with foreign_errors(ModelLoadError, f"{source}: transformers cannot read this GGUF file ({{why}})."):
         model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=dtype, **options)
-    except Exception as error:  # the reader raises errors of many types for malformed files
-        raise ModelLoadError(f"{source}: transformers cannot read this GGUF file ({shortened(error)}).") from error
     mapped: Any = GGUF_CONFIG_MAPPING.get(model.config.model_type) or GGUF_CONFIG_MAPPING.get(
         facts["general.architecture"]
     )
@@ -184,8 +182,8 @@ def _config(facts: dict[str, Any], tensors: dict[str, StoredTensor], source: Pat
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ModelLoadError(f"{source} has architecture {family!r}. Only {known} can be expanded to a directory.")
-    numbers = KeyNumbers(own_keys(facts))
-    try:
+    numbers, advice = KeyNumbers(own_keys(facts)), "Use another file of this model."
+    with foreign_errors(ModelLoadError, f"{source}: its metadata are incomplete or invalid ({{why}}). {advice}"):
         config = _sizes(numbers, facts, str(family))
         config |= {"vocab_size": _rows(numbers, facts, tensors)}
         config |= {"tie_word_embeddings": "output.weight" not in tensors}
@@ -193,10 +191,6 @@ def _config(facts: dict[str, Any], tensors: dict[str, StoredTensor], source: Pat
         if layers > len(tensors):  # the model is built before its weights are compared
             raise ValueError(f"{layers} layers, but {len(tensors)} tensors")
         config["rope_parameters"] |= _scaling(numbers, tensors, config)
-    except (KeyError, TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
-        raise ModelLoadError(
-            f"{source}: its metadata are incomplete or invalid ({shortened(error)}). Use another file of this model."
-        ) from error
     return config
 
 

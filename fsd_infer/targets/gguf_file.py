@@ -17,7 +17,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from fsd_core.errors import ModelLoadError
+from fsd_core.errors import ModelLoadError, foreign_errors
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -55,11 +55,8 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     Raises:
         ModelLoadError: no GGUF file, truncated, or malformed.
     """
-    try:
+    with foreign_errors(ModelLoadError, f"{path} is not a readable GGUF file ({{why}}); fetch it again."):
         return _GGUFReader(np.asarray(np.memmap(path, np.uint8, "r"))).read()
-    except (OSError, ValueError, struct.error, KeyError, OverflowError, MemoryError, RecursionError) as error:
-        reason = str(error).strip() or type(error).__name__
-        raise ModelLoadError(f"{path} is not a readable GGUF file ({reason}); fetch it again.") from error
 
 
 class _GGUFReader:

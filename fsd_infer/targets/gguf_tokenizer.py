@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import generate_merges
 
-from fsd_core.errors import ModelLoadError
+from fsd_core.errors import ModelLoadError, foreign_errors
 from fsd_core.files import write_json
 from fsd_infer.targets.gguf_file import read_gguf
 from fsd_infer.targets.gguf_keys import end_ids
@@ -104,12 +104,10 @@ def write_tokenizer(facts: dict[str, Any], out_dir: Path, source: Path) -> None:
             f"{facts.get('tokenizer.ggml.pre')!r}. Only gpt2 with {', '.join(PRE_TOKENIZERS)} and, in Llama models, "
             "llama are known."
         )
-    try:
+    with foreign_errors(ModelLoadError, f"{source}: its vocabulary is incomplete or invalid ({{why}}).", most=200):
         tokens = _tokens(facts)
         made = _sentencepiece(facts, tokens) if pre is None else _byte_level(facts, tokens, pre)
         _finish(made, facts, tokens, begins=pre is None or pre.begins)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ModelLoadError(f"{source}: its vocabulary is incomplete or invalid ({error!r:.200}).") from error
     made.save(str(out_dir / "tokenizer.json"))
     settings, template = _settings(facts, tokens)
     if isinstance(template, str):  # in both places, because readers differ

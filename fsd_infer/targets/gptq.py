@@ -18,7 +18,7 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
 
-from fsd_core.errors import CheckpointError, ModelLoadError
+from fsd_core.errors import CheckpointError, ModelLoadError, foreign_errors
 from fsd_core.files import open_safetensors
 from fsd_core.registry import is_whole
 from fsd_infer.targets.kinds import class_of
@@ -126,15 +126,12 @@ def expand(
     found = {}
     for layer in [key.removesuffix(".qweight") for key in state if key.endswith(".qweight")]:
         parts = {name: state.pop(f"{layer}.{name}", None) for name in _PARTS}
-        try:
+        fault = f"{source}: the parts of {layer} are missing or do not fit each other ({{why}}). Fetch it again."
+        with foreign_errors(CheckpointError, fault):
             codes, zeros, scales, group = _read(parts, facts)
             if len(scales) != len(zeros) or scales.shape != zeros.shape or codes.shape[1] != scales.shape[1]:
                 raise ValueError(f"{list(codes.shape)}, {list(zeros.shape)}, {list(scales.shape)}")
             state[f"{layer}.weight"] = ((codes - zeros[group]) * scales[group]).t().to(dtype).contiguous()
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{source}: the parts of {layer} are missing or do not fit each other ({error}). Fetch it again."
-            ) from error
         if torch.equal(group, torch.arange(len(codes)) // (len(codes) // len(scales))):
             found[layer] = scales.t().contiguous(), zeros.t().contiguous()
         elif lost is not None:

@@ -9,9 +9,7 @@ differ from their places in the text by an offset, which the KV cache keeps (:at
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,6 +21,7 @@ from transformers import GenerationMixin
 from fsd_core.errors import FsdError
 from fsd_core.tensors import to_device
 from fsd_infer.device.cache import SlotCache, cache_argument
+from fsd_infer.targets.stack import hooked
 
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")  # fields of configs
 READS_BOTH_WAYS = ("paligemma",)  # families that read a prompt with an image so
@@ -143,24 +142,6 @@ def set_offset(cache: SlotCache, positions: Tensor) -> None:
         cache.offsets.copy_(positions[..., -1].max()[None] + 1 - positions.shape[-1])
 
 
-@contextmanager
-def _between_layers(model: nn.Module, call: Callable[[], None]) -> Iterator[None]:
-    """Call ``call`` in this thread before each layer that a forward of the model runs within the block."""
-    thread = threading.get_ident()
-
-    def before(module: nn.Module, arguments: Any) -> None:
-        if threading.get_ident() == thread:  # others may run the same module
-            call()
-
-    layers = [layer for part in model.modules() if isinstance(part, nn.ModuleList) for layer in part]
-    hooks = [layer.register_forward_pre_hook(before) for layer in layers]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def read_with_images(
     target: Any, cache: SlotCache, prompt: ImagePrompt, on_layer: Callable[[], None] = lambda: None
 ) -> tuple[Tensor, Tensor]:
@@ -187,10 +168,11 @@ def read_with_images(
     )
     if not target.plain_stack.takes_keep:
         del given["logits_to_keep"]
+    layers = [layer for part in model.modules() if isinstance(part, nn.ModuleList) for layer in part]
     with (
         target.angles_of_texts(cache.prefilled),
         target.plain_stack.captured(target.captured_layers) as found,
-        _between_layers(model, on_layer),
+        hooked(layers, lambda *_: on_layer(), before=True),
     ):
         logits = model(**given).logits[:, -1:]
     features: Tensor = target.joined(*found)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -43,6 +44,7 @@ _OURS = {  # arguments of transformers that load_target sets itself
     "load_in_4bit": 'give quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}',
     "load_in_8bit": 'give quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}',
 }
+Loaded = TypeVar("Loaded")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -117,26 +119,30 @@ def _resolve_base(adapter: Path, progress: bool) -> str:
 
 def load_config(name_or_dir: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
     """Load a target's config alone; names, options of the hub and errors as in :func:`load_target`."""
-    source, options = located(name_or_dir, hub)
-
-    @explained(name_or_dir, source)
-    def load() -> PretrainedConfig:
-        if is_gguf(source):
-            from fsd_infer.targets.gguf import load_gguf_config
-
-            return load_gguf_config(Path(source))
-        return _config(source, **options)
-
-    return load_whole(source, load, **options)
+    return from_files(name_or_dir, hub, _config)
 
 
 def load_tokenizer(
     name_or_dir: str | os.PathLike[str], *, allow_control_tokens: bool = False, **hub: Any
 ) -> PreTrainedTokenizerBase | None:
     """Load a target's tokenizer alone, as :func:`load_target` does; None for a local directory without one."""
-    source, options = located(name_or_dir, hub)
-    load = explained(name_or_dir, source)(_tokenizer)
-    return load_whole(source, lambda: load(source, allow_control_tokens, **options), **options)
+    return from_files(name_or_dir, hub, partial(_tokenizer, allow_control_tokens=allow_control_tokens))
+
+
+def from_files(
+    name_or_dir: str | os.PathLike[str], given: dict[str, Any], read: Callable[..., Loaded], progress: bool = True
+) -> Loaded:
+    """Return what a function makes of a target's files; those of the Hub that are damaged are fetched again.
+
+    Args:
+        name_or_dir: as in :func:`load_target`.
+        given: keywords, of which those that say where the files lie count.
+        read: called with what transformers loads, and with these keywords; errors become ours.
+        progress: as in :func:`resolve_target`.
+    """
+    source, options = located(name_or_dir, given, progress)
+    read = explained(name_or_dir, source)(read)
+    return load_whole(source, lambda: read(source, **options), **options)
 
 
 def located(
@@ -228,8 +234,10 @@ def load_target(
     keeps_blocks = kind == torch.bfloat16 and not model_kwargs and bool(readable_types(reads_blocks))
     gguf = gguf_of(name_or_dir, keeps_blocks, progress)
     if gguf is None:
-        options = {"dtype": kind, "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
-        return _load_files(name_or_dir, model_kwargs, options, place, progress, allow_control_tokens)
+        own = {"dtype": kind, "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+        options = {option: value for option, value in model_kwargs.items() if option not in HUB_OPTIONS} | own
+        read = partial(_load, options, place, allow_control_tokens, adapter_of(name_or_dir))
+        return from_files(name_or_dir, model_kwargs, read, progress)
     if model_kwargs:
         names = ", ".join(model_kwargs)
         raise ModelLoadError(f"{name_or_dir} is a GGUF file, which {names} cannot be used with: leave them out.")
@@ -244,54 +252,26 @@ def load_target(
     return model if keeps_blocks else model.to(place), tokenizer
 
 
-def _load_files(
-    name: str | os.PathLike[str],
-    given: dict[str, Any],
-    own: dict[str, Any],
-    device: torch.device,
-    progress: bool,
-    allow_control_tokens: bool,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """Load a target by transformers, with its adapter, in eval mode and without gradients.
-
-    Args:
-        name, progress, allow_control_tokens: as of :func:`load_target`.
-        given: its ``model_kwargs``.
-        own: its other options of transformers.
-        device: to load on, unless ``given`` places the model.
-    """
-    adapter, (source, where) = adapter_of(name), located(name, given, progress)
-    options = {option: value for option, value in given.items() if option not in HUB_OPTIONS} | own
-    where |= {"trust_remote_code": options.pop("trust_remote_code"), "revision": where.get("revision", "main")}
-    load = explained(name, source)(_load)
-    model, tokenizer, quantised = load_whole(
-        source, lambda: load(source, where, options, device, allow_control_tokens, adapter), **where
-    )
-    model.requires_grad_(False)
-    if adapter is not None:
-        add_adapter(model, adapter, merge=not quantised)
-    placed = "device_map" in options or "tp_plan" in options
-    return model.eval() if placed else model.eval().to(device), tokenizer
-
-
 def _load(
-    source: str,
-    where: dict[str, Any],
-    options: dict[str, Any],
+    options: Mapping[str, Any],
     place: torch.device,
     allow_control_tokens: bool,
-    adapter: Path | None = None,
-) -> tuple[Any, PreTrainedTokenizerBase | None, bool]:
-    """Return model, tokenizer, and whether the model is quantised.
+    adapter: Path | None,
+    source: str,
+    **where: Any,
+) -> tuple[Any, PreTrainedTokenizerBase | None]:
+    """Load a model and its tokenizer by transformers, with its adapter, in eval mode and without gradients.
 
     Args:
-        source: what transformers loads.
-        where: options that say where it lies.
-        options: others of transformers, changed in place.
-        place: device to load on.
+        options: of transformers, :func:`load_target`'s own included.
+        place: device to load on, unless the options place the model.
         allow_control_tokens: as in :func:`load_target`.
-        adapter: directory of one that will be applied, merged or, to a quantised model, beside the weights.
+        adapter: directory of one, which is merged or, in a quantised model, stays beside the weights.
+        source: what transformers loads.
+        where: options that say where the files lie.
     """
+    options = dict(options)
+    where = {"revision": "main", **where, "trust_remote_code": options.pop("trust_remote_code")}
     config = _config(source, **where)
     check_size(source, config, where["trust_remote_code"])
     if "quantization_config" in options:
@@ -316,11 +296,20 @@ def _load(
             **where, **options,
         )  # fmt: skip
     tokenizer = _tokenizer(source, allow_control_tokens, **where)
-    check_loaded(source, loaded[0], loaded[1])
-    return loaded[0], tokenizer, quantised
+    model, info = loaded
+    check_loaded(source, model, info)
+    model.requires_grad_(False)
+    if adapter is not None:
+        add_adapter(model, adapter, merge=not quantised)
+    placed = "device_map" in options or "tp_plan" in options
+    return model.eval() if placed else model.eval().to(place), tokenizer
 
 
 def _config(source: str, **options: Any) -> PretrainedConfig:
+    if is_gguf(source):
+        from fsd_infer.targets.gguf import load_gguf_config
+
+        return load_gguf_config(Path(source))
     config: PretrainedConfig = AutoConfig.from_pretrained(source, **options)
     check_numbers(config.to_dict(), source)
     return config

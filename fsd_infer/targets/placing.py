@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsd_core.errors import ModelLoadError, UnknownNameError, shortened
+from fsd_core.errors import ModelLoadError, UnknownNameError, foreign_errors
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
@@ -36,15 +36,11 @@ def parse_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     usable = f"use cpu{', cuda' if torch.cuda.is_available() else ''} or leave it out"
-    try:
+    with foreign_errors(ModelLoadError, f"device {str(device)!r} cannot be used here ({{why}}): {usable}.", most=120):
         place = torch.device(device)
         torch.empty(0, device=place)
         if place.type == "meta" or place.type == "cpu" and place.index:
             raise RuntimeError("there is one cpu, and tensors on meta have no values")
-    except (RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError, ImportError) as error:
-        raise ModelLoadError(
-            f"device {str(device)!r} cannot be used here ({shortened(error, 120)}): {usable}."
-        ) from error
     return place
 
 

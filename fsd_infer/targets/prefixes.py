@@ -9,8 +9,7 @@ Recurrent layers keep a state of the whole text. With such layers a prompt must 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,57 +105,6 @@ class PrefixCache:
         self.texts = [*others, text]
         while self.nbytes > self.max_bytes:
             self.texts.pop(0)
-
-
-class PrefixSession:
-    """One request's use of a prefix cache: the kept prefixes of its prompts, and the texts that it adds.
-
-    Args:
-        cache: None: nothing is found, and nothing is kept.
-        layers: captured layers of the features, see :meth:`Target.capture_layers`.
-        users: [B] owner of each text; None: all have one.
-        max_length: of a text that keeps its keys however it goes on (see :mod:`.rotary`); None: any.
-
-    Attributes:
-        cached_tokens: [B] tokens of each prompt found in the cache; empty without one.
-    """
-
-    def __init__(
-        self, cache: PrefixCache | None, layers: tuple[int, ...], users: Sequence[str] | None, max_length: int | None
-    ) -> None:
-        self.cache, self.layers, self.users, self.cached_tokens = cache, layers, users, list[int]()
-        self.max_length = math.inf if max_length is None else max_length
-        self._features: dict[int, list[Tensor]] = {}  # of each text, as it grows
-
-    def find(self, prompts: Sequence[Sequence[int]]) -> list[Prefix | None] | None:
-        """Return each prompt's kept prefix; None without a cache."""
-        if self.cache is None:
-            return None
-        found = [
-            self.cache.find(prompt, self._key(prompt_index)) if len(prompt) <= self.max_length else None
-            for prompt_index, prompt in enumerate(prompts)
-        ]
-        self.cached_tokens = [0 if prefix is None else len(prefix.tokens) for prefix in found]
-        return found
-
-    def add(self, prompt_indices: Sequence[int], features: Tensor, counts: Tensor) -> None:
-        """Add to the texts of these prompts the first ``counts`` [B] of features [B, K, F]."""
-        if self.cache is not None:
-            for prompt_index, read, count in zip(prompt_indices, features, counts.tolist()):
-                self._features.setdefault(prompt_index, []).append(read[:count].clone())
-
-    def store(self, prompt_index: int, text: list[int], read: int, saved: Callable[[int], dict[Any, Tensor]]) -> None:
-        """Keep a finished text, of which the target has read ``read`` tokens; ``saved(n)`` returns their states."""
-        parts = self._features.pop(prompt_index, [])
-        if self.cache is not None and read <= self.max_length:
-            count = min(read, len(text))  # the last round may have read beyond the answer's end
-            features = torch.cat(parts)[:count]
-            prefix = Prefix(torch.tensor(text[:count]), saved(count), features, self._key(prompt_index))
-            if read == count or not prefix.is_whole:
-                self.cache.store(prefix)
-
-    def _key(self, prompt_index: int) -> Hashable:
-        return self.layers, self.users[prompt_index] if self.users else ""
 
 
 def _shared(one: Tensor, other: Tensor) -> int:

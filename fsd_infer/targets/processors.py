@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 from transformers import PROCESSOR_MAPPING, AutoProcessor, ProcessorMixin
 
 from fsd_core.errors import ModelLoadError
-from fsd_core.hub import load_whole
-from fsd_infer.targets.loading import explained, load_config, located
+from fsd_infer.targets.loading import from_files, load_config
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
 
@@ -22,26 +21,23 @@ def load_processor(name_or_dir: str | os.PathLike[str], tokenizer: Any, **hub: A
     Raises:
         ModelLoadError: the target has none, or it needs a package that is missing.
     """
-    source, where = located(name_or_dir, hub)
-    if os.path.isdir(source) and not any((Path(source) / name).is_file() for name in _FILES):
-        raise ModelLoadError(f"{name_or_dir} has no processor ({' or '.join(_FILES)}), so it reads no images: add it.")
-    config = load_config(name_or_dir, **hub)
-
-    @explained(name_or_dir, source)
-    def load() -> Any:
-        try:
-            return AutoProcessor.from_pretrained(source, **where)
-        except (ImportError, OSError):  # no torchvision, or no config for videos, which no prompt here has
-            kind: Any = PROCESSOR_MAPPING.get(type(config), None)
-            if kind is None or "video_processor" not in kind.get_attributes():
-                raise
-            return without_others(kind).from_pretrained(source, **where)
-
-    processor = load_whole(source, load, **where)
+    processor = from_files(name_or_dir, hub, partial(_processor, name_or_dir, load_config(name_or_dir, **hub)))
     if not is_processor(processor):  # AutoProcessor returns a tokenizer, or an image processor alone
         raise ModelLoadError(f"{name_or_dir} has no processor of text and images, so it reads no images.")
     processor.tokenizer = tokenizer
     return processor
+
+
+def _processor(name: str | os.PathLike[str], config: Any, source: str, **where: Any) -> Any:
+    if os.path.isdir(source) and not any((Path(source) / file).is_file() for file in _FILES):
+        raise ModelLoadError(f"{name} has no processor ({' or '.join(_FILES)}), so it reads no images: add it.")
+    try:
+        return AutoProcessor.from_pretrained(source, **where)
+    except (ImportError, OSError):  # no torchvision, or no config for videos, which no prompt here has
+        kind: Any = PROCESSOR_MAPPING.get(type(config), None)
+        if kind is None or "video_processor" not in kind.get_attributes():
+            raise
+        return without_others(kind).from_pretrained(source, **where)
 
 
 def is_processor(value: Any) -> bool:

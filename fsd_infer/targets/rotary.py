@@ -9,13 +9,14 @@ length (:func:`recompute_length_of`); P is then the length at that time.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fsd_infer.targets.stack import hooked
 
 _CHANGING = ("longrope", "dynamic")
 _RECOMPUTING = ("phi3", "phimoe", "phi4_multimodal")  # whose prepare_inputs_for_generation drops the cache
@@ -65,12 +66,14 @@ class DynamicRope:
         Args:
             prefilled: [B] length of each row's text when it was last read at once; None: 0.
         """
-        hooks = [module.register_forward_hook(self._hook(prefilled), with_kwargs=True) for module in self.modules]
+
+        def by_text(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            return self._angles(module, *_arguments(args, kwargs), prefilled, output)
+
         try:
-            yield
+            with hooked(self.modules, by_text):
+                yield
         finally:
-            for hook in hooks:
-                hook.remove()
             self.reset()
 
     def reset(self) -> None:
@@ -83,17 +86,6 @@ class DynamicRope:
                 if name.endswith("original_inv_freq"):
                     frequencies = module.get_buffer(name.replace("original_", ""))
                     module.register_buffer(name.replace("original_", ""), buffer.to(frequencies), persistent=False)
-
-    def _hook(self, prefilled: Tensor | None) -> Any:
-        thread = threading.get_ident()
-
-        def by_text(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            if threading.get_ident() != thread:  # another thread may run the same module
-                return output
-            inputs, positions, kwargs = _arguments(args, kwargs)
-            return self._angles(module, inputs, positions, kwargs, prefilled, output)
-
-        return by_text
 
     def _angles(
         self, module: Any, x: Tensor, positions: Tensor, kwargs: dict[str, Any], prefilled: Tensor | None, like: Any

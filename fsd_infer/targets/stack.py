@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +18,36 @@ from torch import Tensor, nn
 
 from fsd_core.tensors import additive
 from fsd_infer.device.cache import SlotCache, cache_argument
+
+
+class StackInputs(NamedTuple):
+    """What a forward over M new tokens of each row takes.
+
+    Attributes:
+        inputs: of a target token ids [B, M]; of a head the first layer's input [B, M, H].
+        positions: [B, M] int64, or [3, B, M] of a head with M-RoPE that reads a prompt with images.
+        visible: by layer type, [B, M, S] bool: may token i attend to slot s. One entry serves all layers. None, for
+            heads in training: causal attention without a cache.
+        cache: a :class:`fsd_infer.device.cache.SlotCache` that has the new tokens' slots, or None.
+        capture: numbers of the layers whose outputs to return, ascending.
+        embeds: [B, M, E] of an EAGLE-3 head, whose first layer attends to [norm(embeds) ; norm(inputs)].
+        keep: return the logits of the last ``keep`` tokens only (0: of all), if the stack computes logits.
+    """
+
+    inputs: Tensor
+    positions: Tensor
+    visible: Mapping[str, Tensor] | None
+    cache: Any
+    capture: Sequence[int] = ()
+    embeds: Tensor | None = None
+    keep: int = 0
+
+    def entering(self, decoder: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the first layer's input [B, M, H] and, of an EAGLE-3 head, what its attention reads [B, M, 2H]."""
+        if self.embeds is not None:
+            residual, attended = decoder.layers[0].attended(self.embeds, self.inputs)
+            return residual, attended
+        return self.inputs if self.inputs.is_floating_point() else decoder.embed_tokens(self.inputs), None
 
 
 class Outputs(NamedTuple):
@@ -38,32 +68,8 @@ class Outputs(NamedTuple):
 class Stack(Protocol):
     """The decoder layers of a target or a draft head as one call. Forwards may run concurrently."""
 
-    def __call__(
-        self,
-        inputs: Tensor,
-        positions: Tensor,
-        visible: Mapping[str, Tensor] | None,
-        cache: Any,
-        *,
-        capture: Sequence[int] = (),
-        embeds: Tensor | None = None,
-        keep: int = 0,
-    ) -> Outputs:
-        """Run one forward.
-
-        Args:
-            inputs: of a target token ids [B, M]; of a head the first layer's input [B, M, H].
-            positions: [B, M] int64, or [3, B, M] of a head with M-RoPE that reads a prompt with images.
-            visible: by layer type, [B, M, S] bool: may token i attend to slot s. One entry serves all layers. None,
-                for heads in training: causal attention without a cache.
-            cache: a :class:`fsd_infer.device.cache.SlotCache` that has the new tokens' slots, or None.
-            capture: numbers of the layers whose outputs to return, ascending.
-            embeds: [B, M, E] of an EAGLE-3 head, whose first layer attends to [norm(embeds) ; norm(inputs)].
-            keep: return the logits of the last ``keep`` tokens only (0: of all), if it computes logits.
-
-        Raises:
-            IndexError: a slot is out of range.
-        """
+    def __call__(self, given: StackInputs) -> Outputs:
+        """Run one forward. Raises IndexError if a slot is out of range."""
         ...
 
     def head_step(self, head: HeadParts, embeddings: nn.Module, lm_head: nn.Module) -> HeadStep | None:
@@ -160,32 +166,22 @@ class TransformersStack(Stack):
         self.takes_keep, self._cache_argument = _takes_keep(type(model)), cache_argument(type(model))
         self._drops = any(map(_takes_keep, {type(part) for part in decoder.modules()}))
 
-    def __call__(
-        self,
-        inputs: Tensor,
-        positions: Tensor,
-        visible: Mapping[str, Tensor] | None,
-        cache: Any,
-        *,
-        capture: Sequence[int] = (),
-        embeds: Tensor | None = None,
-        keep: int = 0,
-    ) -> Outputs:
-        assert visible is not None and embeds is None, "for targets"
-        masks = {kind: self._for_attention(mask) for kind, mask in visible.items()}
-        options: dict[str, Any] = {self._cache_argument: cache}
-        if keep and self.takes_keep:
-            options["logits_to_keep"] = self.kept(keep, inputs.device)
-        with self.captured(capture) as found:
+    def __call__(self, given: StackInputs) -> Outputs:
+        assert given.visible is not None and given.embeds is None, "for targets"
+        masks = {kind: self._for_attention(mask) for kind, mask in given.visible.items()}
+        options: dict[str, Any] = {self._cache_argument: given.cache}
+        if given.keep and self.takes_keep:
+            options["logits_to_keep"] = self.kept(given.keep, given.inputs.device)
+        with self.captured(given.capture) as found:
             out = self.model(
-                input_ids=inputs,
-                position_ids=positions,
+                input_ids=given.inputs,
+                position_ids=given.positions,
                 attention_mask=next(iter(masks.values())) if len(masks) == 1 else masks,
                 use_cache=True,
                 **options,
             )
         final, *others = found
-        return Outputs(final, others, out.logits[:, -keep:])  # [-0:] is all
+        return Outputs(final, others, out.logits[:, -given.keep :])  # [-0:] is all
 
     def kept(self, count: int, device: torch.device) -> int | Tensor:
         """Return the ``logits_to_keep`` of the last ``count`` tokens.
@@ -200,8 +196,15 @@ class TransformersStack(Stack):
 
         transformers' ``output_hidden_states`` keeps every layer's output instead.
         """
-        with _outputs_of([self.decoder, *(self.layers[number] for number in capture)]) as found:
-            yield found
+        modules, found = [self.decoder, *(self.layers[number] for number in capture)], dict[nn.Module, Tensor]()
+        outputs: list[Tensor] = []
+
+        def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            found[module] = output if isinstance(output, Tensor) else output[0]
+
+        with hooked(modules, keep):
+            yield outputs
+            outputs += [found[module] for module in modules]
 
     def _for_attention(self, mask: Tensor) -> Tensor:
         """[B, M, S] bool -> [B, 1, M, S] as the model's attention takes it, additive if eager."""
@@ -221,27 +224,18 @@ class HeadStack(Stack):
     def __init__(self, layers: nn.ModuleList, rotary: nn.Module, norm: nn.Module | None) -> None:
         self.layers, self.rotary, self.norm = layers, rotary, norm
 
-    def __call__(
-        self,
-        inputs: Tensor,
-        positions: Tensor,
-        visible: Mapping[str, Tensor] | None,
-        cache: Any,
-        *,
-        capture: Sequence[int] = (),
-        embeds: Tensor | None = None,
-        keep: int = 0,
-    ) -> Outputs:
-        """Run one forward, as :class:`Stack` says. Captures no layers."""
-        x, count = inputs, inputs.shape[1]
+    def __call__(self, given: StackInputs) -> Outputs:
+        """Run one forward, which captures no layers."""
+        x, positions, visible, cache = given[:4]
+        count = x.shape[1]
         mask = None if visible is None else next(iter(visible.values()))
         mask = mask[:, None] if isinstance(mask, Tensor) else mask  # packed rows have masks of their own
         if mask is None and is_eager(self.layers) and count > 1:  # eager attention is not causal by itself
             mask = torch.ones(count, count, dtype=torch.bool, device=x.device).tril()[None, None]
         mask, angles, layers = mask_for(self.layers, mask, x.dtype), self.rotary(x, positions), list(self.layers)
-        if embeds is not None:
-            given: dict[str, Any] = dict(attention_mask=mask, position_ids=positions, position_embeddings=angles)
-            x = layers.pop(0)(embeds, x, cache, **given)
+        if given.embeds is not None:
+            options: dict[str, Any] = dict(attention_mask=mask, position_ids=positions, position_embeddings=angles)
+            x = layers.pop(0)(given.embeds, x, cache, **options)
         x = run_layers(layers, x, angles, positions, mask, cache)
         return Outputs(x if self.norm is None else self.norm(x))
 
@@ -273,22 +267,23 @@ def _takes_keep(kind: type[nn.Module]) -> bool:
 
 
 @contextmanager
-def _outputs_of(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Yield a list that holds the hidden states [B, M, H] that each module returned to this thread, in their order."""
-    thread, found = threading.get_ident(), dict[int, Tensor]()
+def hooked(modules: Iterable[nn.Module], hook: Callable[..., Any], before: bool = False) -> Iterator[None]:
+    """Call a hook at every forward of these modules that this thread runs within the block. Others may run them, too.
 
-    def watch(place: int, module: nn.Module) -> Any:
-        def keep(module: nn.Module, arguments: Any, output: Any) -> None:
-            if threading.get_ident() == thread:  # others may run the same module
-                found[place] = output if isinstance(output, Tensor) else output[0]
+    Args:
+        modules: whose forwards it hears of.
+        hook: called with (module, positional arguments, keywords, output); an output that it returns takes its place.
+        before: call it before the forward instead, without the output.
+    """
+    thread = threading.get_ident()
 
-        return module.register_forward_hook(keep)
+    def in_thread(*given: Any) -> Any:
+        return hook(*given) if threading.get_ident() == thread else None
 
-    hooks = [watch(place, module) for place, module in enumerate(modules)]
-    outputs: list[Tensor] = []
+    register = nn.Module.register_forward_pre_hook if before else nn.Module.register_forward_hook
+    handles = [register(module, in_thread, with_kwargs=True) for module in modules]
     try:
-        yield outputs
-        outputs += [found[place] for place in range(len(modules))]
+        yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()

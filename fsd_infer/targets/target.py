@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsd_core.errors import ModelLoadError
+from fsd_core.errors import ModelLoadError, foreign_errors
 from fsd_core.files import HUB_OPTIONS
+from fsd_core.tensors import is_host
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.device.lock import RequestLock
@@ -27,7 +28,7 @@ from fsd_infer.targets.masks import fixed_positions, layer_windows, max_position
 from fsd_infer.targets.precision import precision_of, ready
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.rotary import DynamicRope, recompute_length_of
-from fsd_infer.targets.stack import Stack, TransformersStack
+from fsd_infer.targets.stack import Stack, StackInputs, TransformersStack
 from fsd_infer.targets.token_ids import eos_ids
 from fsd_infer.targets.weights import format_of, shape_of, weight_rows
 
@@ -115,6 +116,11 @@ class Target(CachedModel):
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
+
+    @property
+    def reads_in_turn(self) -> bool:
+        """Whether a batch's prompts are read one by one: together is no faster on a CPU, and padding costs."""
+        return is_host(self.device)
 
     @property
     def is_sharded(self) -> bool:
@@ -310,10 +316,9 @@ class Target(CachedModel):
         return torch.cat([features[..., part * width : (part + 1) * width] for part in parts], dim=-1)
 
     def _read_one(self, cache: SlotCache, visible: Tensor, zero: Tensor) -> None:
-        try:
+        # the first forward: a config may hold what no model can use
+        with foreign_errors(ModelLoadError, f"{self.name} cannot read a token ({{why}})."):
             self.forward(zero, zero, visible, cache, keep=1)
-        except Exception as error:  # the first forward: a config may hold what no model can use
-            raise ModelLoadError(f"{self.name} cannot read a token ({type(error).__name__}: {error}).") from error
         if len(cache.layers) != cache.num_layers:
             raise ModelLoadError(
                 f"{self.name} keeps {len(cache.layers)} layers of keys and values, but has {cache.num_layers} layers. "
@@ -340,7 +345,8 @@ class Target(CachedModel):
         masks = windowed(visible, positions, cache, windows) if self.has_windows else dict.fromkeys(windows, visible)
         with self.angles_of_texts(cache.prefilled):
             rotary = cache.rotary(positions)
-            final, others, logits = self.stack(tokens, rotary, masks, cache, capture=self.captured_layers, keep=keep)
+            given = StackInputs(tokens, rotary, masks, cache, self.captured_layers, keep=keep)
+            final, others, logits = self.stack(given)
         logits = self.lm_logits(final[:, -keep:]) if logits is None else logits  # [-0:] is all
         return logits, self.joined(final, *others)
 

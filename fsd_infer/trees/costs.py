@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fsd_infer.trees.prices import KNOTS, spans
 from fsd_infer.trees.shape import of_device
@@ -112,28 +112,6 @@ class RecursiveLeastSquares:
                 row[j] += FORGETTING * (prior[j] - row[j]) - gain * entry
 
 
-class TimedRound(NamedTuple):
-    """What a round did, and the seconds that it took.
-
-    Attributes:
-        nodes: verified nodes of all rows.
-        depths: depths drafted.
-        expanded: expanded nodes of all rows.
-        reads: whether the drafter read the accepted tokens.
-        forward: seconds of the target forward.
-        draft: seconds of drafting.
-        rest: seconds of everything else; None if unknown.
-    """
-
-    nodes: int
-    depths: int
-    expanded: int
-    reads: bool
-    forward: float
-    draft: float
-    rest: float | None
-
-
 class CostModel:
     """Costs of rounds on this device, in forwards over a single token.
 
@@ -170,26 +148,34 @@ class CostModel:
         """Return the cost of everything else. ``reads``: whether the drafter reads the accepted tokens."""
         return self.rest_slopes.predict((1.0, float(reads)))
 
-    def learn(self, timed: TimedRound) -> None:
-        """Learn from one round. Ignore it if the clock was set back, or was not read."""
-        drafts = timed.depths > 0
-        if min(timed.forward, timed.draft if drafts else 1.0, 1.0 if timed.rest is None else timed.rest) <= 0.0:
+    def learn(
+        self, nodes: int, depths: int, expanded: int, reads: bool, seconds: tuple[float, float, float | None]
+    ) -> None:
+        """Learn from one round. Ignore it if the clock was set back, or was not read.
+
+        Args:
+            nodes: verified nodes of all rows.
+            depths: depths drafted.
+            expanded: expanded nodes of all rows.
+            reads: whether the drafter read the accepted tokens.
+            seconds: of drafting, of the target's forward, and of everything else; the last None: unknown.
+        """
+        drafts, (draft, forward, rest) = depths > 0, seconds
+        if min(forward, draft if drafts else 1.0, 1.0 if rest is None else rest) <= 0.0:
             return
-        expected = self.forward(timed.nodes)
-        unit = timed.forward / expected  # seconds per unit of cost: a busy machine slows all parts of a round alike
+        expected = self.forward(nodes)
+        unit = forward / expected  # seconds per unit of cost: a busy machine slows all parts of a round alike
         self._forward_seconds.append(unit)
-        before, self._before = self._before, (timed.nodes, timed.forward, not drafts)
+        before, self._before = self._before, (nodes, forward, not drafts)
         if before is not None and before[2] == drafts:
-            self._compare(*sorted((before[:2], (timed.nodes, timed.forward))))
+            self._compare(*sorted((before[:2], (nodes, forward))))
         else:
             usual = median(self._forward_seconds)
-            self.forward_slopes.learn(spans(timed.nodes), timed.forward / usual - 1.0, SAME_NOISE * expected)
+            self.forward_slopes.learn(spans(nodes), forward / usual - 1.0, SAME_NOISE * expected)
         if drafts:
-            expected = self.drafting(timed.depths, timed.expanded)
-            self.draft_slopes.learn((timed.depths, timed.expanded), timed.draft / unit, 2 * NOISE * expected)
-        if timed.rest is not None:
-            noise = 2 * NOISE * self.rest(timed.reads)
-            self.rest_slopes.learn((1.0, float(timed.reads)), timed.rest / unit, noise)
+            self.draft_slopes.learn((depths, expanded), draft / unit, 2 * NOISE * self.drafting(depths, expanded))
+        if rest is not None:
+            self.rest_slopes.learn((1.0, float(reads)), rest / unit, 2 * NOISE * self.rest(reads))
 
     def _compare(self, plain: tuple[int, float], drafted: tuple[int, float]) -> None:
         """Learn from a round without drafts and one with drafts beside it, nodes and seconds each.

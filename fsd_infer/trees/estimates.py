@@ -7,64 +7,14 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from fsd_infer.trees.calibration import Calibration, RunningRatio
 from fsd_infer.trees.costs import CostModel, CostPrior
-from fsd_infer.trees.prices import Calibration, DraftKind
 from fsd_infer.trees.shape import TreeShape
 
 # windows of running ratios
-TEXT_WINDOW, BIN_WINDOW = 40, 200  # drafts
 DEPTH_WINDOW, LONG_WINDOW = 40, 50  # rounds
 GRAFT_WINDOW, GRAFT_TRIALS = 15, 4  # rounds, and the first ones, in which a grafted drafter is asked in any case
 ATTEMPT, ATTEMPTS_SHARE = 2, 0.03  # rounds of an attempt after a pause; share of tokens that attempts may cost
-
-
-class RunningRatio:
-    """A ratio of two running sums, which forget exponentially.
-
-    Args:
-        numerator: its prior, per observation.
-        denominator: its prior, per observation.
-        window: observations after which one counts 1/e of what it did, and the weight of the prior.
-    """
-
-    def __init__(self, numerator: float, denominator: float, window: float) -> None:
-        self.numerator, self.denominator, self.window = numerator * window, denominator * window, window
-
-    @property
-    def value(self) -> float:
-        """The present ratio."""
-        return self.numerator / self.denominator
-
-    def learn(self, numerator: float, denominator: float) -> None:
-        """Add one observation to both sums."""
-        self.numerator += numerator - self.numerator / self.window
-        self.denominator += denominator - self.denominator / self.window
-
-    def with_window(self, window: float) -> RunningRatio:
-        """Return a ratio with this value as its prior and another window."""
-        return RunningRatio(self.numerator / self.window, self.denominator / self.window, window)
-
-
-class LearnedCalibration(Calibration):
-    """A calibration that learns. Both of its ratios have a weak prior of 1."""
-
-    def __init__(self, draft_bonus: float = 0.0, sampled: bool = False) -> None:
-        super().__init__(draft_bonus, sampled)
-        self._seen = [RunningRatio(0.2, 0.2, BIN_WINDOW) for _ in self._ratios]
-        self.begin_text()
-
-    def begin_text(self) -> None:
-        """Reset the ratios of the text's last drafts."""
-        self._text = [RunningRatio(0.5, 0.5, TEXT_WINDOW) for _ in DraftKind]
-        self._text_ratios = [1.0 for _ in DraftKind]
-
-    def learn(self, log_q: float, depth: int, first: bool, kind: DraftKind, accepted: bool) -> None:
-        """Learn whether a draft whose parent was accepted was ``accepted``. Others as of :meth:`accept_prob`."""
-        if self._counts(log_q):
-            bin_, expected = self._bin(log_q, depth, first, kind), self._expected(log_q, first)
-            self._text[kind].learn(accepted, min(expected * self._ratios[bin_], 1.0))
-            self._seen[bin_].learn(accepted, expected)
-            self._text_ratios[kind], self._ratios[bin_] = self._text[kind].value, self._seen[bin_].value
 
 
 class RuleProfile(NamedTuple):
@@ -157,7 +107,7 @@ class PolicyState:
     """
 
     def __init__(self, costs: CostModel, batch: int, profile: RuleProfile) -> None:
-        self.costs, self.calibration = costs, LearnedCalibration(profile.draft_bonus, profile.sampled)
+        self.costs, self.calibration = costs, Calibration(profile.draft_bonus, profile.sampled)
         self.rate = RunningRatio(1.5 * batch, costs.forward(batch) + costs.rest(True), LONG_WINDOW)
         self.reach_ratio = RunningRatio(1.0, 1.0, DEPTH_WINDOW)
         self.accept_rate = RunningRatio(0.6, 1.0, DEPTH_WINDOW)
@@ -181,10 +131,13 @@ class PolicyStore:
         self._costs: dict[int, CostModel] = {}
         self._states: dict[tuple[int, RuleProfile], PolicyState] = {}
 
-    def state_of(self, batch: int, profile: RuleProfile) -> PolicyState:
-        """Return the estimates of earlier requests with a similar batch and profile. The caller updates them in
-        place.
+    def state_of(self, batch: int, profile: RuleProfile, learns: bool = True) -> PolicyState:
+        """Return the estimates of earlier requests with a similar batch and profile, which the caller updates in place.
+
+        ``learns``: False: return new ones, which are not kept.
         """
+        if not learns:
+            return PolicyState(CostModel(self.prior), batch, profile)
         size = batch.bit_length()
         costs = self._costs.setdefault(size, CostModel(self.prior))
         key = size, profile._replace(draft_bonus=round(4 * min(profile.draft_bonus, 4.0)))

@@ -19,8 +19,8 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-from fsd_infer.trees.costs import CostModel
-from fsd_infer.trees.estimates import PolicyState, PolicyStore, RuleProfile, RunningRatio
+from fsd_infer.trees.calibration import RunningRatio
+from fsd_infer.trees.estimates import PolicyStore, RuleProfile
 from fsd_infer.trees.policy import GAIN_WINDOW, RATE_WINDOW, TreeStats
 from fsd_infer.trees.shape import NO_TREE, TreeShape
 
@@ -56,7 +56,7 @@ class MenuPolicy:
         self, store: PolicyStore, rows: int, profile: RuleProfile, menu: Sequence[TreeShape], learns: bool = True
     ) -> None:
         self.menu, self.learns, self.clock = tuple(menu), learns, store.clock
-        self.state = store.state_of(rows, profile) if learns else PolicyState(CostModel(store.prior), rows, profile)
+        self.state = store.state_of(rows, profile, learns)
         costs = self.state.costs
         self.costs = [
             costs.forward(shape.max_nodes * rows)

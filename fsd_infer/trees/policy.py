@@ -27,10 +27,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from fsd_infer.trees.costs import CostModel, TimedRound, prior_for
-from fsd_infer.trees.estimates import PolicyState, PolicyStore, RuleProfile
+from fsd_infer.trees.calibration import DraftKind
+from fsd_infer.trees.costs import prior_for
+from fsd_infer.trees.estimates import PolicyStore, RuleProfile
 from fsd_infer.trees.priced_growth import UNLIKELY, PricedGrowth
-from fsd_infer.trees.prices import KNOTS, DraftKind, Prices
+from fsd_infer.trees.prices import KNOTS, Prices
 from fsd_infer.trees.shape import TreeShape
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class TreePolicy:
     ) -> None:
         self.store, self.profile, self.largest, self.learns = store, profile, largest, learns
         self.clock = store.clock if learns else None
-        self.state = store.state_of(rows, profile) if learns else PolicyState(CostModel(store.prior), rows, profile)
+        self.state = store.state_of(rows, profile, learns)
         self.state.calibration.begin_text()
         self.stats, self.rows = TreeStats(), 0
 
@@ -218,8 +219,7 @@ class TreePolicy:
         """
         growth, (draft, forward, rest) = report.growth, report.seconds or (0.0, 0.0, 0.0)
         draft, rest = draft - growth.grafted_seconds, None if rest is None else rest + growth.grafted_seconds
-        timed = TimedRound(nodes, growth.depths, growth.expanded, reads, forward, draft, rest)
-        self.state.costs.learn(timed)
+        self.state.costs.learn(nodes, growth.depths, growth.expanded, reads, (draft, forward, rest))
 
     def _learn_gain(self, growth: PricedGrowth, gain: float) -> None:
         """Learn what a round that drafts gains and costs.

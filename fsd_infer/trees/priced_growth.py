@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.tensors import lists
-from fsd_infer.trees.prices import DraftKind
+from fsd_infer.trees.calibration import DraftKind
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree
 

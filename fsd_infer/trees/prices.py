@@ -25,15 +25,13 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from operator import mul
 
 from fsd_core.tensors import lists
-from fsd_infer.trees.tree import MAX_BONUS, DraftTree
+from fsd_infer.trees.calibration import Calibration
+from fsd_infer.trees.tree import DraftTree
 
 KNOTS = (1, 6, 7, 12, 24, 48, 96)  # node counts between which C is linear; the last slope continues
-CERTAIN = 0.99  # upper bound of a draft's probability
-BINS, MIN_LOG_Q = 20, -6.0  # of the calibration, equal in √(-ln q) down to MIN_LOG_Q: narrow where q is near 1
 AHEAD = 3  # depths that the decision to go on looks ahead
 
 
@@ -41,63 +39,6 @@ def spans(nodes: int) -> list[float]:
     """Return how many of ``nodes`` lie in each interval between KNOTS."""
     ends = (*KNOTS[1:], math.inf)
     return [max(min(nodes, end) - start, 0.0) for start, end in zip(KNOTS, ends)]
-
-
-class DraftKind(IntEnum):
-    """How a draft was proposed."""
-
-    LIKELY = 0  # as one of the likeliest tokens of its drafter
-    GRAFTED = 1  # by another drafter
-    DRAWN = 2  # drawn from q
-
-
-class Calibration:
-    """The probability that a draft is accepted if its parent was, from the drafter's probability q.
-
-        g(q) = r · q·e^t / (1 + q·(e^t - 1))
-
-    Here t is the distribution's draft bonus, or 0 for all but the likeliest sibling. The ratio r is accepted drafts
-    over expected ones. It is a product of two ratios. One is of drafts of similar q, the same depth class (1, or more),
-    the same rank class (first sibling, or not) and the same kind. The other is of the text's last drafts of the same
-    kind: a text that a head drafts well may hold no copies, and the other way round.
-
-    Under the exact test a draft sampled from q is accepted with probability min(1, p/q), however small q is. So where
-    drafts are sampled, (1 + q)/2 replaces q.
-
-    Args:
-        draft_bonus: t, in nats.
-        sampled: whether drafts are sampled from q.
-    """
-
-    def __init__(self, draft_bonus: float = 0.0, sampled: bool = False) -> None:
-        self._gain, self._sampled = math.exp(min(draft_bonus, MAX_BONUS)) - 1.0, sampled
-        self._ratios, self._text_ratios = [1.0] * (4 * len(DraftKind) * BINS), [1.0] * len(DraftKind)
-
-    def accept_prob(self, log_q: float, depth: int, first: bool, kind: DraftKind = DraftKind.LIKELY) -> float:
-        """Return g(q).
-
-        Args:
-            log_q: ln q of the draft, given its parent; for a drawn one what its tree says.
-            depth: of the draft, from 1.
-            first: whether the draft is the likeliest of its siblings.
-            kind: how it was proposed.
-        """
-        if not self._counts(log_q):
-            return 0.0
-        ratio = self._ratios[self._bin(log_q, depth, first, kind)] * self._text_ratios[kind]
-        return min(self._expected(log_q, first) * ratio, CERTAIN)
-
-    def _counts(self, log_q: float) -> bool:
-        return log_q > (-math.inf if self._sampled else MIN_LOG_Q)  # False for NaN
-
-    def _expected(self, log_q: float, first: bool) -> float:
-        q = (1.0 + math.exp(log_q)) / 2 if self._sampled else math.exp(log_q)
-        return q * (1.0 + self._gain) / (1.0 + q * self._gain) if first else q
-
-    @staticmethod
-    def _bin(log_q: float, depth: int, first: bool, kind: DraftKind) -> int:
-        bin_ = int(math.sqrt(max(log_q, MIN_LOG_Q) / MIN_LOG_Q) * (BINS - 1)) if log_q < 0.0 else 0
-        return 4 * (len(DraftKind) * bin_ + kind) + 2 * (depth > 1) + first
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsd_core import functional
 from fsd_core.former import Renamed
-from fsd_core.tensors import lists, padded, to_device, wide
+from fsd_core.tensors import lists, to_device, wide
 
 MAX_BONUS = 2.5  # e^(2.5 · 256), for the deepest tree, is finite in fp64; a larger draft bonus hardly changes a choice
 
@@ -157,19 +158,12 @@ class DraftTree(Renamed):
         more = count - self.tokens.shape[1]
         if more <= 0:
             return self
-
-        def pad(values: Tensor, fill: float) -> Tensor:
-            return torch.nn.functional.pad(values, (0, more), value=fill)
-
-        return replace(
-            self,
-            tokens=pad(self.tokens, 0),
-            parents=pad(self.parents, 0),
-            scores=pad(self.scores, -math.inf),
-            q_index=pad(self.q_index, -1),
-            proposers=None if self.proposers is None else pad(self.proposers, 0),
-            drawn=None if self.drawn is None else pad(self.drawn, False),
-        )
+        padded: dict[str, Any] = {
+            name: torch.nn.functional.pad(values, (0, more), value=fill)
+            for name, fill in _PADDING.items()
+            if (values := getattr(self, name)) is not None
+        }
+        return replace(self, **padded)
 
     @classmethod
     def root_only(cls, tokens: Tensor, vocab_size: int) -> DraftTree:
@@ -212,31 +206,36 @@ class DraftTree(Renamed):
         cls, rows: Sequence[Nodes], vocab_size: int, device: torch.device, depth_bound: int | None = None
     ) -> DraftTree:
         """Return trees without q, from drafters that build them as lists. ``vocab_size``: V."""
-        tokens, parents, scores = (to_device(padded(x, fill), device) for x, fill in zip(zip(*rows), _FILLS))
-        return cls._without_q(tokens, parents, scores, vocab_size, depth_bound)
+        packed = cls.packed_lists(rows, max(len(tokens) for tokens, _, _ in rows))
+        return cls.of_packed(to_device(packed, device), vocab_size, depth_bound)
 
     @staticmethod
     def packed_lists(rows: Sequence[Nodes], count: int) -> Tensor:
-        """Return trees of lists as one tensor [3, B, count] on the CPU, in fp64, for :meth:`of_packed`."""
+        """Return trees of lists as one tensor [3, B, count] on the CPU, in fp32, for :meth:`of_packed`."""
         parts = ([[*row, *[fill] * (count - len(row))] for row in x] for x, fill in zip(zip(*rows), _FILLS))
-        return torch.tensor(list(parts), dtype=torch.float64)
+        return torch.tensor(list(parts), dtype=torch.float32)  # which holds whole numbers up to 2^24
 
     @classmethod
     def of_packed(cls, values: Tensor, vocab_size: int, depth_bound: int | None = None) -> DraftTree:
         """Return the trees of :meth:`packed_lists`, on any device. Arguments as of :meth:`of_lists`."""
         tokens, parents, scores = values
-        return cls._without_q(tokens.long(), parents.long(), scores.float(), vocab_size, depth_bound)
-
-    @classmethod
-    def _without_q(
-        cls, tokens: Tensor, parents: Tensor, scores: Tensor, vocab_size: int, depth_bound: int | None
-    ) -> DraftTree:
         no_q = torch.empty(len(tokens), 0, vocab_size, device=tokens.device)
-        return cls(tokens, parents, scores, no_q, torch.full_like(parents, -1), depth_bound=depth_bound)
+        no_index = torch.full_like(parents, -1, dtype=torch.long)
+        return cls(tokens.long(), parents.long(), scores.clone(), no_q, no_index, depth_bound=depth_bound)
 
 
-_FILLS = (0, 0, -math.inf)  # what rows are padded with
+_FILLS = (0, 0, -math.inf)  # what rows of lists are padded with
+_PADDING = {"tokens": 0, "parents": 0, "scores": -math.inf, "q_index": -1, "proposers": 0, "drawn": False}
 Nodes = tuple[list[int], list[int], list[float]]  # tokens, parents and scores of a row's tree, as in DraftTree
+
+
+def path_to(node: int, parents: Sequence[int]) -> list[int]:
+    """Return the nodes from below the root to this one."""
+    path = []
+    while node:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
 
 
 def select_nodes(

@@ -23,7 +23,7 @@ from fsd_infer.heads.export import ExportFacts, export_head
 from fsd_infer.heads.formats import read_config
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.hub import find_head
-from fsd_infer.heads.kinds import MTP, kind_of_head
+from fsd_infer.heads.kinds import MTP, kind_of
 from fsd_infer.heads.weights import has_weights
 from fsd_infer.targets.loading import load_config, resolve_target
 from fsd_infer.targets.target import Target
@@ -91,7 +91,7 @@ def _lm_head_rows(name: str, ids: Tensor | None) -> Tensor:
 
 def main(args: argparse.Namespace) -> int:
     """Run `fsd-train export`."""
-    if Path(args.source).is_dir() and kind_of_head(read_config(Path(args.source))) == MTP:
+    if Path(args.source).is_dir() and kind_of(read_config(Path(args.source))) == MTP:
         _check_output(args)
         return _export_mtp(Path(args.source), args)
     if (args.draft_vocab_size is None) != (args.data is None):
@@ -100,7 +100,7 @@ def main(args: argparse.Namespace) -> int:
     found = None if args.source.endswith(".ckpt") else find_head(args.source)
     if found is not None or Path(args.source).is_dir():
         if found is None:
-            raise DataError(f"{args.source} is no head: it has no config.json of one. Give a head or a .ckpt file.")
+            raise DataError(f"{args.source} is not a head: it has no config.json of one. Give a head or a .ckpt file.")
         if Path(args.output).resolve() == found.resolve():
             raise DataError(f"{args.output} is the source of the export. Give another directory.")
         head = found

@@ -268,7 +268,7 @@ def read_recipe(path: str | Path) -> Recipe:
     try:
         config = _read(path).config
     except FsdError as error:
-        raise FsdError(f"{path} is no recipe: {error}") from error
+        raise FsdError(f"{path} is not a recipe: {error}") from error
     trainer, model, data = (config[section].as_dict() for section in ("trainer", "model", "data"))
     return Recipe(str(path), trainer, model["init_args"], data)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fsd_core.errors import FsdError
 from fsd_infer.drafters.eagle import EagleDrafter
 from fsd_infer.drafters.mtp import MtpDrafter, MtpHead, read_layers
-from fsd_infer.heads.hub import find_published
+from fsd_infer.heads.hub import find
 from fsd_infer.heads.kinds import MTP
 from fsd_infer.heads.mtp import LM_HEAD, MTP_ADVICE, MtpFiles, find_mtp, said_layers
 from fsd_infer.heads.mtp_layouts import LAYOUTS
@@ -33,8 +33,8 @@ def mtp_place(head: str) -> tuple[bool, Path | None]:
     """Return whether ``--head`` names MTP layers, and their directory if they lie apart from their target."""
     if head == MTP:
         return True, None
-    found = find_published(head)
-    return (False, None) if found is None or found[0] != MTP else (True, found[1])
+    found = find(head, (MTP,))
+    return (False, None) if found is None else (True, found.directory)
 
 
 def refuse_other_options(args: argparse.Namespace) -> None:

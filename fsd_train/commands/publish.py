@@ -30,8 +30,9 @@ from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.environment import environment
 from fsd_infer.heads.export import obstacle
-from fsd_infer.heads.formats import OLD, OURS, head_kind, read_config
+from fsd_infer.heads.formats import head_kind, read_config
 from fsd_infer.heads.head import EagleHead
+from fsd_infer.heads.kinds import OLD, OURS
 from fsd_infer.heads.stored_parts import CONFIG
 from fsd_infer.heads.weights import INDEX, SINGLE
 from fsd_infer.targets.loading import BUILTIN_TARGETS, is_builtin
@@ -61,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
         raise DataError(f"{args.curve} is missing. Give the picture that LossCurve wrote, or leave --curve out.")
     kind = head_kind(directory)
     if kind in (None, OLD):
-        found = "no head" if kind is None else "a head in the format of an earlier version"
+        found = "not a head" if kind is None else "a head in the format of an earlier version"
         raise DataError(f"{directory} is {found}. Write it with `fsd-train export` first.")
     name = args.target or target_of(read_config(directory))
     if name is None:

@@ -161,7 +161,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         found = yaml.load(Path(path).read_text(encoding="utf-8"), _Reader)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise FsdError(f"{path} is no recipe: {one_line(str(error))[:300]}.") from error
+        raise FsdError(f"{path} is not a recipe: {one_line(str(error))[:300]}.") from error
     return found if isinstance(found, dict) else {}
 
 

@@ -188,9 +188,9 @@ def best_fit(lengths: Sequence[int], size: int, order: Sequence[int]) -> list[li
 class ResumableLoader(DataLoader[Any]):
     """A DataLoader whose position Trainer stores in checkpoints, to resume with the next batch.
 
-    In training, batches get ``supervised``: the rows by chain step that an optimizer step has per batch, over all
-    accumulated batches of all replicas. A loss that divides its sums by them has the same gradient however the rows
-    are divided among batches and replicas.
+    In training, batches get ``supervised``: the number of supervised rows of each chain step, on average over the
+    accumulated batches of all replicas in an optimizer step. A loss that divides its sums by them has the same gradient
+    however the rows are divided among batches and replicas.
 
     In validation, batches that the sampler repeats have an empty loss mask, so that no row counts twice.
 
@@ -199,7 +199,7 @@ class ResumableLoader(DataLoader[Any]):
         sampler: the order.
         accumulate: returns the number of batches per optimizer step.
         limit: returns the number of batches after which Trainer ends an epoch.
-        renew: called at the begin of each pass.
+        renew: called at the start of each pass.
         options: options of DataLoader.
     """
 
@@ -229,12 +229,15 @@ class ResumableLoader(DataLoader[Any]):
             yield batch
 
     def _per_batch(self, number: int) -> np.ndarray:
-        """Return the supervised rows by chain step in the optimizer step of a batch, divided by its usual batches."""
+        """Return the number of supervised rows of each chain step, on average over a batch's optimizer step.
+
+        A last step of fewer batches divides by the usual number, too, as Trainer does.
+        """
         accumulate = self._accumulate()
         dataset: Any = self.dataset
         rows = [index for batch in self.order.of_step(number, accumulate, self._limit()) for index in batch]
         counts = np.sum([dataset.supervised(index) for index in rows], axis=0)
-        return np.asarray(counts / (accumulate * self.order.replicas))  # Trainer divides by these in any case
+        return np.asarray(counts / (accumulate * self.order.replicas))
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.order.epoch, "batch": self._given, "replicas": self.order.replicas}

@@ -100,8 +100,9 @@ class LossIndex(Renamed):
         chains: [S, C] rows; column c is a chain with all S steps supervised.
         stands_for: [C] fp32, number of chains that each represents.
         ends: N+1 numbers in host memory; position n has the rows ends[n] … ends[n+1]−1.
-        total: scalar, by which losses divide sums over rows: Σ weight per batch of an optimizer step. With the same
-            total in all accumulated batches of all ranks, Trainer's mean of their gradients is that of one batch.
+        total: scalar, by which losses divide sums over rows: Σ weight of an optimizer step, averaged over its batches.
+            All its batches on all ranks have the same total, so the mean of their gradients, which Trainer takes, is
+            the gradient of one large batch.
         chain_total: scalar, by which losses divide sums over chains.
     """
 
@@ -154,8 +155,8 @@ class DraftBatch(Renamed):
         reference: [R, H] estimates of a frozen reference drafter on the same inputs, or None.
         progress: completed share of the run, 0 to 1; 1 outside training, where schedules have ended.
         step: completed optimizer steps.
-        compiled: whether functions of rows are compiled. Then every position has a row of each step, and the number of
-            positions and of chains is one of few.
+        compiled: whether functions of rows are compiled. Then every position has a row of each step, and positions and
+            chains are padded to one of a few numbers.
         confidence: [R] logits of a confidence head, or None (:mod:`fsd_train.losses.confidence`).
     """
 
@@ -259,7 +260,7 @@ class Loss(ABC):
     def __call__(self, batch: DraftBatch) -> LossOutput: ...
 
 
-LOSSES: Registry[Callable[..., Loss]] = Registry("loss")
+LOSSES: Registry[Callable[..., Loss]] = Registry("loss", takes_yours=True)
 
 
 def as_loss(loss: Loss | str) -> Loss:

@@ -6,6 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+from torch import Tensor
+
+from fsd_core.errors import DataError
 from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, with_features
 from fsd_train.losses.rows import Distributions, RowFunction, mean_of_rows
 from fsd_train.types import NonNegativeFloat, PositiveFloat, PositiveInt
@@ -40,16 +44,27 @@ def row_loss(name: str) -> Callable[[Distributions], type[OneRowLoss]]:
     """Make a loss of a function and register it under a name.
 
     The function maps the target's log p and the drafter's log q, [n, Vd] each, fp32 and normalised over the draft
-    vocabulary, to one value per row [n]. It is differentiable in log q.
+    vocabulary, to one value per row [n]. It is differentiable in log q. The loss raises DataError if it is not so.
 
     Returns:
         a decorator, which replaces the function by the class of the loss
     """
 
     def made(function: Distributions) -> type[OneRowLoss]:
+        def checked(log_p: Tensor, log_q: Tensor) -> Tensor:
+            values = function(log_p, log_q)
+            if values.shape != log_q.shape[:1]:
+                raise DataError(
+                    f"loss {name!r} returned the shape {tuple(values.shape)} for {log_q.shape[0]} rows: return one "
+                    "value per row, for example by .sum(-1)."
+                )
+            if torch.is_grad_enabled() and not values.requires_grad:
+                raise DataError(f"loss {name!r} has no gradient: compute its values from log_q.")
+            return values
+
         said = f"{(function.__doc__ or function.__name__).strip()}\n\n    A loss of one value per row, see OneRowLoss."
         facts = {
-            "name": name, "function": RowFunction.of_one(function),
+            "name": name, "function": RowFunction.of_one(checked),
             "__doc__": said, "__module__": function.__module__,
         }  # fmt: skip
         kind: type[OneRowLoss] = type(function.__name__, (OneRowLoss,), facts)

@@ -186,7 +186,7 @@ class BlockModule(DistillationModule):
             confidence = self.head.confidence(hidden, previous).flatten().index_select(0, output)  # [R]
         return DraftBatch(
             estimates=estimates.flatten(0, 1).index_select(0, output),  # [R, H + r]
-            features=final.index_select(0, rows.position + 1).to(estimates.dtype),  # [N, H]
+            features=final.index_select(0, rows.position + 1).to(estimates.dtype),  # [N, H] f_{i+1}, see unroll
             rows=rows,
             target_lm_head=self.lm_head(),
             own_lm_head=LMHead(weight.to(self.target.dtype), ids=self.head.draft_ids),
@@ -212,19 +212,19 @@ class BlockModule(DistillationModule):
         weight = torch.cat([lm_head.weight, markov.markov_w2.weight], 1)
         return torch.cat([hidden, torch.stack(inputs, 1)], -1), weight
 
-    def _blocks(self, ids: Tensor, features: Tensor, mask: TextMask, on_host: Tensor) -> tuple[Tensor, Tensor]:
+    def _blocks(self, ids: Tensor, features: Tensor, mask: TextMask, host_roots: Tensor) -> tuple[Tensor, Tensor]:
         """Run the head over B blocks side by side.
 
         Args:
             ids: [M] of the packed sequence.
             features: [1, M, F] of the target.
             mask: its mask.
-            on_host: [B] places of the blocks' roots, ascending, in host memory.
+            host_roots: [B] places of the blocks' roots, ascending, in host memory.
 
         Returns:
             (hidden states [B, K, H] of the blocks' slots, tokens [B, K] before each slot's estimate)
         """
-        head, size, roots = self.head, self.block_size, to_device(on_host, self.device)
+        head, size, roots = self.head, self.block_size, to_device(host_roots, self.device)
         steps = torch.arange(size, device=self.device)
         places = (roots[:, None] + steps).clamp_max(len(ids) - 1)  # [B, K]
         inner = self.target.features_of(features, head.config.layers)[..., self.target.hidden_size :]
@@ -234,7 +234,7 @@ class BlockModule(DistillationModule):
         with torch.no_grad():
             embeds = self.target.embed(tokens).to(context.dtype)  # [B, K, E]
         positions = mask.positions[0, roots][:, None] + steps  # [B, K]
-        visible = mask.blocks(on_host, size, roots)  # of B·K queries and M + B·K keys
+        visible = mask.blocks(host_roots, size, roots)  # of B·K queries and M + B·K keys
 
         def keys_values(index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             """Return a layer's keys and values of the text, then those of the blocks: [1, heads, M + B·K, D] each."""
@@ -345,4 +345,5 @@ def plan_blocks(loss_mask: Tensor, size: int, most: int, decay: float, generator
         total=weight.sum().clamp_min(TINY),
         chain_total=whole.sum(),
     )
-    return BlockPlan(first + 1, block * size + slot, rows)
+    roots = first + 1  # slot 0 at position i estimates x_{i+2}, so the block's root is x_{i+1}
+    return BlockPlan(roots, block * size + slot, rows)

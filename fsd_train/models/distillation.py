@@ -112,9 +112,10 @@ class DistillationModule(RunModule, ABC):
         self._layer_compiler = LayerCompiler()
         self.loss = as_loss(loss)
         self.reference = reference_of(self.loss)  # directory of a drafter that adaspec compares with
-        self.depths = max(unroll_steps, eval_steps)
-        told_apart = self.depths if self.steps_differ else 1
-        self.validation = ValidationMetrics(DEFAULT_RULES if eval_rules is None else eval_rules, told_apart)
+        self.validation_steps = max(unroll_steps, eval_steps)
+        self.validation = ValidationMetrics(
+            DEFAULT_RULES if eval_rules is None else eval_rules, self.validation_steps if self.steps_differ else 1
+        )
         self._frozen = _Frozen()
 
     # to implement per drafter --------------------------------------------------------------------------------------
@@ -340,25 +341,25 @@ class DistillationModule(RunModule, ABC):
     def _log_step(self, out: LossOutput, rows: LossIndex) -> None:
         """Log a batch's loss, its parts and agreements; loss and agreements cover all ranks at log steps."""
         steps = self.unroll_steps if self.steps_differ else 1
-        sums = torch.zeros(2 + 2 * steps, device=self.device)  # loss, ranks, agreeing rows by step, rows by step
-        sums[0], sums[1] = out.loss.detach(), 1
+        agreeing = counts = torch.zeros(steps, device=self.device)  # rows of each step
         if out.agreement is not None:
-            counted = rows.counted  # [R]
-            sums[2 : 2 + steps] = rows.sum_by_step((out.agreement & counted).float())[:steps]
-            sums[2 + steps :] = rows.sum_by_step(counted.float())[:steps]
+            agreeing = rows.sum_by_step((out.agreement & rows.counted).float())[:steps]
+            counts = rows.sum_by_step(rows.counted.float())[:steps]
+        loss = out.loss.detach().float()[None]
+        sums = torch.cat([loss, torch.ones_like(loss), agreeing, counts])  # the ones count ranks
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         if self.trainer.world_size > 1 and (self.global_step + 1) % every == 0:
-            sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
-        self.log("loss", sums[0] / sums[1], prog_bar=True)
+            sums = self.trainer.strategy.reduce(sums, reduce_op="sum")  # one reduction for all
+        loss, ranks, agreeing, counts = sums.split([1, 1, steps, steps])
+        self.log("loss", (loss / ranks)[0], prog_bar=True)
         for name, value in out.parts.items():
             self.log(name, value)
         if out.agreement is not None:
-            agreeing, counts = sums[2:].chunk(2)
             for step, share in enumerate(agreeing / counts.clamp_min(1)):
                 self.log(f"agreement_{step}", share, prog_bar=step == 0)
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        drafts = self.draft(batch, self.depths)
+        drafts = self.draft(batch, self.validation_steps)
         out = self.loss(drafts)
         agreement = compare(drafts, self.full_lm_head(), drafts.target_lm_head.ids, self.validation.divergences)
         places = TextMask(tuple(batch["lengths"].tolist()), self.device).positions[0]  # [M]

@@ -161,7 +161,7 @@ class EagleModule(DistillationModule):
         rows = plan.rows.to(self.device)
         features, mask = self._target_features(batch)  # [1, M, F]
         inputs = self._inputs(head, features)  # [1, M, F']
-        with torch.no_grad():  # of the next token, [1, M, E]; the last one's is never read
+        with torch.no_grad():  # x_{i+1} at position i: [1, M, E]; at the last position it is never read
             embeds = self.target.embed(batch["input_ids"].roll(-1, 1)).to(inputs.dtype)
         noisy = inputs + self._noise_of(inputs) if self.noise and self.training else inputs
         final = features[0, :, : head.config.target_hidden_size]  # [M, H]
@@ -169,7 +169,7 @@ class EagleModule(DistillationModule):
         compares = self.training and self.reference is not None
         return DraftBatch(
             estimates=self._estimates(head, embeds, noisy, mask, plan),  # [R, H]
-            features=final.index_select(0, rows.position + 1).to(inputs.dtype),  # [N, H]
+            features=final.index_select(0, rows.position + 1).to(inputs.dtype),  # [N, H] f_{i+1}, see unroll
             rows=rows,
             target_lm_head=self._lm_head_of(batch) if self.context_ids else self.lm_head(),
             feature_scale=head.feature_scale,

@@ -273,7 +273,7 @@ class LMModule(DistillationModule):
 
 
 def _last_answer(mask: Tensor) -> int:
-    """Return the begin of the last run of ones in mask [M], at least 1, so that a prompt remains."""
+    """Return the start of the last run of ones in mask [M], at least 1, so that a prompt remains."""
     ends = mask.nonzero()
     if not len(ends):
         return max(len(mask), 1)

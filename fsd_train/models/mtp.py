@@ -1,4 +1,4 @@
-"""The training of an MTP layer as a LightningModule: the target's own goes on, or a new one begins.
+"""The training of an MTP layer as a LightningModule: the target's own, or a new one.
 
 The layer drafts each depth by itself, so it is trained on its own outputs over ``unroll_steps`` with falling weights
 (FastMTP, arXiv 2509.18362). Unlike there, later steps attend to the true pairs before their chain, as in decoding.
@@ -39,10 +39,10 @@ class MtpModule(DistillationModule):
     """Trains an MTP layer on the features of a frozen target.
 
     Args:
-        target: built-in name, directory or hub id. If its files have an MTP layer, that one goes on.
+        target: built-in name, directory or hub id. If its files have an MTP layer, training continues from it.
         unroll_steps: drafts per chain in the loss, 1 to 7.
         step_decay: base of the weight step_decay^s of step s.
-        new: begin with a copy of the target's last layer instead, also where the files have an MTP layer.
+        new: start from a copy of the target's last layer instead, even if the files have an MTP layer.
         optimizer: as of :class:`DistillationModule`.
         training: further options of :class:`DistillationModule`.
     """
@@ -104,7 +104,7 @@ class MtpModule(DistillationModule):
             block: Any = made.layers[0].block
             block.apply(self.target.decoder._init_weights)  # transformers makes experts of memory as it finds it
         if not hasattr(block, "self_attn"):
-            raise DataError(f"{self.target_name}: its layers are of no kind that an MTP layer is made of.")
+            raise DataError(f"{self.target_name}: its layers are not of a kind that an MTP layer can be made of.")
         return made
 
     @property
@@ -123,14 +123,14 @@ class MtpModule(DistillationModule):
         rows = plan.rows.to(self.device)
         features, mask = self._target_features(batch)  # [1, M, F]
         final = features[..., : self.target.hidden_size].to(head.layers[0].eh_proj.weight.dtype)  # [1, M, H]
-        with torch.no_grad():  # of the next token, [1, M, H]; the last one's is never read
+        with torch.no_grad():  # x_{i+1} at position i: [1, M, H]; at the last position it is never read
             embeds = self.target.embed(batch["input_ids"].roll(-1, 1)).to(final.dtype)
         with self._running_compiled([layer.block for layer in head.layers]):
             by_step = unroll(head, embeds, final, mask, len(rows.chains), plan.roots)
         outputs = torch.cat(by_step, dim=1)[0]  # [M + (S-1)·K, H]
         return DraftBatch(
             estimates=outputs.index_select(0, to_device(plan.output, self.device)),  # [R, H]
-            features=final[0].index_select(0, rows.position + 1),  # [N, H]
+            features=final[0].index_select(0, rows.position + 1),  # [N, H] f_{i+1}, see unroll
             rows=rows,
             target_lm_head=self.lm_head(),
             compiled=self.is_compiled,

@@ -104,7 +104,7 @@ class RunModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _completed_share(self, step: int) -> float:
-        """Return the completed share of the run at the begin of a step, 0 to 1: the larger share of steps or time.
+        """Return the completed share of the run at the beginning of a step, 0 to 1: the larger share of steps or time.
 
         Time counts with ``trainer.max_time`` in a run of one process. The clocks of several processes differ.
         """

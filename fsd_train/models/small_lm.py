@@ -227,7 +227,7 @@ def _part_of(source: str, lora: Mapping[str, Any] | None, load_target_copy: Call
     if itself.bits is not None:
         raise DataError(f"model.drafter {source}: training does not keep weights of a few bits. Leave bits out.")
     if lora is not None:
-        raise DataError(f"model.drafter {source} is no model that an adapter can name. Leave model.lora out.")
+        raise DataError(f"model.drafter {source} is not a model that an adapter can name. Leave model.lora out.")
     return itself.of(load_target_copy(torch.float32), source)
 
 

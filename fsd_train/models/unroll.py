@@ -147,8 +147,8 @@ def plan_chains(
         decay: base of the weight decay^s of step s.
         share: share of the chains, see :func:`chain_roots`.
         generator: generator of their choice.
-        supervised_rows: rows by chain step that the batch's optimizer step has per batch
-            (:class:`fsd_train.data.sampler.ResumableLoader`). None: the batch's own.
+        supervised_rows: [S] number of supervised rows of each chain step, on average over the batches of this optimizer
+            step on all ranks (:class:`fsd_train.data.sampler.ResumableLoader`). None: the batch's own.
         static_shapes: pad rows, positions and chains to few different numbers (:attr:`.DraftBatch.compiled`).
     """
     wanted = supervised(loss_mask, steps)  # [S, M]
@@ -161,10 +161,10 @@ def plan_chains(
     if static_shapes:  # the last two positions are never supervised at step 0
         position = _padded(position, padded_count(len(position), length), max(length - 2, 0))
     output, weight = output[position], weight[position]  # [N, S] each
-    # the rows: at each of N positions, the steps that have an output there
+    # a row is a step that has an output at one of the N positions; with static shapes, every step is
     is_row = (output >= 0) | static_shapes  # [N, S]
     position_index, step = is_row.nonzero().unbind(1)  # [R] each
-    # the chains whose steps are all supervised, by their roots
+    # the chains whose steps are all supervised: their roots, and how many chains each represents
     whole_roots, represented = (position, weight[:, 0]) if steps == 1 else (roots, stands_for * is_supervised.all(0))
     if not static_shapes:
         whole_roots, represented = whole_roots[represented > 0], represented[represented > 0]  # [C] each
@@ -213,7 +213,9 @@ def _rows_of_chains(is_row: Tensor, position: Tensor, roots: Tensor) -> Tensor:
 def _outputs(
     position: Tensor, later_position: Tensor, is_supervised: Tensor, weights: Tensor, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Return each position's output of every step, as an index or -1, and its weight: [M, S] each.
+    """Return where :func:`unroll`'s concatenated outputs hold each position's output of every step.
+
+    Outputs are numbered as concatenated: M of step 0, then K of each later step.
 
     Args:
         position: [N] positions that are supervised at step 0.
@@ -221,6 +223,9 @@ def _outputs(
         is_supervised: [S-1, K] bool; whether they are supervised.
         weights: [S-1, K] of the chains' outputs.
         length: M.
+
+    Returns:
+        (output's number or -1 for none, its weight), [M, S] each.
     """
     steps, chains = len(later_position) + 1, later_position.shape[1]
     output, weight = torch.full((length, steps), -1), torch.zeros(length, steps)

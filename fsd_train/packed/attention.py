@@ -19,7 +19,7 @@ from fsd_train.shapes import many_shapes
 
 NAME = "fsd_packed"  # of the attention function, in transformers' configs
 SMALL = 2**18  # queries times keys, up to which a span counts as small
-ROUND = 32  # numbers of queries and keys are padded to multiples, where products are compiled for each size
+ROUND = 32  # queries and keys are padded to multiples of this where products are compiled for each size
 FLEX_HEAD = 16  # least width of an attention head that its kernels take
 
 
@@ -57,7 +57,7 @@ def packed_attention(
         (outputs [1, Q, heads, D], None)
     """
     mask = attention_mask if packing is None else packing
-    assert isinstance(mask, PackedMask), "the model did not hand the mask on"
+    assert isinstance(mask, PackedMask), "the model did not pass the mask on"
     keys, values = ([key], [value]) if mask.cache is None else mask.cache.append(module, key, value)  # by step
     if query.is_cuda and query.shape[-1] >= FLEX_HEAD:
         key, value, blocks = _joined(keys), _joined(values), mask.block_mask(sliding_window)
@@ -105,7 +105,7 @@ def _joined(pieces: list[Tensor]) -> Tensor:
 
 
 def _size_multiple(*tensors: Tensor) -> int:
-    """Return what numbers of queries and keys are multiples of: :data:`ROUND` in half precision on a CPU.
+    """Return the number to whose multiples queries and keys are padded: :data:`ROUND` in half precision on a CPU.
 
     There, torch compiles a product for each new size, which takes longer than the product itself. Under autocast some
     of the tensors are in fp32, and the products in half precision.

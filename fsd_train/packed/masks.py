@@ -33,7 +33,7 @@ class Span(NamedTuple):
     Attributes:
         queries: their indices.
         pieces: numbers of the keys' pieces, see :meth:`PackedMask.split_keys`.
-        visible: [q, k] bool on the device; None where causal attention is the same.
+        visible: [q, k] bool on the device; None: each query sees the keys up to its own.
     """
 
     queries: slice
@@ -247,15 +247,15 @@ class TextMask(PackedMask):
         return self._lend(SlotMask(self.lengths, self.device, roots, size), roots_on_device)
 
     def _lend(self, mask: Rooted, roots_on_device: Tensor | None) -> Rooted:
-        """Return a mask over this text with what is known of it."""
-        known = {"starts": self.starts, "_starts": self._starts, "_roots": roots_on_device}
-        vars(mask).update({name: value for name, value in known.items() if value is not None})
+        """Return a mask over the same text, with what this one has computed already."""
+        computed = {"starts": self.starts, "_starts": self._starts, "_roots": roots_on_device}
+        vars(mask).update({name: value for name, value in computed.items() if value is not None})
         return mask
 
 
 @dataclass(frozen=True)
 class RootedMask(PackedMask):
-    """Queries that leave the text at roots: they see their conversation up to there, and queries of their own root.
+    """Queries that continue the text from roots: each sees its conversation up to its root, and keys of its own root.
 
     The keys are the M tokens of the sequence, then the queries' own, of one step or of several.
 
@@ -268,7 +268,7 @@ class RootedMask(PackedMask):
     @property
     @abstractmethod
     def _layout(self) -> tuple[int, int]:
-        """Queries of each root, and steps that have as many keys as there are queries."""
+        """Queries per root, and number of steps whose keys follow the text's; each step has a key per query."""
 
     @cached_property
     def _roots(self) -> Tensor:
@@ -337,7 +337,7 @@ class ChainMask(RootedMask):
 
 @dataclass(frozen=True)
 class SlotMask(RootedMask):
-    """A slot of a block sees its conversation before the root, whose own slot is the block's first, and its block.
+    """A slot of a block sees its conversation before the root, and its block, whose first slot is the root's.
 
     The keys are the M tokens of the sequence, then the slots: slot k of block b is number b·size + k.
     """

@@ -1,4 +1,4 @@
-"""The forward of a transformers model over a packed sequence, or over padded ones if its attention takes none."""
+"""The forward of a transformers model over a packed sequence, or over padded ones if it cannot read packed ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def use_packed_attention(model: nn.Module) -> Iterator[None]:
 
 
 def forward_packed(forward: Callable[..., Tensor], model: nn.Module, ids: Tensor, mask: TextMask) -> Tensor:
-    """Run a model over a packed sequence: in one forward, or over padded sequences if its attention takes none.
+    """Run a model over a packed sequence: in one forward, or over padded sequences if its attention takes no mask.
 
     Args:
         forward: runs ``model`` over ids [B, M], with more inputs of its forward; returns [B, M, X].
@@ -81,7 +81,7 @@ def supports_packing(forward: Callable[..., Tensor], model: nn.Module) -> bool:
                 packed = forward(ids, position_ids=mask.positions, packing=mask)
             apart = torch.cat([forward(part) for part in ids.split([3, 4], dim=1)], dim=1)
             alike = packed.shape == apart.shape and _distance(packed, apart) < TOLERANCE
-            alike = alike and not recurrent_layers(model)  # whose states run on from text to text
+            alike = alike and not recurrent_layers(model)  # their states would run from one text into the next
         except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError, KeyError):
             alike = False
         model.train(was_training)

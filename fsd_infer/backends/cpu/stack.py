@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_void_p
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from fsd_infer.backends.cpu.structs import Forward, Layer, StackStruct
 from fsd_infer.backends.families import FIXED_ANGLES, hooks_of, is_hooked, is_of_family
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cores import team_size
-from fsd_infer.targets.stack import HeadParts, HeadStep, Outputs, Stack, StackOwner
+from fsd_infer.targets.stack import HeadParts, HeadStep, Outputs, Stack, StackInputs, StackOwner
 
 # most slots that many tokens may attend to, by set of kernels: above, torch is faster
 MAX_SLOTS = {"avx2": 2048, "avx512": 512, "amx": 2048}
@@ -61,13 +61,12 @@ class CpuStack(Stack):
     ) -> None:
         decoder: Any = owner.decoder
         self.fallback, self.norm = owner.plain_stack, owner.final_norm
-        self._first: Any = decoder.layers[0]
-        self._embed: Any = getattr(decoder, "embed_tokens", None)
+        self._decoder, first = decoder, decoder.layers[0]
         self._kinds: Any = getattr(decoder.config, "layer_types", None)
-        attention = self._first.self_attn
+        attention = first.self_attn
         self.number, self.width, self.rotary = len(layers), int(attention.head_dim), decoder.rotary_emb
         self.key_heads = layers[0].key.columns // self.width
-        self.epsilon: float = self._first.post_attention_layernorm.variance_epsilon
+        self.epsilon: float = first.post_attention_layernorm.variance_epsilon
         self.kernels, self._held, self._head_steps = compiled, held, head_steps
         self.struct = StackStruct(
             layers=(Layer * self.number)(*layers),
@@ -118,43 +117,18 @@ class CpuStack(Stack):
         batch, count, used = visible.shape
         return batch * count <= MAX_ROWS and (count <= FEW_TOKENS or used <= MAX_SLOTS[self.kernels.name])
 
-    def __call__(
-        self,
-        inputs: Tensor,
-        positions: Tensor,
-        visible: Mapping[str, Tensor] | None,
-        cache: Any,
-        *,
-        capture: Sequence[int] = (),
-        embeds: Tensor | None = None,
-        keep: int = 0,
-    ) -> Outputs:
+    def __call__(self, given: StackInputs) -> Outputs:
         """Run one forward, as :class:`fsd_infer.targets.stack.Stack` says."""
+        visible, cache = given.visible, given.cache
         mask = None if visible is None else next(iter(visible.values()))
         if mask is None or not isinstance(cache, SlotCache) or not self.takes(mask) or is_hooked(self._hooks):
-            return self.fallback(inputs, positions, visible, cache, capture=capture, embeds=embeds, keep=keep)
+            return self.fallback(given)
         assert visible is not None
         masks = [mask] * self.number if len(visible) == 1 else [visible[kind] for kind in self._kinds]
-        attended: Tensor | None = None
-        if embeds is not None:
-            inputs, attended = self._first.attended(embeds, inputs)
-        elif not inputs.is_floating_point():
-            inputs = self._embed(inputs)
-        return self._forward(inputs, positions, masks, cache, capture, attended)
-
-    def _forward(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        masks: Sequence[Tensor],
-        cache: SlotCache,
-        capture: Sequence[int],
-        attended: Tensor | None,
-    ) -> Outputs:
-        """Run the kernels on x [B, M, H] in bf16, with a mask [B, M, S] for each layer."""
-        call = self.call(x.contiguous(), positions, masks, cache, capture, attended)
+        x, attended = given.entering(self._decoder)
+        call = self.call(x.contiguous(), given.positions, masks, cache, given.capture, attended)
         self.kernels.stack(self.struct, call.forward)
-        return self.outputs(call, capture)
+        return self.outputs(call, given.capture)
 
     def call(
         self,

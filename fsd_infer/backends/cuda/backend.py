@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsd_infer.backends.base import Backend
-from fsd_infer.targets.stack import Outputs, Stack, StackOwner
+from fsd_infer.targets.stack import Outputs, Stack, StackInputs, StackOwner
 
 log = logging.getLogger(__name__)
 
@@ -82,11 +82,10 @@ class WithoutCudnn(Stack):
     def __init__(self, stack: Any) -> None:
         self.stack = stack
 
-    def __call__(
-        self, inputs: Tensor, positions: Tensor, visible: Mapping[str, Tensor] | None, cache: Any, **options: Any
-    ) -> Outputs:
+    def __call__(self, given: StackInputs) -> Outputs:
         with without_cudnn_attention():
-            return self.stack(inputs, positions, visible, cache, **options)
+            outputs: Outputs = self.stack(given)
+        return outputs
 
     def captured(self, layers: Sequence[int]) -> Any:
         return self.stack.captured(layers)

@@ -19,7 +19,7 @@ from fsd_infer.backends.cuda.layer import add_norm, rotate_and_store, silu_mul
 from fsd_infer.backends.families import FIXED_ANGLES, hooks_of, is_hooked, is_of_family
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.targets.masks import layer_windows
-from fsd_infer.targets.stack import Outputs, Stack, StackOwner
+from fsd_infer.targets.stack import Outputs, Stack, StackInputs, StackOwner
 
 
 class Visible(NamedTuple):
@@ -49,7 +49,7 @@ class CudaStack(Stack):
         decoder: Any = owner.decoder
         self.fallback, self.norm = fallback, owner.final_norm
         self._layers: list[Any] = list(decoder.layers)
-        self._embed, self._rotary = getattr(decoder, "embed_tokens", None), decoder.rotary_emb
+        self._decoder, self._rotary = decoder, decoder.rotary_emb
         attention = self._layers[0].self_attn
         self._width, self._scale = int(attention.head_dim), float(attention.scaling)
         self._key_heads = attention.k_proj.out_features // self._width
@@ -57,29 +57,14 @@ class CudaStack(Stack):
         self._windows = layer_windows(decoder.config)
         self._hooks = hooks_of(self._layers)
 
-    def __call__(
-        self,
-        inputs: Tensor,
-        positions: Tensor,
-        visible: Mapping[str, Tensor] | None,
-        cache: Any,
-        *,
-        capture: Sequence[int] = (),
-        embeds: Tensor | None = None,
-        keep: int = 0,
-    ) -> Outputs:
+    def __call__(self, given: StackInputs) -> Outputs:
         """Run one forward, as :class:`fsd_infer.targets.stack.Stack` says."""
-        many = inputs.shape[1] > MAX_NEW
+        visible, cache, many = given.visible, given.cache, given.inputs.shape[1] > MAX_NEW
         if visible is None or many or not isinstance(cache, SlotCache) or is_hooked(self._hooks):
-            return self.fallback(inputs, positions, visible, cache, capture=capture, embeds=embeds, keep=keep)
-        attended: Tensor | None = None
-        if embeds is not None:
-            inputs, attended = self._layers[0].attended(embeds, inputs)
-        elif not inputs.is_floating_point():
-            assert self._embed is not None
-            inputs = self._embed(inputs)
-        with torch.cuda.device_of(inputs):  # Triton launches on the current device
-            return self._forward(inputs, positions, self._seen(visible, cache), cache, capture, attended)
+            return self.fallback(given)
+        x, attended = given.entering(self._decoder)
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            return self._forward(x, given.positions, self._seen(visible, cache), cache, given.capture, attended)
 
     def _seen(self, visible: Mapping[str, Tensor], cache: SlotCache) -> list[Visible]:
         """Return what each layer sees, of masks [B, M, S] by layer type."""

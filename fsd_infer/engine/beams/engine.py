@@ -22,8 +22,8 @@ from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.engine import Outcome, Request
 from fsd_infer.engine.beams.options import BeamOptions, can_draft, check_beam_request, filled
 from fsd_infer.engine.beams.plan import Planner
-from fsd_infer.engine.beams.sampling import Draw, draw, dynamic_width, width_probabilities
-from fsd_infer.engine.beams.search import Hypothesis, Search, SearchParameters
+from fsd_infer.engine.beams.sampling import draw, dynamic_width, width_probabilities
+from fsd_infer.engine.beams.search import Draw, Hypothesis, Search, SearchParameters
 from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.request.processors import TreeProcessors
 from fsd_infer.request.prompts import check_image_inputs, check_prompts, image_prompts, place_drafts, read_prompts
@@ -313,15 +313,7 @@ class _Beams:
         return stops.tolist()
 
     def _draw(self, search: Search, count: int) -> list[Draw]:
-        nodes = [beam.node for beam in search.live]
-        return draw(
-            [search.text_hashes[node] for node in nodes],
-            [beam.score for beam in search.live],
-            [search.likely(node) for node in nodes],
-            [search.successors[node].rest for node in nodes],
-            count,
-            lambda beam: self._processed(search, [nodes[beam]])[0].double().exp().cpu(),
-        )
+        return draw(search, count, lambda node: self._processed(search, [node])[0].double().exp().cpu())
 
     def _width(self, search: Search) -> int:
         """Return the dynamic width of a step, see :mod:`fsd_infer.engine.beams.sampling`."""

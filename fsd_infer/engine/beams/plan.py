@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from fsd_infer.drafters.frontier import NO_SUCCESSORS, Frontier
 from fsd_infer.drafters.session import DraftSession
 from fsd_infer.engine.beams.options import BeamOptions
-from fsd_infer.engine.beams.sampling import Draw, arrivals
-from fsd_infer.engine.beams.search import Beam, Search, SearchParameters
+from fsd_infer.engine.beams.sampling import first_arrivals
+from fsd_infer.engine.beams.search import Beam, Draw, Search, SearchParameters
 
 
 class Planner:
@@ -78,17 +78,15 @@ class Planner:
         """Return score, parent and token of the likely beams of the next step, which keeps ``width``."""
         successors = [search.successors[beam.node] for beam in beams]
         lists = [of.likely or of.proposed or NO_SUCCESSORS for of in successors]
-        candidates = [
-            (beam.score + value, index, token)
-            for index, (beam, guess) in enumerate(zip(beams, lists, strict=True))
-            for value, token in zip(*guess)
-        ]
-        candidates.sort(key=lambda draw: -draw[0])
-        if self.parameters.draw is not None and candidates:
-            hashes = [search.text_hashes[beam.node] for beam in beams]
-            times = arrivals(hashes, [beam.score for beam in beams], lists).tolist()
-            columns = [{token: column for column, token in enumerate(tokens)} for _, tokens in lists]
-            candidates.sort(key=lambda draw: times[draw[1]][columns[draw[1]][draw[2]]])
-            candidates = sorted(candidates[: self.parameters.candidates * width], key=lambda draw: -draw[0])
-        going = [draw for draw in candidates if draw[2] not in self.parameters.eos_token_ids]
-        return [(score, beams[index].node, token) for score, index, token in going[: self.options.breadth(width)]]
+        if self.parameters.draw is None or not beams:
+            found = [
+                (beam.score + value, beam.node, token)
+                for beam, guess in zip(beams, lists, strict=True)
+                for value, token in zip(*guess)
+            ]
+        else:
+            hashes, scores = [search.text_hashes[beam.node] for beam in beams], [beam.score for beam in beams]
+            arrived = first_arrivals(hashes, scores, lists, self.parameters.candidates * width)
+            found = [(scores[index] + value, beams[index].node, token) for _, index, token, value in arrived]
+        going = [draw for draw in found if draw[2] not in self.parameters.eos_token_ids]
+        return sorted(going, key=lambda draw: -draw[0])[: self.options.breadth(width)]

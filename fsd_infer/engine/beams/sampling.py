@@ -24,9 +24,10 @@ from torch import Tensor
 
 from fsd_core.tensors import padded
 from fsd_infer.drafters.frontier import Successors
+from fsd_infer.engine.beams.search import Draw, Search
 
-Draw = tuple[float, int, int]  # score, beam, token
 RACES = 64  # simulated for the dynamic width
+Arrival = tuple[float, int, int, float]  # ln of its time, index of the node, token, log-probability
 
 
 def exponentials(text_hashes: Sequence[int], tokens: Tensor) -> Tensor:
@@ -39,28 +40,30 @@ def exponentials(text_hashes: Sequence[int], tokens: Tensor) -> Tensor:
     return -(((x >> 11 & (1 << 53) - 1).double() + 0.5) * 2.0**-53).log()
 
 
-def arrivals(text_hashes: Sequence[int], scores: Sequence[float], lists: Sequence[Successors]) -> Tensor:
-    """ln of the time at which each listed successor arrives, [R, C]; inf where a list is shorter than the longest.
+def first_arrivals(
+    text_hashes: Sequence[int], scores: Sequence[float], lists: Sequence[Successors], count: int
+) -> list[Arrival]:
+    """Return the first ``count`` of all listed successors to arrive, in this order.
 
     Args:
         text_hashes: of R nodes.
         scores: ln of each node's weight.
         lists: of each node the log-probabilities of some successors, and their tokens.
+        count: of arrivals.
     """
     tokens = padded([tokens for _, tokens in lists]).long()
     values = padded([values for values, _ in lists], -math.inf).double()
     weights = values + torch.tensor(scores, dtype=torch.double)[:, None]
-    return exponentials(text_hashes, tokens).log() - weights
+    times, order = (exponentials(text_hashes, tokens).log() - weights).flatten().sort()
+    found = []
+    for time, index in zip(times[:count].tolist(), order[:count].tolist()):
+        node, column = divmod(index, tokens.shape[1])
+        if time < math.inf:  # else its list is shorter than the longest
+            found.append((time, node, lists[node][1][column], lists[node][0][column]))
+    return found
 
 
-def draw(
-    text_hashes: Sequence[int],
-    scores: Sequence[float],
-    lists: Sequence[Successors],
-    rests: Sequence[float],
-    count: int,
-    weights_of: Callable[[int], Tensor],
-) -> list[Draw]:
+def draw(search: Search, count: int, weights_of: Callable[[int], Tensor]) -> list[Draw]:
     """Draw up to ``count`` successors of the live beams without replacement, in order.
 
     A successor's weight is exp(score of its beam + its processed log-probability). The listed successors have arrival
@@ -68,26 +71,19 @@ def draw(
     total weight as rate, and a draw by weight picks one of them.
 
     Args:
-        text_hashes: of the beams, as in :func:`arrivals`.
-        scores: of the beams.
-        lists: of each beam the log-probabilities of its likeliest successors, and their tokens.
-        rests: of each beam the total probability of the other successors.
+        search: whose beams have listed successors.
         count: of draws.
-        weights_of: returns exp of the processed log-probabilities of all successors of the i-th beam, [V] fp64; called
-            only for a draw outside ``lists``.
+        weights_of: returns exp of the processed log-probabilities of all successors of a node, [V] fp64; called only
+            for a draw that is not listed.
     """
+    nodes, scores = zip(*search.live)
+    text_hashes, lists = [search.text_hashes[node] for node in nodes], [search.likely(node) for node in nodes]
     highest = max(scores)
-    times = arrivals(text_hashes, [score - highest for score in scores], lists)
-    first, where = times.flatten().sort()
-    drawn: list[tuple[float, int, int, float]] = []  # ln time, beam, token, log-probability
-    for time, index in zip(first[:count].tolist(), where[:count].tolist()):
-        beam, column = divmod(index, times.shape[1])
-        if time < math.inf:
-            drawn.append((time, beam, lists[beam][1][column], lists[beam][0][column]))
+    drawn = first_arrivals(text_hashes, [score - highest for score in scores], lists, count)
 
     generator = torch.Generator().manual_seed(hash(tuple(text_hashes)))
     shares = torch.tensor(scores, dtype=torch.double).sub(highest).exp()
-    rates = shares * torch.tensor(rests)
+    rates = shares * torch.tensor([search.successors[node].rest for node in nodes])
     others: dict[int, Tensor] = {}  # weights of a beam's successors that are not listed
     waited = 0.0
     while (total := float(rates.sum())) > 0.0:
@@ -96,7 +92,7 @@ def draw(
             break
         beam = int(torch.multinomial(rates, 1, generator=generator))
         if beam not in others:
-            others[beam] = weights_of(beam)
+            others[beam] = weights_of(nodes[beam])
             others[beam][lists[beam][1]] = 0.0
         weights = others[beam]
         if weights.any():  # else the rate was a rounding error

@@ -9,13 +9,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from torch import Tensor
 
 from fsd_infer.drafters.frontier import NO_SUCCESSORS, Successors
-from fsd_infer.engine.beams.sampling import Draw
 from fsd_infer.engine.stats import RowRecord
+from fsd_infer.trees.tree import path_to
+
+Draw = tuple[float, int, int]  # score, beam, token
 
 
 class Beam(NamedTuple):
@@ -132,11 +135,7 @@ class Search:
 
     def text(self, node: int) -> list[int]:
         """Return the tokens after the prompt up to this node's."""
-        path = []
-        while node:
-            path.append(self.tokens[node])
-            node = self.parents[node]
-        return self.shared + path[::-1]
+        return self.shared + [self.tokens[above] for above in path_to(node, self.parents)]
 
     def likely(self, node: int) -> Successors:
         """Return the target's likely successors of a node that it has read."""
@@ -155,27 +154,21 @@ class Search:
         """
         if self.done:
             return [], 0
-        live, above = {beam.node for beam in self.live}, {0}
-        for node in live:
-            while node not in above:
-                above.add(node)
-                node = self.parents[node]
-        below: set[int] = set()
+        live, paths = {beam.node for beam in self.live}, [path_to(beam.node, self.parents)[:-1] for beam in self.live]
+        common = [nodes[0] for nodes in takewhile(lambda nodes: len(set(nodes)) == 1, zip(*paths))]
+        grown = common[: max(shared - len(self.shared), 0)]
+        held, below = {0}.union(live, *paths), set[int]()
         for node, parent in enumerate(self.parents):
             if node and (parent in live or parent in below):
                 below.add(node)
-        path, after = list[int](), [node for node in above if node and not self.parents[node]]
-        while len(after) == 1 and not set(after) & live and len(self.shared) + len(path) < shared:
-            path += after
-            after = [node for node in above if self.parents[node] == path[-1]]
-        others = above - {0, *path}
-        taken = len(self.prompt) + len(self.shared) + len(above) + len(below)
-        kept = path + sorted(others if taken > slots else others | below)
-        for node in above - live:
+        for node in held - live:
             self.successors[node] = NodeSuccessors()  # frees its logits
-        self.shared += [self.tokens[node] for node in path]
-        self._renumber([[0, *path][-1], *kept[len(path) :]])
-        return kept, len(path)
+        if len(self.prompt) + len(self.shared) + len(held) + len(below) <= slots:
+            held |= below
+        left = grown + sorted(held - {0, *grown})
+        self.shared += [self.tokens[node] for node in grown]
+        self._renumber([[0, *grown][-1], *left[len(grown) :]])
+        return left, len(grown)
 
     def _renumber(self, nodes: list[int]) -> None:
         """Keep these nodes, the new root first, in this order."""
