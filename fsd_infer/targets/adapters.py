@@ -149,7 +149,7 @@ def _without_copies(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> di
     """
     kept = dict(tensors)
     for key in [key for key in tensors if key.endswith(".base_layer.weight")]:
-        table = model.get_submodule(key.removeprefix("base_model.model.").removesuffix(".base_layer.weight"))
+        table: Any = model.get_submodule(key.removeprefix("base_model.model.").removesuffix(".base_layer.weight"))
         own, copy = getattr(table, "base_layer", table).weight, kept.pop(key)
         if own.shape != copy.shape or not torch.equal(own.detach().cpu(), copy.to(own.dtype)):
             raise CheckpointError(f"{key} differs from the base's: merge the adapter with peft (merge_and_unload).")
