@@ -209,11 +209,12 @@ def check_nulls(section: str, kind: type | str, values: Mapping[str, Any] | Any)
         kind: the class that takes the values, or its path.
         values: by parameter, a mapping or a Namespace.
     """
+    owner: Any = kind
     if isinstance(kind, str):
         module, _, name = kind.rpartition(".")
-        kind = getattr(import_module(module), name)
+        owner = getattr(import_module(module), name)
     declared: dict[str, Any] = {}
-    for base in reversed(kind.__mro__):
+    for base in reversed(owner.__mro__):
         declared |= inspect.signature(base.__init__).parameters if "__init__" in vars(base) else {}
     for name, parameter in declared.items():
         default = parameter.default
