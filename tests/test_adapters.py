@@ -248,6 +248,9 @@ def test_keywords_go_to_transformers(base: Path, tmp_path: Path) -> None:
         FuzzyDecoder.from_pretrained(torch.nn.Linear(2, 2), "none")  # type: ignore[arg-type]
     with pytest.raises(ModelLoadError, match="a tokenizer is one of transformers"):
         FuzzyDecoder.from_pretrained(str(base), "none", str(base))
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with pytest.raises(FsdError, match=r"got LlamaForCausalLM. .*LMDrafter\(Target.of\(model\), target\)"):
+        FuzzyDecoder.from_pretrained(str(base), model)  # type: ignore[arg-type]
 
 
 def test_a_peft_object_decodes_with_its_adapter(base: Path) -> None:

@@ -20,7 +20,7 @@ from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.heads.config import own_fields
 from fsd_infer.heads.export import export_head
 from fsd_infer.heads.formats import head_kind
-from tests.families import VOCAB, altered, load_head, options_of, save_head
+from tests.families import VOCAB, altered, load_head, options_of, save_head, tiny_model
 from tests.fuzzing import FUZZ, refusal, spoilt
 from tests.test_head_formats import facts, make_head
 from tests.test_head_formats import target as target  # a fixture
@@ -134,6 +134,7 @@ FAULTS: list[tuple[str, Any, Any, str]] = [
     ("eagle", {"vocab_size": None}, {EMBEDDINGS: torch.zeros(97, 16)}, "embed_size 16, but .* has 32"),
     ("eagle", {"hidden_size": 48}, {}, "hidden_size 48, but .* has 32"),
     ("eagle", {"vocab_size": None}, {}, "vocab_size must be a whole number from 1 to .*, got None"),
+    ("eagle", {}, {UP: lambda weight: weight * torch.nan}, f"first '{UP}', hold NaN or infinite numbers"),
     ("eagle", {}, {UP: None}, rf"missing \['{UP}'\]"),
     ("eagle", {}, {"lm_head.weight": torch.zeros(64, 32)}, r"unexpected \['lm_head.weight'\]"),
     ("eagle", {}, {NORM: torch.ones(32)}, rf"unexpected \['{NORM}'\]"),
@@ -162,6 +163,8 @@ def test_without_a_target_the_fused_layers_have_to_be_named(heads: Path, tmp_pat
     without = altered(heads / "eagle3", tmp_path / "bare", {LAYER_IDS: None, "eagle_config": None})
     with pytest.raises(CheckpointError, match="does not say which layers it fuses"):
         load_head(without)
+    with pytest.raises(CheckpointError, match="but config.json has no .*, and the usual ones of .* are"):
+        load_head(without, Target(tiny_model("llama")))
 
 
 def test_the_old_format_is_the_same_head(heads: Path, target: Target, tmp_path: Path) -> None:

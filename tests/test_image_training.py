@@ -22,6 +22,7 @@ from fsd_infer.engine import Callback
 from fsd_train.cli import main as cli
 from fsd_train.data import FeatureStore, collate, read_answers
 from fsd_train.data.images import ImageReader
+from fsd_train.data.plan import next_turns, plan_jobs
 from fsd_train.models import MtpModule
 from fsd_train.models.unroll import supervised
 from tests.covering import fast_only
@@ -180,6 +181,25 @@ def test_rows_with_bad_images_are_skipped_with_their_reasons(
             use()
 
 
+def test_later_turns_show_the_images_so_far(tmp_path: Path) -> None:
+    """After the target's own answers, as decoding reads the conversation."""
+    decoder = seeing_decoder("qwen2_5_vl")
+    reader, place = ImageReader.of(decoder.target), pictures(tmp_path)
+    small, tall = ({"type": "image", "path": str(place / name)} for name in (SMALL, TALL))
+    first, then = asked(text("the cat "), small, text(" what")), asked(tall, text("and that"))
+    rows = [{"messages": [first, END, then, END, {"role": "user", "content": "is it"}]}]
+    plan = plan_jobs([write_rows(place / "rows.jsonl", rows)], decoder.tokenizer, reader=reader)
+    said = [first]
+    for turn in (then, {"role": "user", "content": "is it"}):
+        plan = next_turns(plan, {plan.jobs[0].id: ("it is the mat", "stop")}, decoder.tokenizer, reader)
+        said += [{"role": "assistant", "content": "it is the mat"}, turn]
+        (job,) = plan.jobs
+        ids, expected = encode_with_images(decoder.target, said)
+        assert job.seen is not None and expected is not None and job.prompt_ids == ids
+        found = reader.image_input(job.prompt_ids, job.seen)
+        assert found is not None and all(torch.equal(found.inputs[name], x) for name, x in expected.inputs.items())
+
+
 class Prefilled(Callback):
     """Keeps the features that decoding has of a prompt."""
 
@@ -293,6 +313,11 @@ def test_a_run_on_images_ends_in_a_head_that_decodes(tmp_path: Path, capsys: pyt
     assert fit("cached", features=str(tmp_path / "cache")) == pytest.approx(plain, rel=0.02)
     assert logged(tmp_path / "cached", "decoded_tau/exact")[-1] >= 1
     head = next((tmp_path / "plain").rglob("config.json")).parent
+    few = ["--draft-vocab-size", "32", "--data", str(answers)]
+    assert cli(["export", str(head), str(tmp_path / "few"), *few]) == 0
+    recipe = tmp_path / "new.yaml"
+    assert cli(["new-recipe", "--target", target, "--data", str(answers), "--output", str(recipe)]) == 0
+    assert f"tokenizer: {target}" in recipe.read_text() and cli(["estimate", "--config", str(recipe)]) == 0
     tuned = FuzzyDecoder.from_pretrained(target, str(head), dtype="fp32", device="cpu")
     messages = [asked({"type": "image", "path": str(tmp_path / TALL)}, text("what is 3"))]
     assert tuned.generate(messages, **LIMITS).sequences == [expected_of(decoder, messages)]

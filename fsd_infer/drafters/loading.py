@@ -68,6 +68,11 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
     tree = parse_tree(tree)
     if isinstance(drafter, Drafter):
         made, chosen = drafter, tree == AUTO
+    elif not isinstance(drafter, str | os.PathLike | None):
+        raise FsdError(
+            f"a drafter is a name, a path or a Drafter, got {type(drafter).__name__}. A model object drafts by "
+            "fsd_infer.drafters.LMDrafter(Target.of(model), target)."
+        )
     else:
         name = _default(target) if drafter is None else usable_name(drafter, "drafter")
         made = _load(name, target, None if isinstance(tree, str) else tree)

@@ -174,13 +174,15 @@ def _fused_layers(entering: Any, leaving: Any, count: int, target: Target | None
     layers that output them (SGLang, SpecForge).
     """
     layers = target_layers(f"{AUX_IDS} at the top and in eagle_config", entering, leaving)
+    says = f"{CONFIG} names"
     if not layers:
         if target is None:
             raise CheckpointError("it does not say which layers it fuses: that depends on the target.")
         layers = default_fused_layers(target)
+        says = f"{CONFIG} has no {AUX_IDS}, and the usual ones of {target.name} are"
     if len(layers) != count or layers != sorted(set(layers)) or min(layers) < 0:
         raise CheckpointError(
-            f"fc fuses {count} layers, but {CONFIG} names {layers}: {count} ascending numbers from 0 are read."
+            f"fc fuses {count} layers, but {says} {layers}: {count} ascending numbers from 0 are read."
         )
     return layers
 

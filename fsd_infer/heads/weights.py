@@ -99,7 +99,9 @@ def fill(module: nn.Module, weights: Weights, names: Mapping[str, str], dtype: t
 
 
 def read_state(weights: Weights, names: Mapping[str, str], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return stored tensors by names of ours. Raises CheckpointError unless names and shapes are those of ``wanted``.
+    """Return stored tensors by names of ours.
+
+    Raises CheckpointError unless names and shapes are those of ``wanted``, and all numbers finite.
 
     Args:
         weights: the files.
@@ -114,7 +116,13 @@ def read_state(weights: Weights, names: Mapping[str, str], wanted: Mapping[str, 
             f"the weights in {weights.directory} do not fit its config.json: missing {sorted(missing)}, unexpected "
             f"{sorted(surplus)}, wrong shape {sorted(wrong)}."
         )
-    return {name: weights.read(names[name]) for name in shapes}
+    state = {name: weights.read(names[name]) for name in shapes}
+    broken = [weights.stored[names[name]] for name, value in state.items() if not value.isfinite().all()]
+    if broken:  # decoding would be exact, and no draft ever accepted
+        raise CheckpointError(
+            f"{len(broken)} tensors in {weights.directory}, first {broken[0]!r}, hold NaN or infinite numbers. {AGAIN}"
+        )
+    return state
 
 
 def check_sizes(what: str, size: int, vocabulary: int, target: Target) -> None:
