@@ -18,8 +18,7 @@ from fsd_infer.trees.tree import DraftTree
 class CachedSession(TreeSession):
     """A session that reads nodes of a frontier after the text. The text's last token is the root, as in a round."""
 
-    by_row = (*TreeSession.by_row, "_cached")
-    reads_nodes = True
+    by_row = [*TreeSession.by_row, "_cached"]
 
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
         super().__init__(drafter, request)

@@ -195,7 +195,7 @@ class EagleSession(CachedSession):
     """
 
     drafter: EagleDrafter
-    by_row = (*CachedSession.by_row, "root_output", "_outputs")
+    by_row = [*CachedSession.by_row, "root_output", "_outputs"]
     max_step_unread = MAX_STEP_UNREAD
 
     def __init__(self, drafter: EagleDrafter, request: DraftRequest) -> None:

@@ -103,7 +103,7 @@ class GuideSession(FreeSession):
     """
 
     drafter: GuideDrafter
-    by_row = (*FreeSession.by_row, "rows", "answers")
+    by_row = [*FreeSession.by_row, "rows", "answers"]
 
     def __init__(self, drafter: GuideDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, first_tokens, request)

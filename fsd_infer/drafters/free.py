@@ -167,7 +167,7 @@ class FreeSession(DraftSession):
     """
 
     former_members = {"places": "states"}
-    by_row = ("tails",)
+    by_row = ["tails"]
     needs_report = True
     _host_inputs: Tensor | None = None  # the trees of recorded rounds
 

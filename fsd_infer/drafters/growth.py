@@ -49,7 +49,7 @@ class TreeSession(DraftSession):
     """
 
     shape: TreeShape
-    by_row = ("lengths",)
+    by_row = ["lengths"]
     _ratios: AcceptanceRatios | None = None  # what the draws of earlier rounds have taught
 
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:

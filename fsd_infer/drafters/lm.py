@@ -130,7 +130,7 @@ class LMSession(CachedSession):
     """
 
     drafter: LMDrafter
-    by_row = (*CachedSession.by_row, "text", "cached")
+    by_row = [*CachedSession.by_row, "text", "cached"]
 
     def __init__(self, drafter: LMDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, request)

@@ -272,7 +272,7 @@ class MemorySession(FreeSession):
     """A session with the :class:`TextMatcher` of each row."""
 
     drafter: MemoryDrafter
-    by_row = (*FreeSession.by_row, "matchers")
+    by_row = [*FreeSession.by_row, "matchers"]
     reads_other_texts = False
 
     def __init__(self, drafter: MemoryDrafter, first_tokens: Tensor, request: DraftRequest) -> None:

@@ -173,7 +173,7 @@ class RecycleSession(FreeSession):
     """
 
     drafter: RecycleDrafter
-    by_row = (*FreeSession.by_row, "tables")
+    by_row = [*FreeSession.by_row, "tables"]
 
     def __init__(self, drafter: RecycleDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, first_tokens, request)

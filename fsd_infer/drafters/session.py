@@ -96,17 +96,12 @@ class DraftSession(Renamed, ABC):
     parts: Sequence[DraftSession] = ()
     shape: TreeShape | None = None
     growth: PricedGrowth | None = None
-    by_row: ClassVar[tuple[str, ...]] = ()
+    by_row: ClassVar[Sequence[str]] = ()
 
     @property
     def prices(self) -> Prices | None:
         """By which the next trees are grown; None: they have a fixed shape."""
         return None if self.shape is None else self.shape.prices
-
-    @property
-    def reads_nodes(self) -> bool:
-        """Whether a model reads the nodes of beams. Then these become text one round late, when it has read them."""
-        return any(part.reads_nodes for part in self.parts)
 
     @property
     def needs_report(self) -> bool:

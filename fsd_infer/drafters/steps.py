@@ -161,7 +161,7 @@ class StepSession(TreeSession):
 
     former_members = {"last": "last_features"}
     drafter: Any
-    by_row = (*TreeSession.by_row, "last_features")
+    by_row = [*TreeSession.by_row, "last_features"]
 
     def __init__(self, drafter: StepDrafter, request: DraftRequest) -> None:
         super().__init__(drafter, request)

@@ -114,7 +114,7 @@ class TextSession(OwnTokensSession):
     """A session that keeps the last of the target's tokens of each text, to split new text after them."""
 
     drafter: TextDrafter
-    by_row = (*OwnTokensSession.by_row, "_tails")
+    by_row = [*OwnTokensSession.by_row, "_tails"]
 
     def __init__(self, drafter: TextDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, first_tokens, request)

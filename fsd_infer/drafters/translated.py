@@ -80,7 +80,7 @@ class OwnTokensSession(LMSession):
     """
 
     drafter: TranslatedDrafter
-    by_row = (*LMSession.by_row, "_own")
+    by_row = [*LMSession.by_row, "_own"]
     is_recordable = False
     needs_report = True
 
