@@ -111,6 +111,13 @@ def test_the_table_of_engines_is_its_record(repo_root: Path) -> None:
         assert f"| {shown} | {tokens} | {middle(beside) if beside else '1'} |" in page, name
 
 
+def test_the_first_table_is_not_read_without_its_paired_ratios(repo_root: Path) -> None:
+    page = " ".join((repo_root / "README.md").read_text("utf-8").split())
+    records = [record(repo_root, f"compare-smollm2-135m{machine}") for machine in ("", "-amx", "-avx2")]
+    paired = [middle(found["ratios"]["plain"]["exact"]["tokens_per_second"]) for found in records]
+    assert "`exact` has {}, {} and {} times the speed without drafts".format(*paired) in page
+
+
 def test_links_lead_somewhere(repo_root: Path) -> None:
     """To a file that exists, and to a heading of it."""
     rooms = ("docs", "benchmarks", "data", "recipes", "fsd_core", "fsd_infer", "fsd_train")

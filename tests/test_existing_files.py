@@ -63,7 +63,7 @@ def test_what_cannot_be_written_is_found_before_the_work(name: str, tmp_path: Pa
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "directory").mkdir()
     (tmp_path / "file").touch()
-    with pytest.raises(FsdError, match="cannot be written|no name"):
+    with pytest.raises(FsdError, match="cannot be written|not the name"):
         writable(f"{tmp_path}/{name}", "the record")
     if name in ("pipe", "directory"):
         with pytest.raises(FsdError, match="is not a file and is not replaced"):

@@ -129,6 +129,9 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "no depth": (["--model.unroll_steps", "0"], "unroll_steps: expected a whole number >= 1 and <= 7, got 0."),
     "one file": (["--data.train_files", "a.jsonl"], "data.train_files: expected a list, got a.jsonl."),
     "null steps": (["--model.unroll_steps", "null"], "model.unroll_steps is null"),
+    "null of a callback": (
+        ["--config", "prompts.yaml"], "trainer.callbacks.prompts is null: give a value, or leave it out, which",
+    ),
     "null optimizer": (["--model.optimizer", "null"], "model.optimizer is null: give a value, or leave it out."),
     # refused before the target is loaded
     "no answers": (["--data.train_files", "[empty.jsonl]", "--model.target", "nowhere/x"], "empty.jsonl: no row"),
@@ -182,6 +185,8 @@ BY_THE_WHOLE_COMMAND = {
 def test_mistakes_are_named(name: str, toys: Path, here: Path, command_line: TrainCLI) -> None:
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe(toys, here / "run")))
     Path("null.yaml").write_text("data: {batch_tokens: null}")
+    decoded = {"class_path": "DecodedTau", "init_args": {"prompts": None}}
+    Path("prompts.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": [decoded]}}))
     Path("empty.jsonl").touch()
     write_rows(Path("long.jsonl"), [{"prompt_ids": [3 + row, 7], "response_ids": [5] * 200} for row in range(3)])
     Path("one.jsonl").write_text((toys / "answers.jsonl").read_text().splitlines()[0] + "\n")

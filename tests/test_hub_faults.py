@@ -75,7 +75,7 @@ def said(load: Load, name: str) -> str:
 
 FAULTS = [
     ("401 GatedRepo", "is gated: accept its terms"),
-    ("401 RepoNotFound", "no repository of the Hub that you may read"),
+    ("401 RepoNotFound", "neither a directory nor a repository of the Hub that you may read"),
     ("403 Forbidden", "is refused by the Hub (status 403): log in"),
     ("404 Lost", "is not on the Hub (status 404): check the name"),
     ("429 Busy", "which gets too many requests (status 429): wait, or log in"),
@@ -253,7 +253,7 @@ def test_no_name_leads_out_of_the_cache(change: dict[str, Any], hub: Hub, tmp_pa
         if "sha" in change:  # nothing but names of revisions is looked up by it, so nothing is lost
             LOADS[kind](name)
         else:
-            with pytest.raises(FsdError, match="no name of a file|no draft head"):
+            with pytest.raises(FsdError, match="not the name of a file|no draft head"):
                 LOADS[kind](name)
     found = {path for path in tmp_path.rglob("*") if path.name.startswith("outside")}
     assert not found and sorted({*tmp_path.iterdir()} - {tmp_path / "cache", tmp_path / "datasets"}) == before

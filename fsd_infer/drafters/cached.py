@@ -17,7 +17,6 @@ from fsd_infer.drafters.tree_drafter import TreeDrafter
 class CachedSession(TreeSession):
     """A session that reads nodes of a frontier after the text. The text's last token is the root, as in a round."""
 
-    reads_nodes = True
     per_row = TreeSession.per_row | {"_cached"}
 
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:

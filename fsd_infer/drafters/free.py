@@ -22,6 +22,7 @@ from fsd_infer.trees.shape import LARGEST_OF_LM, TreeShape, check_tree
 from fsd_infer.trees.tree import DraftTree, Nodes
 
 PRIOR_TRIALS = 4.0  # trials that a prior counts as
+ROUNDING = 1e-6  # of a probability
 Options = list[tuple[int, float]]  # distinct tokens with probabilities that add up to at most 1
 
 
@@ -72,6 +73,9 @@ def best_first(table: Table, state: Any, root: int, nodes: int, depth: int, min_
         nodes: most nodes, the root included.
         depth: of the deepest node.
         min_accept_prob: a node that is accepted with a smaller probability is not drafted.
+
+    Raises:
+        FsdError: the table offers a token twice, or gives one a probability that is not above 0 and at most 1.
     """
     tokens, parents, scores, depths = [root], [0], [0.0], [0]
     queue: list[tuple[float, int, int, int, Any]] = []  # -score, order of arrival, parent, token, parent's state
@@ -79,7 +83,7 @@ def best_first(table: Table, state: Any, root: int, nodes: int, depth: int, min_
     node = 0
     while True:
         if state is not None:
-            for token, prob in table.options(state):
+            for token, prob in _checked(table.options(state)):
                 score = scores[node] + math.log(prob)
                 if score >= min_score:
                     arrivals += 1
@@ -93,6 +97,15 @@ def best_first(table: Table, state: Any, root: int, nodes: int, depth: int, min_
         scores.append(-negative)
         depths.append(depths[parent] + 1)
         state = table.step(parent_state, token) if depths[node] < depth and len(tokens) < nodes else None
+
+
+def _checked(options: Options) -> Options:
+    """Return the options. Siblings with one token would be accepted twice as often as the rule says."""
+    if len(dict(options)) < len(options):
+        raise FsdError("a drafter's table offers one token twice after a text: let options() add up the probabilities.")
+    if wrong := [prob for _, prob in options if not 0 < prob <= 1 + ROUNDING]:
+        raise FsdError(f"a drafter's table gives a token the probability {wrong[0]}, not one above 0 and at most 1.")
+    return options
 
 
 class FreeDrafter(Drafter):

@@ -103,11 +103,6 @@ class DraftSession(Renamed, ABC):
         return None if self.shape is None else self.shape.prices
 
     @property
-    def reads_nodes(self) -> bool:
-        """Whether a model reads the nodes of beams. Then these become text one round late, when it has read them."""
-        return any(part.reads_nodes for part in self.parts)
-
-    @property
     def needs_report(self) -> bool:
         """Whether a draft takes what the host learned of the round before, so that the host may not lag behind."""
         return any(part.needs_report for part in self.parts)

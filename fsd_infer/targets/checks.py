@@ -253,9 +253,9 @@ def check_decodable(model: Any, name: str) -> None:
 
 def _counts_its_cache(decoder: Any) -> bool:
     """Whether its code places tokens by the length of the cache, not by positions: Inkling's, and GLM-5.3's indexer."""
-    module: Any = inspect.getmodule(type(decoder))
-    own = [function for function in vars(module).values() if getattr(function, "__module__", "") == module.__name__]
-    forwards = [inspect.unwrap(type(part).forward) for part in decoder.modules()]
+    forwards = [inspect.unwrap(type(part).forward) for part in (decoder, *decoder.modules())]
+    beside = forwards[0].__globals__.values()  # functions of its module
+    own = [made for made in beside if getattr(made, "__module__", "") == type(decoder).__module__]
     codes = [set(made.__code__.co_names) for made in (*own, *forwards) if inspect.isfunction(made)]
     return any(names <= code for names in _COUNTS for code in codes)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import re
@@ -12,7 +11,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,6 +30,7 @@ from fsd_train.callbacks.export import ExportHead
 from fsd_train.callbacks.progress import Announce, RunProgress
 from fsd_train.callbacks.runs import AUTO, RunDirectory
 from fsd_train.checkpoints import callbacks_of, check_checkpoint, read_checkpoint
+from fsd_train.commands.recipe_keys import check_nulls
 from fsd_train.commands.short_recipe import written_out
 from fsd_train.data.module import AnswersDataModule
 from fsd_train.models import DistillationModule, EagleModule
@@ -81,8 +80,11 @@ class TrainCLI(LightningCLI):
             if not isinstance(section, Namespace):
                 raise FsdError(f"the section {name} holds no options. See recipes/template.yaml.")
         check_nulls("data", AnswersDataModule, sections["data"])
-        module, _, kind = self.config["model.class_path"].rpartition(".")
-        check_nulls("model", getattr(import_module(module), kind), self.config["model.init_args"])
+        check_nulls("model", self.config["model.class_path"], self.config["model.init_args"])
+        callbacks = sections["trainer"].get("callbacks")
+        for each in callbacks if isinstance(callbacks, list) else []:
+            if each["class_path"].startswith("fsd_"):  # null may mean something to others
+                check_nulls("trainer.callbacks", each["class_path"], each.get("init_args") or {})
         if self.config.get("ckpt_path") != AUTO:
             check_checkpoint(self.config.get("ckpt_path"))  # before anything is loaded
 
@@ -144,18 +146,6 @@ def on_cpu(accelerator: str | Accelerator) -> bool:
     if accelerator == "auto":
         return not torch.accelerator.is_available()
     return accelerator == "cpu" or isinstance(accelerator, CPUAccelerator)
-
-
-def check_nulls(section: str, kind: type, values: Namespace) -> None:
-    """Raise FsdError for a null where the parameter of ``kind`` has a default that is none; jsonargparse takes it."""
-    declared: dict[str, Any] = {}
-    for base in reversed(kind.__mro__):
-        declared |= inspect.signature(base.__init__).parameters if "__init__" in vars(base) else {}  # type: ignore[misc]
-    for name, parameter in declared.items():
-        default = parameter.default
-        if values.get(name, "") is None and default not in (None, inspect.Parameter.empty):
-            said = "" if callable(default) else f", which means {default}"
-            raise FsdError(f"{section}.{name} is null: give a value, or leave it out{said}.")
 
 
 class _RecipeReader(TrainCLI):
@@ -356,7 +346,7 @@ def quiet() -> Iterator[None]:
     """Print our log lines plainly and warnings on one line; hide Lightning's notices."""
     ours, handler = logging.getLogger("fsd_train"), logging.StreamHandler()
     levels = {ours: logging.INFO}
-    levels.update({logging.getLogger(name): logging.WARNING for name in ("lightning.pytorch", "lightning.fabric")})
+    levels |= {logging.getLogger(name): logging.WARNING for name in ("lightning.pytorch", "lightning.fabric")}
     before = {logger: logger.level for logger in levels}
     ours.addHandler(handler)
     for logger, level in levels.items():

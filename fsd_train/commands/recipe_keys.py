@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -197,3 +199,25 @@ def _said(section: str, key: str, dashes: str = "") -> str:
     if section == "model":
         meant = frozenset().union(*(keys_of(f"model.{one}") or () for one in MODELS))
     return f"there is no {named}.{did_you_mean(key, meant) or f' Known: {listed}.'}"
+
+
+def check_nulls(section: str, kind: type | str, values: Mapping[str, Any] | Any) -> None:
+    """Raise FsdError for a null where the default is none, which jsonargparse takes.
+
+    Args:
+        section: of the recipe, for the message.
+        kind: the class that takes the values, or its path.
+        values: by parameter, a mapping or a Namespace.
+    """
+    owner: Any = kind
+    if isinstance(kind, str):
+        module, _, name = kind.rpartition(".")
+        owner = getattr(import_module(module), name)
+    declared: dict[str, Any] = {}
+    for base in reversed(owner.__mro__):
+        declared |= inspect.signature(base.__init__).parameters if "__init__" in vars(base) else {}
+    for name, parameter in declared.items():
+        default = parameter.default
+        if values.get(name, "") is None and default not in (None, inspect.Parameter.empty):
+            said = "" if callable(default) else f", which means {default}"
+            raise FsdError(f"{section}.{name} is null: give a value, or leave it out{said}.")

@@ -195,12 +195,11 @@ class _Beams:
 
     def advance(self, frontier: Frontier, features: Tensor) -> None:
         """Take all possible steps, drop the nodes that these leave behind, and finished searches."""
-        shared = [search.length if self.session.reads_nodes else search.limit for search in self.searches]
         for search in self.searches:
             search.advance(self.look)
         frontier.likely = [[each.likely for each in search.successors] for search in self.searches]
         room = self.slots - self.planner.nodes - self.beams  # for the nodes of the next round
-        pruned = [search.prune(most, room) for search, most in zip(self.searches, shared, strict=True)]
+        pruned = [search.prune(room) for search in self.searches]
         nodes, grown = [left for left, _ in pruned], [count for _, count in pruned]
         self.session.follow_beams(frontier, nodes, grown)
         texts = [search.shared for search in self.searches]

@@ -105,6 +105,8 @@ class Search:
         live: the beams, best first.
         finished: the best W finished answers so far, best first.
         length: new tokens of the live beams.
+        settled: the same before the last steps. The root stays within it, since a drafter reads nodes before they
+            become text.
         done: whether the search has ended.
         record: of the best answer, complete once the search has ended.
     """
@@ -117,7 +119,7 @@ class Search:
         self.read = 0
         self.live = [Beam(0, 0.0)]
         self.finished: list[Hypothesis] = []
-        self.length = 0
+        self.length = self.settled = 0
         self.done = False
         self.record = RowRecord()
 
@@ -141,11 +143,10 @@ class Search:
         """Return the target's likely successors of a node that it has read."""
         return self.successors[node].likely or NO_SUCCESSORS
 
-    def prune(self, shared: int, slots: int) -> tuple[list[int], int]:
+    def prune(self, slots: int) -> tuple[list[int], int]:
         """Drop all nodes but the live beams, those above, and read ones below.
 
         Args:
-            shared: the root stays within this many tokens after the prompt.
             slots: if prompt and nodes take more slots than this, those below the beams go, too.
 
         Returns:
@@ -156,7 +157,7 @@ class Search:
             return [], 0
         live, paths = {beam.node for beam in self.live}, [path_to(beam.node, self.parents)[:-1] for beam in self.live]
         common = [nodes[0] for nodes in takewhile(lambda nodes: len(set(nodes)) == 1, zip(*paths))]
-        grown = common[: max(shared - len(self.shared), 0)]
+        grown = common[: self.settled - len(self.shared)]
         held, below = {0}.union(live, *paths), set[int]()
         for node, parent in enumerate(self.parents):
             if node and (parent in live or parent in below):
@@ -185,6 +186,7 @@ class Search:
 
     def advance(self, look: Callable[[Search, Sequence[int]], None]) -> None:
         """Take all steps that the target's reading allows; ``look`` lists what is likely after nodes."""
+        self.settled = self.length
         while not self.done:
             look(self, [beam.node for beam in self.live if beam.node < self.read])
             if not self.step():
