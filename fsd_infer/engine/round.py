@@ -143,7 +143,7 @@ class VerifiedTree:
     """A tree with the target's logits and features at its nodes, and what rules read of it, computed when first read.
 
     If that needs the host (:attr:`.DecodeState.asks_host`), a recorded round is two graphs. Between them the host calls
-    :meth:`compute`, and the second graph reads the results through :meth:`with_computed`.
+    :meth:`look_up`, and the second graph reads the results through :meth:`with_computed`.
 
     Attributes:
         tree: the drafts.
