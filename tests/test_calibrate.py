@@ -368,7 +368,7 @@ def test_nothing_is_mixed_or_overwritten(toy: Toy, finished: Path, tmp_path: Pat
     with pytest.raises(FsdError, match="no prompt has been answered under every setting yet"):
         write_page(copy, tmp_path / "page.html")
     copy.write_text("notes\n")
-    with pytest.raises(FsdError, match="no file of a sweep, or of another version, and is not overwritten"):
+    with pytest.raises(FsdError, match="is not a file of a sweep, or has another version, and is not overwritten"):
         sweep(swept(toy), copy)
     copy.write_text('{"sweep": 3, "settings": {"rules": []}}\n')
     for file, match in (("nothing.jsonl", "holds no sweep"), ("copy.jsonl", r"copy.jsonl is damaged .*'prompts'")):

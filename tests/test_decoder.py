@@ -116,7 +116,7 @@ NAMES: dict[str, str] = {
     "shipped": "no drafter is shipped for tiny", "shipped+lookup": "no drafter is shipped for tiny",
     "nowhere": "unknown drafter 'nowhere'", "nowhere+lookup": "unknown drafter 'nowhere'",
     "+lookup": "names no drafter", "lookup:keep": "lookup takes no option", "recycle:x": "recycle takes no option",
-    "memory:": "no name", "memory:nowhere.jsonl": "nowhere.jsonl: No such file",
+    "memory:": "is not a name", "memory:nowhere.jsonl": "nowhere.jsonl: No such file",
     "recycle+memory+memory:keep": "memory twice", "self:": "cannot use", "self:bits": "cannot use",
     "self:bits=1": "2 to 8", "self:bits=9": "2 to 8", "self:bits=x": "2 to 8", "self:bits=3:bits=3": "cannot use",
     "self:a=3": "a=3", "self:layers=": "cannot use", "self:layers=2-1": "nor a range",
