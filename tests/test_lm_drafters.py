@@ -13,7 +13,7 @@ from fsd_infer import FsdError, FuzzyDecoder, Target, TreeShape
 from fsd_infer.backends.cpu.packing import packed_products
 from fsd_infer.cli.main import main
 from fsd_infer.device.cache import SlotCache
-from fsd_infer.drafters import DraftRequest, GraftedDrafter, LMDrafter, NoDrafter
+from fsd_infer.drafters import DraftRequest, GraftedDrafter, LMDrafter, NoDrafter, lm
 from fsd_infer.drafters.itself import Itself, round_weight, spelled
 from fsd_infer.drafters.lm import LMSession, warn_context
 from fsd_infer.drafters.loading import load_drafter
@@ -56,6 +56,20 @@ def test_the_cache_holds_what_a_fresh_session_reads(family: str, monkeypatch: py
             assert tree.nodes == fresh.nodes and torch.equal(tree.q_index >= 0, fresh.q_index >= 0)
             ours, theirs = (each.q_logits[0, each.q_index[each.q_index >= 0]] for each in (tree, fresh))
             torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_siblings_with_one_token_keep_their_slots(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn nodes may repeat a sibling's token. The slots of those behind it were counted without it."""
+    torch.manual_seed(0)
+    target = Target(tiny_model("mistral"))
+    small = LMDrafter(Target(noisy_model("mistral")), target, TreeShape(depth=4, width=3, nodes=12))
+    options: dict[str, Any] = dict(rule="exact:block=false", temperature=0.9, seed=seed, max_new_tokens=40)
+    answers = []
+    for moves in (True, False):  # False: all are read again
+        monkeypatch.setattr(lm, "is_host", lambda device, moves=moves: moves)
+        answers.append(FuzzyDecoder(target, small).generate(tiny_prompts(), **options).sequences)
+    assert answers[0] == answers[1]
 
 
 def _fresh(drafter: LMDrafter, text: list[int]) -> DraftTree:

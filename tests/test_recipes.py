@@ -158,9 +158,9 @@ def test_new_recipe_can_be_trained(family: str, targets: Targets, answers: Path,
 
 def test_a_recipe_for_ids_and_a_few_texts_reads_both(targets: Targets, answers: Path, here: Path) -> None:
     text = [{"prompt": "what is it", "response": "the end"}]
-    more = write_rows(here / "text.jsonl", text)
-    assert "tokenizer:" not in recipe_for(str(targets("llama")), [str(answers)])
-    assert "tokenizer:" in recipe_for(str(targets("llama")), [str(answers), str(more)])
+    more, broken = write_rows(here / "text.jsonl", text), write_rows(here / "broken.jsonl", [{"prompt_ids": []}])
+    for files, wanted in (([answers], False), ([broken, answers], False), ([broken, answers, more], True)):
+        assert ("tokenizer:" in recipe_for(str(targets("llama")), list(map(str, files)))) is wanted
 
 
 LLAMA = {

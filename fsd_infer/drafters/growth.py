@@ -62,9 +62,7 @@ class TreeSession(DraftSession):
         self._visits = torch.zeros(0)  # [B, E] tilted scores of the nodes that were expanded last
         self._drawing: Drawing | ChainDrawing | None = None  # of this round
         self._ratios = self._acceptance_ratios()
-        self._node_positions: list[
-            Tensor
-        ] = []  # [B, E] of each depth's expanded nodes, where :class:`CachedSession` asks
+        self._node_positions: list[Tensor] = []  # [B, E] of each depth's expanded nodes, if a session asks for them
         self._stopped: Tensor | None = None  # [] bool, on devices: whether drafting has stopped
 
     def _acceptance_ratios(self) -> AcceptanceRatios | None:
@@ -84,10 +82,6 @@ class TreeSession(DraftSession):
     @property
     def needs_report(self) -> bool:
         return self.shape.prices is not None
-
-    @property
-    def is_recordable(self) -> bool:
-        return self.shape.prices is None
 
     @property
     def shape_key(self) -> Hashable:

@@ -160,6 +160,10 @@ class LMSession(CachedSession):
         """Whether the text stays unread, because the next round will hardly draft."""
         return self.prices is not None and self.prices.was_plain and not (self.growth and self.growth.drafted)
 
+    @property
+    def is_recordable(self) -> bool:
+        return self.shape.prices is None
+
     def tensors(self) -> list[Tensor]:
         return [self.lengths, self.text, self.cached]
 

@@ -186,6 +186,10 @@ class StepSession(TreeSession):
         self.last_features.copy_(kept)
         self.lengths += counts
 
+    @property
+    def is_recordable(self) -> bool:
+        return self.shape.prices is None
+
     def tensors(self) -> list[Tensor]:
         return [self.lengths, self.last_features]
 

@@ -259,11 +259,12 @@ class Prefixes(Callback):
 
     def on_row_end(self, row: int, record: RowRecord) -> None:
         prompt_index, read = self.state.prompt_indices[row], int(self.state.lengths[row])
+        parts, self._features[prompt_index] = self._features[prompt_index], []  # they take memory of the device
         if read > self.max_length:
             return
         text = [*self.prompts[prompt_index], *record.tokens]
         count = min(read, len(text))  # the last round may have read beyond the answer's end
-        states, features = self.state.cache.saved(row, count), torch.cat(self._features[prompt_index])[:count]
+        states, features = self.state.cache.saved(row, count), torch.cat(parts)[:count]
         prefix = Prefix(torch.tensor(text[:count]), states, features, self.keys[prompt_index])
         if read == count or not prefix.is_whole:
             self.cache.store(prefix)

@@ -144,12 +144,13 @@ def split_images(
 
 def _with_places(messages: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
     """Return messages with image parts that name none before the content of the last user turn."""
-    last = next((turn for turn in reversed(messages) if turn.get("role") == "user"), None)
-    if last is None:
+    users = [index for index, turn in enumerate(messages) if turn.get("role") == "user"]
+    if not users:
         raise FsdError("images need a user turn that shows them.")
+    last = messages[users[-1]]
     parts = _parts(last) or [{"type": "text", "text": last.get("content")}]
     shown = {**last, "content": [*[{"type": "image"}] * count, *parts]}
-    return [shown if turn is last else turn for turn in messages]
+    return [*messages[: users[-1]], shown, *messages[users[-1] + 1 :]]
 
 
 def _parts(turn: Any) -> Sequence[Any]:

@@ -193,7 +193,8 @@ class _Rules(Registry[type[Rule]]):
         def named(rule: R) -> R:
             if not issubclass(rule, Rule) or rule.output is Rule.output:
                 raise TypeError(f"rule {name!r} must be a class that derives from LossyRule or Rule and has output().")
-            if get_annotations(rule) and "__dataclass_params__" not in vars(rule):
+            fields = [kind for kind in get_annotations(rule).values() if "ClassVar" not in str(kind)]
+            if fields and "__dataclass_params__" not in vars(rule):
                 raise TypeError(f"rule {name!r}: put @dataclass(frozen=True) between @RULES.register and the class.")
             rule.name = name
             reads_former_names(rule)

@@ -230,20 +230,25 @@ def load_target(
     """
     for name in _OURS.keys() & model_kwargs.keys():
         raise ModelLoadError(f"{name} is no argument for a target: {_OURS[name]}.")
+    model: Any
     place, kind = parse_device(take_device(device, model_kwargs)), parse_dtype(dtype)
     keeps_blocks = kind == torch.bfloat16 and not model_kwargs and bool(readable_types(reads_blocks))
     gguf = gguf_of(name_or_dir, keeps_blocks, progress)
     if gguf is None:
         own = {"dtype": kind, "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
         options = {option: value for option, value in model_kwargs.items() if option not in HUB_OPTIONS} | own
-        read = partial(_load, options, place, allow_control_tokens, adapter_of(name_or_dir))
-        return from_files(name_or_dir, model_kwargs, read, progress)
+        adapter, placed = adapter_of(name_or_dir), "device_map" in options or "tp_plan" in options
+        read = partial(_load, options, place, allow_control_tokens, adapter)
+        model, tokenizer, quantised = from_files(name_or_dir, model_kwargs, read, progress)
+        model.requires_grad_(False)
+        if adapter is not None:
+            add_adapter(model, adapter, merge=not quantised)
+        return model.eval() if placed else model.eval().to(place), tokenizer
     if model_kwargs:
         names = ", ".join(model_kwargs)
         raise ModelLoadError(f"{name_or_dir} is a GGUF file, which {names} cannot be used with: leave them out.")
     from fsd_infer.targets.gguf import load_gguf  # imports gguf-py
 
-    model: Any
     with explained(name_or_dir):
         model, tokenizer = load_gguf(gguf, kind, attn_implementation, reads_blocks if keeps_blocks else None)
     model.requires_grad_(False).eval()
@@ -259,14 +264,14 @@ def _load(
     adapter: Path | None,
     source: str,
     **where: Any,
-) -> tuple[Any, PreTrainedTokenizerBase | None]:
-    """Load a model and its tokenizer by transformers, with its adapter, in eval mode and without gradients.
+) -> tuple[Any, PreTrainedTokenizerBase | None, bool]:
+    """Load by transformers; return model, tokenizer, and whether the model is quantised.
 
     Args:
         options: of transformers, :func:`load_target`'s own included.
-        place: device to load on, unless the options place the model.
+        place: device to load a quantised model on, unless the options place it.
         allow_control_tokens: as in :func:`load_target`.
-        adapter: directory of one, which is merged or, in a quantised model, stays beside the weights.
+        adapter: directory of one that will be applied, merged or, to a quantised model, beside the weights.
         source: what transformers loads.
         where: options that say where the files lie.
     """
@@ -298,11 +303,7 @@ def _load(
     tokenizer = _tokenizer(source, allow_control_tokens, **where)
     model, info = loaded
     check_loaded(source, model, info)
-    model.requires_grad_(False)
-    if adapter is not None:
-        add_adapter(model, adapter, merge=not quantised)
-    placed = "device_map" in options or "tp_plan" in options
-    return model.eval() if placed else model.eval().to(place), tokenizer
+    return model, tokenizer, quantised
 
 
 def _config(source: str, **options: Any) -> PretrainedConfig:

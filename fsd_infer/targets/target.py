@@ -373,7 +373,9 @@ class Target(CachedModel):
         if self._keeps_fp32:
             final = final.to(self.dtype)
         if any(other.shape != final.shape for other in others):
-            raise ModelLoadError("inner layers pass on several streams: use a drafter that reads the last one alone")
+            raise ModelLoadError(
+                f"{self.name}: its inner layers pass on several streams: use a drafter that reads the last one alone"
+            )
         return torch.cat([final, *(other.to(final.dtype) for other in others)], dim=-1) if others else final
 
 

@@ -16,6 +16,7 @@ from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
 from fsd_train.losses.rows import default_chunk_size
 
+_ASKS = "data.tokenizer"  # in the reasons why rows of text or with images cannot be used
 SMALL = 1024  # largest hidden size for training on a CPU, where the LM head dominates the cost of drafts
 COVERAGE = 0.99
 DRAFT_VOCABULARIES = (4096, 8192, 16000, 32000)
@@ -142,6 +143,15 @@ def covering_vocabulary(counts: Tensor) -> tuple[int | None, float]:
     return (enough[0], shares[enough[0]]) if enough else (None, 1.0)
 
 
+def _asks_for_tokenizer(data: Any) -> bool:
+    """Whether any row that cannot be used is text; also if too few can be used to go on."""
+    try:
+        data.setup()
+    except DataError:
+        return True
+    return any(_ASKS in bad.reason for bad in data.row_check.bad)
+
+
 def fit_to_data(facts: TrainingFacts, choices: Choices, files: Sequence[str]) -> Choices:
     """Fit draft vocabulary and length to the training answers.
 
@@ -153,8 +163,9 @@ def fit_to_data(facts: TrainingFacts, choices: Choices, files: Sequence[str]) ->
     data, tokenizer = AnswersDataModule(list(files), strict=True, **options), False
     try:
         data.setup()
-    except DataError:  # rows of text
-        data, tokenizer = AnswersDataModule(list(files), tokenizer=facts.name, **options), True
+    except DataError as error:
+        tokenizer = _ASKS in str(error) or _asks_for_tokenizer(AnswersDataModule(list(files), **options))
+        data = AnswersDataModule(list(files), tokenizer=facts.name if tokenizer else None, **options)
         data.setup()
     assert data.train_set is not None
     lengths = sorted(data.train_set.lengths)
