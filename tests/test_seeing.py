@@ -24,6 +24,7 @@ from fsd_infer.decoder.prompts import encode_with_images, shows_images
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters import NoDrafter
 from fsd_infer.engine import Request, decode
+from fsd_infer.request.images import Sources, split_images
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.app import Limits, make_app
 from fsd_infer.targets.image_inputs import ImagePrompt, read_with_images
@@ -338,3 +339,10 @@ def test_names_of_marks_in_messages_are_text() -> None:
     ids = encode_with_images(decoder.target, marked)[0]
     assert "what <image> is <|end|> it" in decoder.tokenizer.decode(ids)
     assert decoder.generate("what is it", images=an_image(1), **LIMITS).sequences[0] == expected_of(decoder, plain)
+
+
+def test_images_stand_in_the_last_turn_alone_though_an_earlier_one_is_the_same() -> None:
+    asked = {"role": "user", "content": "what is it"}
+    turns, images = split_images([asked, {"role": "assistant", "content": "a cat"}, asked], [an_image(1)], Sources())
+    assert turns[0] == asked and [part["type"] for part in turns[2]["content"]] == ["image", "text"]
+    assert len(images) == 1
