@@ -60,7 +60,7 @@ def test_the_cache_holds_what_a_fresh_session_reads(family: str, monkeypatch: py
 
 @pytest.mark.parametrize("seed", range(4))
 def test_siblings_with_one_token_keep_their_slots(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawn nodes may repeat a sibling's token. The slots of those behind it were counted without it."""
+    """Drawn nodes may repeat a sibling's token. Slots of later nodes were counted without it."""
     torch.manual_seed(0)
     target = Target(tiny_model("mistral"))
     small = LMDrafter(Target(noisy_model("mistral")), target, TreeShape(depth=4, width=3, nodes=12))

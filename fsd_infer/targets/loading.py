@@ -230,31 +230,50 @@ def load_target(
     """
     for name in _OURS.keys() & model_kwargs.keys():
         raise ModelLoadError(f"{name} is no argument for a target: {_OURS[name]}.")
-    model: Any
     place, kind = parse_device(take_device(device, model_kwargs)), parse_dtype(dtype)
     keeps_blocks = kind == torch.bfloat16 and not model_kwargs and bool(readable_types(reads_blocks))
     gguf = gguf_of(name_or_dir, keeps_blocks, progress)
     if gguf is None:
         own = {"dtype": kind, "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
-        options = {option: value for option, value in model_kwargs.items() if option not in HUB_OPTIONS} | own
-        adapter, placed = adapter_of(name_or_dir), "device_map" in options or "tp_plan" in options
-        read = partial(_load, options, place, allow_control_tokens, adapter)
-        model, tokenizer, quantised = from_files(name_or_dir, model_kwargs, read, progress)
-        model.requires_grad_(False)
-        if adapter is not None:
-            add_adapter(model, adapter, merge=not quantised)
-        return model.eval() if placed else model.eval().to(place), tokenizer
+        return _load_files(name_or_dir, model_kwargs, own, place, allow_control_tokens, progress)
     if model_kwargs:
         names = ", ".join(model_kwargs)
         raise ModelLoadError(f"{name_or_dir} is a GGUF file, which {names} cannot be used with: leave them out.")
     from fsd_infer.targets.gguf import load_gguf  # imports gguf-py
 
+    model: Any
     with explained(name_or_dir):
         model, tokenizer = load_gguf(gguf, kind, attn_implementation, reads_blocks if keeps_blocks else None)
     model.requires_grad_(False).eval()
     if tokenizer is not None:
         set_control_tokens(tokenizer, allow_control_tokens)
     return model if keeps_blocks else model.to(place), tokenizer
+
+
+def _load_files(
+    name: str | os.PathLike[str],
+    given: dict[str, Any],
+    own: dict[str, Any],
+    place: torch.device,
+    allow_control_tokens: bool,
+    progress: bool,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Load a target by transformers, with its adapter, in eval mode and without gradients.
+
+    Args:
+        name, allow_control_tokens, progress: as of :func:`load_target`.
+        given: its ``model_kwargs``.
+        own: its other options of transformers.
+        place: device to load on, unless ``given`` places the model.
+    """
+    options = {option: value for option, value in given.items() if option not in HUB_OPTIONS} | own
+    adapter, placed = adapter_of(name), "device_map" in options or "tp_plan" in options
+    read = partial(_load, options, place, allow_control_tokens, adapter)
+    model, tokenizer, quantised = from_files(name, given, read, progress)
+    model.requires_grad_(False)
+    if adapter is not None:  # outside the reading: its errors say nothing of the base's files
+        add_adapter(model, adapter, merge=not quantised)
+    return model.eval() if placed else model.eval().to(place), tokenizer
 
 
 def _load(
