@@ -13,6 +13,7 @@ before and after. A model whose forward reads values on the host cannot be recor
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -29,7 +30,7 @@ from fsd_infer.engine.round import RoundTensors, VerifiedTree, advance, decode_r
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
-from fsd_infer.trees.menu import MenuPolicy
+from fsd_infer.trees.policy import TreePolicy
 from fsd_infer.trees.tree import DraftTree
 
 log = logging.getLogger(__name__)
@@ -153,17 +154,17 @@ class RoundRecorder:
         smaller.live.copy_(to_device(torch.tensor([row in live for row in kept]), self.device))
         vars(state).update({**vars(smaller), "on_phase": on_phase})
         self.current.state = state
-        if isinstance(state.policy, MenuPolicy):
-            state.policy.timed = False  # for so few rows
+        if state.policy is not None:
+            state.policy.is_timed = False  # for so few rows
 
     def run(self, state: DecodeState) -> RoundTensors:
         """Run a round: replay its recording, or record it first."""
         recorded = self.current
-        if isinstance(state.policy, MenuPolicy) and recorded is not None and recorded.state is state:
-            self._time(state, state.policy, recorded)
-        if recorded is None or recorded.state is not state or self.refused:
+        if recorded is None or recorded.state is not state:
             return decode_round(state)
-        return self._run(state, recorded)
+        if state.policy is not None and not state.policy.is_timed:
+            self._time(state, state.policy, recorded)
+        return decode_round(state) if self.refused else self._run(state, recorded)
 
     def _run(self, state: DecodeState, recorded: RecordedState) -> RoundTensors:
         session, tree = state.session, None
@@ -268,10 +269,8 @@ class RoundRecorder:
                 x.copy_(value)
             self.generator.set_state(random_state)
 
-    def _time(self, state: DecodeState, policy: MenuPolicy, recorded: RecordedState) -> None:
-        """Record and time a round of every shape of a menu, at the first round of its state."""
-        if policy.timed:
-            return
+    def _time(self, state: DecodeState, policy: TreePolicy, recorded: RecordedState) -> None:
+        """Record and time a round of every shape of the policy's menu, at the first round of its state."""
         for shape in policy.menu[len(recorded.seconds) :]:
             state.session.shape = shape
             with self._unchanged(state, lambda phase: None):
@@ -280,11 +279,11 @@ class RoundRecorder:
                     if self.refused:
                         return
                 state.roots.tolist()  # waits
-                began = policy.clock()
+                began = time.perf_counter()
                 for _ in range(TIMED_ROUNDS):
                     self._run(state, recorded)
                 state.roots.tolist()
-                recorded.seconds.append((policy.clock() - began) / TIMED_ROUNDS)
+                recorded.seconds.append((time.perf_counter() - began) / TIMED_ROUNDS)
         policy.time(recorded.seconds)
         state.session.shape = policy.choose(len(state.prompt_indices))
 

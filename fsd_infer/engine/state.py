@@ -15,7 +15,6 @@ from fsd_infer.drafters.session import DraftSession
 from fsd_infer.request.processors import TreeProcessors
 from fsd_infer.rules import Rule, TokenHistory
 from fsd_infer.targets.target import Target
-from fsd_infer.trees.menu import MenuPolicy
 from fsd_infer.trees.policy import TreePolicy
 
 
@@ -64,7 +63,7 @@ class DecodeState:
     history: Callable[[], list[Tensor | None]]
     max_nodes: int
     live: Tensor | None = None
-    policy: TreePolicy | MenuPolicy | None = None
+    policy: TreePolicy | None = None
     on_phase: Callable[[str], None] = field(default=lambda phase: None)
 
     @property

@@ -9,14 +9,13 @@ from torch import Tensor
 
 from fsd_infer.drafters.base import Drafter
 from fsd_infer.engine.callback import Callback
-from fsd_infer.engine.callbacks import MenuUpdate, PhaseTimer, Prefixes, Recorder, Stopping, TreeUpdate
+from fsd_infer.engine.callbacks import PhaseTimer, Prefixes, Recorder, Stopping, TreeUpdate
 from fsd_infer.engine.report import RoundReport
 from fsd_infer.engine.request import Request
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.engine.stats import GenerationStats, Outcome, RowRecord, describe_rules
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
-from fsd_infer.trees.menu import MenuPolicy
 from fsd_infer.trees.shape import AUTO
 
 
@@ -55,8 +54,7 @@ class RequestTracker:
         self.rules: list[Rule] = state.rules[: len(state.prompt_indices)]
         self.callbacks += self.request.callbacks  # which may end rows, before the tree's choice counts those that go on
         if state.policy is not None:
-            policy = state.policy
-            self.callbacks.append(MenuUpdate(policy) if isinstance(policy, MenuPolicy) else TreeUpdate(policy))
+            self.callbacks.append(TreeUpdate(state.policy))
         state.on_phase = self.on_phase
         somebody_waits = any(callback.reads_tensors or callback.waits for callback in self.callbacks)
         somebody_waits = somebody_waits or state.asks_host or state.session.needs_report
