@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_core.tensors import at_nodes, trimmed_on_host
+from fsd_core import functional
+from fsd_core.functional import at_nodes
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.rules import RoundInput, Verdict
 from fsd_infer.rules.base import device_verdict
@@ -135,8 +136,8 @@ def extend_texts(state: DecodeState, verdict: Verdict) -> None:
 def advance(state: DecodeState, result: RoundTensors) -> None:
     """Extend the drafter's texts by the emitted tokens, each with the features before it."""
     counts = result.verdict.accepted + 1
-    tokens, features = trimmed_on_host(counts, result.verdict.tokens, result.features)
-    state.session.extend(tokens, features, counts)
+    longest = functional.host_max(counts, result.verdict.tokens.shape[1])  # beyond, all rows have padding
+    state.session.extend(result.verdict.tokens[:, :longest], result.features[:, :longest], counts)
 
 
 class VerifiedTree:

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fsd_core import functional
-from fsd_core.divergence import divergence
-from fsd_core.tensors import wide
+from fsd_core import functional, sampling
+from fsd_core.divergence import divergence, divergence_rows
+from fsd_core.functional import wide
 from fsd_infer.rules.distributions import OutputDistribution, biased
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.verification import FORKS, TokenOrigin, Verdict, row_index
@@ -148,7 +148,7 @@ class _Walk:
             [B, N] probability of each draft below these contexts; [R] their costs.
         """
         inputs, r = self.inputs, log_r.softmax(-1)
-        cost = functional.divergence_rows(at.scores, log_r, divergence("kl_qp"))
+        cost = divergence_rows(at.scores, log_r, divergence("kl_qp"))
         r_draft = at.of_drafts(r, parent_row.clamp_min(0)).to(self.r_draft.dtype)
         if inputs.sampled:
             residual = (r - at.proposal).clamp_min(0.0).sum(-1)
@@ -264,7 +264,7 @@ class _Walk:
         if inputs.greedy:
             return torch.where(lossy.gather(1, end), self.r_token.gather(1, end), inputs.likeliest.gather(1, end))
         weights = self._weights(end, lossy)
-        token = functional.draw(weights, inputs.uniform(1).gather(1, end)[:, 0])[:, None]
+        token = sampling.draw(weights, inputs.uniform(1).gather(1, end)[:, 0])[:, None]
         return torch.where(token < weights.shape[1], token, inputs.likeliest.gather(1, end))  # all weights round to 0
 
     def _residual(self, at: VocabRows, r: Tensor, is_lossy: Tensor) -> Tensor:

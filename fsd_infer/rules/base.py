@@ -14,8 +14,9 @@ from torch import Tensor
 
 from fsd_core.errors import FsdError
 from fsd_core.former import FormerName, Renamed
+from fsd_core.functional import at_nodes, wide
 from fsd_core.registry import Registry
-from fsd_core.tensors import at_nodes, to_device, wide
+from fsd_core.tensors import to_device
 from fsd_infer.rules._walk import walk
 from fsd_infer.rules.block_test import block_test
 from fsd_infer.rules.distributions import OutputDistribution
