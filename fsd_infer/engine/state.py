@@ -82,18 +82,17 @@ class DecodeState:
         return [*self.prompt_indices, *[0] * (len(self.rules) - len(self.prompt_indices))]
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the batch, which ascend; drop or mask all others."""
-        if self.live is not None:
-            live = torch.zeros(len(self.rules), dtype=torch.bool)
-            live[rows] = True
+        """Keep these rows of the batch, which ascend; drop or mask all others. Without any, the request has ended."""
+        index = torch.tensor(rows, dtype=torch.long)
+        if not rows:
+            self.prompt_indices = []
+        elif self.live is not None:
+            live = torch.zeros(len(self.rules), dtype=torch.bool).index_fill_(0, index, True)
             self.live.copy_(to_device(live, self.device))
-        elif rows:
-            index = torch.tensor(rows)
+        else:
             self._take_rows(index)
             self.cache.keep_rows(index)
             self.session.keep_rows(index)
-        if not rows:
-            self.prompt_indices = []
 
     def release_request(self) -> None:
         """Drop the references to the request: its history and its callbacks."""

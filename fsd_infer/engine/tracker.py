@@ -59,9 +59,6 @@ class RequestTracker:
         somebody_waits = any(callback.reads_tensors or callback.waits for callback in self.callbacks)
         somebody_waits = somebody_waits or state.asks_host or state.session.needs_report
         self.overlaps = state.live is not None and state.session.is_recordable and not somebody_waits
-        self._phase_listeners = [
-            one.on_phase for one in self.callbacks if getattr(one.on_phase, "__func__", None) is not Callback.on_phase
-        ]
         for callback in self.callbacks:
             callback.on_start(state)
 
@@ -91,8 +88,9 @@ class RequestTracker:
         ]
 
     def on_phase(self, phase: str) -> None:
-        for listener in self._phase_listeners:
-            listener(phase)
+        """Tell the callbacks that a phase has ended."""
+        for callback in self.callbacks:
+            callback.on_phase(phase)
 
     def on_round(self, report: RoundReport) -> None:
         """Tell the callbacks of a round, and drop the rows that it finishes."""
