@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fsd_core.tensors import visible_slots
+from fsd_infer.device.cache import visible_slots
 from fsd_infer.device.states import chain_of
 from fsd_infer.targets.target import Target
 

@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fsd_core.errors import FsdError, VocabularyMismatchError
+from fsd_core.functional import at_nodes, is_host, replaceable
 from fsd_core.registry import Registry, read_int
-from fsd_core.tensors import is_host
 
 LN2 = math.log(2.0)
 ZERO = -1e30  # log-probabilities up to this mean probability 0; finite, to avoid inf - inf
@@ -296,3 +296,33 @@ def reduced(p_logits: Tensor, q_logits: Tensor, draft_ids: Tensor) -> tuple[Tens
     outside = p_logits.index_fill(-1, draft_ids, ZERO).clamp_min(ZERO).logsumexp(-1, keepdim=True)
     outside = outside.masked_fill(outside <= ZERO, -math.inf)  # no gradient there, and no inf - inf in it
     return torch.cat([inside, outside], dim=-1).log_softmax(-1), log_q
+
+
+@replaceable
+def divergence_rows(
+    p_logits: Tensor,
+    q_logits: Tensor,
+    measure: Divergence,
+    draft_ids: Tensor | None = None,
+    q_index: Tensor | None = None,
+) -> Tensor:
+    """Return D(p, q) per row of p in nats, in fp32 (fp64 if an argument is).
+
+    Args:
+        p_logits: [..., V] the target's; [B, N, V] with ``q_index``.
+        q_logits: [..., Vd] the drafter's; [B, I, Vd] with ``q_index``.
+        measure: D.
+        draft_ids: [Vd] the tokens of q's columns, elsewhere q is 0; None: V = Vd.
+        q_index: [B, N] int64, the row of q for each row of p, -1 for none; None: all in order.
+
+    Returns:
+        [...]; [B, N] with ``q_index``, infinite where it is -1.
+
+    Raises:
+        IndexError: a row or a token is out of range.
+        VocabularyMismatchError: ``draft_ids`` or V does not fit ``q_logits``.
+    """
+    if q_index is None:
+        return measure.with_reduced_drafter(p_logits, q_logits, draft_ids)
+    q_logits = at_nodes(q_logits, q_index.clamp_min(0))
+    return measure.with_reduced_drafter(p_logits, q_logits, draft_ids).masked_fill(q_index < 0, math.inf)

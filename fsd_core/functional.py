@@ -3,6 +3,8 @@
 A backend that has something faster for its kind of processor registers it by :func:`register` when it is loaded. Each
 function then asks the kernel first. A kernel returns NotImplemented for what it does not take (a dtype, a shape,
 arguments under autograd), and the body here computes it. So these bodies define the results and know no processor.
+
+Those that only rounds above temperature 0 call are in :mod:`fsd_core.sampling`; another is :func:`.divergence_rows`.
 """
 
 from __future__ import annotations
@@ -10,35 +12,35 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from fsd_core.errors import UnknownNameError
 from fsd_core.registry import did_you_mean
-from fsd_core.tensors import at_nodes, wide
-
-if TYPE_CHECKING:
-    from fsd_core.divergence import Divergence
 
 P = ParamSpec("P")
 R = TypeVar("R")
 TreeTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]  # tokens, parents, scores and proposers of a DraftTree
-# before learning, the chance that the target accepts a draw from the rest of q: where the largest q is 0, and 1
-ACCEPT_IF_UNSURE, ACCEPT_IF_SURE = 0.2, 0.95
-MIN_REST = 1e-3  # a smaller rest of q is rounding
-TINY = 1e-30  # in place of 0 as a divisor
 MIN_WRONG = 0.001  # chance that all steps of the main drafter from a node are wrong
 
-KERNELS: dict[str, dict[str, Callable[..., Any]]] = {}  # by function and device type
+# by function, of this module and of those above, and device type
+KERNELS: dict[str, dict[str, Callable[..., Any]]] = {
+    name: {}
+    for name in (
+        "ancestors", "descent_probs", "divergence_rows", "draw", "drawn_weights", "host_max", "host_nonzero",
+        "keep_top_k", "mixed_children", "residual_mass", "row_entropy", "row_max", "row_stats", "sample_rows",
+        "topk_logprobs", "tree_union",
+    )
+}  # fmt: skip
 
 
 def register(name: str, device: str, kernel: Callable[..., Any]) -> None:
-    """Let a kernel answer for a function of this module on one type of device.
+    """Let a kernel answer for a function on one type of device.
 
     Args:
-        name: of the function.
+        name: of the function, one of :data:`KERNELS`.
         device: type of the first tensor's device, such as "cpu".
         kernel: takes the function's arguments. Returns its result, or NotImplemented.
 
@@ -47,15 +49,15 @@ def register(name: str, device: str, kernel: Callable[..., Any]) -> None:
     """
     if name not in KERNELS:
         raise UnknownNameError(
-            f"no function {name!r} of fsd_core.functional takes a kernel.{did_you_mean(name, KERNELS)} Those that do: "
+            f"no function {name!r} takes a kernel.{did_you_mean(name, KERNELS)} Those that do: "
             f"{', '.join(sorted(KERNELS))}."
         )
     KERNELS[name][device] = kernel
 
 
-def _replaceable(plain: Callable[P, R]) -> Callable[P, R]:
-    """Let kernels of the first tensor's device answer before the function itself."""
-    kernels = KERNELS[plain.__name__] = {}
+def replaceable(plain: Callable[P, R]) -> Callable[P, R]:
+    """Let kernels of the first tensor's device answer before a function of :data:`KERNELS` itself."""
+    kernels = KERNELS[plain.__name__]
 
     @wraps(plain)
     def function(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -70,7 +72,7 @@ def _replaceable(plain: Callable[P, R]) -> Callable[P, R]:
 # rows of logits ---------------------------------------------------------------------------------------------------
 
 
-@_replaceable
+@replaceable
 def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest number of each row of [..., V] and its first index.
 
@@ -80,7 +82,7 @@ def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits.amax(-1).float(), logits.argmax(-1)
 
 
-@_replaceable
+@replaceable
 def row_stats(logits: Tensor, where: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return :func:`row_max` and each row's ln Σ exp in fp32, or its largest number if that is infinite or NaN.
 
@@ -91,7 +93,7 @@ def row_stats(logits: Tensor, where: Tensor | None = None) -> tuple[Tensor, Tens
     return logits.amax(-1).float(), logits.argmax(-1), logits.float().logsumexp(-1)
 
 
-@_replaceable
+@replaceable
 def row_entropy(logits: Tensor, where: Tensor | None = None) -> Tensor:
     """Return the entropy of each row's softmax in nats: [...] in fp32.
 
@@ -101,7 +103,7 @@ def row_entropy(logits: Tensor, where: Tensor | None = None) -> Tensor:
     return -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1)  # 0 · ln 0 = 0
 
 
-@_replaceable
+@replaceable
 def topk_logprobs(logits: Tensor, k: int, where: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the k highest log-probabilities of each row and their tokens.
 
@@ -117,140 +119,49 @@ def topk_logprobs(logits: Tensor, k: int, where: Tensor | None = None) -> tuple[
     return values.float() - logits.float().logsumexp(-1, keepdim=True), tokens
 
 
-@_replaceable
+@replaceable
 def keep_top_k(scores: Tensor, k: int, other: float = -math.inf) -> Tensor:
     """Replace every score below the k-th largest of its row by ``other``. scores: [..., V]."""
     return scores.masked_fill(scores < scores.topk(k).values[..., -1:], other)
 
 
-@_replaceable
-def divergence_rows(
-    p_logits: Tensor,
-    q_logits: Tensor,
-    measure: Divergence,
-    draft_ids: Tensor | None = None,
-    q_index: Tensor | None = None,
-) -> Tensor:
-    """Return D(p, q) per row of p in nats, in fp32 (fp64 if an argument is).
+class Memory(NamedTuple):
+    """How the host reaches a kind of device.
 
-    Args:
-        p_logits: [..., V] the target's; [B, N, V] with ``q_index``.
-        q_logits: [..., Vd] the drafter's; [B, I, Vd] with ``q_index``.
-        measure: D, see :mod:`fsd_core.divergence`.
-        draft_ids: [Vd] the tokens of q's columns, elsewhere q is 0; None: V = Vd.
-        q_index: [B, N] int64, the row of q for each row of p, -1 for none; None: all in order.
-
-    Returns:
-        [...]; [B, N] with ``q_index``, infinite where it is -1.
-
-    Raises:
-        IndexError: a row or a token is out of range.
-        VocabularyMismatchError: ``draft_ids`` or V does not fit ``q_logits``.
+    Attributes:
+        is_host: whether it reads tensors there without waiting.
+        is_shared: whether the two share memory, so that copies need no pinned pages.
+        wide: the widest floating-point type.
     """
-    if q_index is None:
-        return measure.with_reduced_drafter(p_logits, q_logits, draft_ids)
-    q_logits = at_nodes(q_logits, q_index.clamp_min(0))
-    return measure.with_reduced_drafter(p_logits, q_logits, draft_ids).masked_fill(q_index < 0, math.inf)
+
+    is_host: bool = False
+    is_shared: bool = False
+    wide: torch.dtype = torch.float64
 
 
-@_replaceable
-def residual_mass(
-    p_logits: Tensor, q_logits: Tensor, weight: Tensor, q_index: Tensor, draft_ids: Tensor | None = None
-) -> Tensor:
-    """Return Σ (w·p - q)+ per row of p, 0 where there is no q: [B, N]. With w = 1 it is their total variation.
-
-    Args:
-        p_logits, q_logits, q_index, draft_ids: as of :func:`divergence_rows`.
-        weight: [B, N] w, from 0 to 1.
-    """
-    p, q = weight[..., None].float() * p_logits.float().softmax(-1), q_logits.float().softmax(-1)
-    own = p if draft_ids is None else p.index_select(-1, draft_ids.long())
-    mass = (own - at_nodes(q, q_index.clamp_min(0))).clamp_min(0.0).sum(-1).to(weight.dtype)
-    if draft_ids is not None:
-        mass = mass + (weight - own.sum(-1)).clamp_min(0.0)
-    return mass.masked_fill(q_index < 0, 0.0)
+_MEMORIES = {"cpu": Memory(is_host=True, is_shared=True), "mps": Memory(is_shared=True, wide=torch.float32)}
+_APART = Memory()  # of all other kinds
 
 
-@_replaceable
-def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw one index per row by inverse CDF; an index of weight 0 is never drawn.
-
-    Args:
-        weights: [R, M], at least 0, of any total; a total of 0 gives M.
-        uniforms: [R] in [0, 1).
-    """
-    cdf = weights.cumsum(-1, dtype=wide(weights.device))
-    total = cdf[:, -1]
-    share = torch.minimum(uniforms.to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, share[:, None], right=True).squeeze(-1)
+def memory_of(device: torch.device) -> Memory:
+    """The one place where decoding asks for the kind of a device."""
+    return _MEMORIES.get(device.type, _APART)
 
 
-@_replaceable
-def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
-    """Draw an index from each row's softmax by inverse CDF; one of probability 0 is never drawn.
-
-    Args:
-        logits: [..., V].
-        uniforms: [...] in [0, 1).
-        where: [...] bool, the rows that count; results of others are arbitrary.
-
-    Returns:
-        [...] int64.
-    """
-    rows = logits.softmax(-1).flatten(0, -2)
-    return draw(rows, uniforms.flatten()).view(uniforms.shape).clamp_max(logits.shape[-1] - 1)
+def is_host(device: torch.device) -> bool:
+    """Whether the host reads tensors of this device without waiting, so that shapes may follow from values."""
+    return memory_of(device).is_host
 
 
-@_replaceable
-def mixed_children(
-    log_q: Tensor,
-    accept_log_probs: Tensor,
-    ancestors: Tensor,
-    reserved: Tensor,
-    free_nodes: Tensor,
-    ratios: tuple[float, float],
-    min_log_prob: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Decide which children of a context are fixed, and which contexts draw one more.
-
-    :mod:`fsd_infer.drafters.drawing` says why so. No draw is looked at. Log-probabilities of acceptance are estimates.
-
-    Args:
-        log_q: [B, E, w] ln q of the candidates of each context, falling. The last one's index is the drawn child's.
-        accept_log_probs: [B, E] log-probability that each context is accepted.
-        ancestors: [B, E, n] which expanded nodes are each context's ancestors or itself, the root excluded.
-        reserved: [B, n] which of them will be verified because something is drawn below.
-        free_nodes: [B] int64, how many nodes of each tree are not reserved.
-        ratios: learned ratios of accepted to expected drafts, of likely and of drawn children.
-        min_log_prob: a node that is accepted with a smaller log-probability is not worth verifying.
-
-    Returns:
-        fixed: [B, E, w] bool.
-        draws: [B, E] bool.
-        drawn_log_probs: [B, E] log-probability that the target accepts the drawn child, given its context.
-        reserved, free_nodes: as they are then.
-    """
-    likely_ratio, drawn_ratio = ratios
-    q_max = log_q[..., :1].exp()
-    accept_drawn = drawn_ratio * (ACCEPT_IF_UNSURE + (ACCEPT_IF_SURE - ACCEPT_IF_UNSURE) * q_max)
-    accept_drawn = accept_drawn.clamp_max(ACCEPT_IF_SURE)  # [B, E, 1] of each token of the rest of q
-    gain = (likely_ratio - accept_drawn).clamp_min(0.0).log()  # of fixing a token instead of leaving it to the draw
-    fixed = accept_log_probs[..., None] + log_q + gain >= min_log_prob
-    fixed[..., -1] = False
-    rest = (1.0 - (log_q.exp() * fixed).sum(-1)).clamp_min(0.0)
-    drawn_log_probs = (accept_drawn[..., 0] * rest).log()
-    wants = (accept_log_probs + drawn_log_probs >= min_log_prob) & (rest > MIN_REST)
-    # a draw reserves its child and what is not yet reserved above it; contexts take the free nodes in order
-    cost = (1 + (ancestors & ~reserved[:, None]).sum(-1)) * wants
-    draws = wants & (cost.cumsum(-1) <= free_nodes[:, None])
-    reserved = reserved | (ancestors & draws[..., None]).any(1)
-    return fixed, draws, drawn_log_probs, reserved, free_nodes - (cost * draws).sum(-1)
+def wide(device: torch.device) -> torch.dtype:
+    """Return the widest floating-point type of a device, which holds any token id exactly."""
+    return memory_of(device).wide
 
 
 # what the host may read without a transfer (kernels of a CPU do): loops end sooner, and shapes are smaller ----------
 
 
-@_replaceable
+@replaceable
 def host_max(values: Tensor, bound: int) -> int:
     """Return the largest of some whole numbers where the host may read them, else ``bound``, which none exceeds."""
     return bound
@@ -261,7 +172,7 @@ def host_all(mask: Tensor) -> bool:
     return host_max(~mask, 1) == 0
 
 
-@_replaceable
+@replaceable
 def host_nonzero(mask: Tensor) -> Tensor | None:
     """Return the indices where a mask [R] holds, where the host may read it; None: all, or it may not."""
     return None
@@ -270,7 +181,16 @@ def host_nonzero(mask: Tensor) -> Tensor | None:
 # trees ------------------------------------------------------------------------------------------------------------
 
 
-@_replaceable
+def at_nodes(values: Tensor, nodes: Tensor) -> Tensor:
+    """Pick values [B, N, ...] at nodes [B, K] -> [B, K, ...]. Copies whole entries, unlike gather."""
+    if len(values) == 1:
+        return values[0].index_select(0, nodes[0])[None]
+    count = values.shape[1]
+    index = nodes + count * torch.arange(nodes.shape[0], device=nodes.device)[:, None]
+    return values.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, nodes.shape)
+
+
+@replaceable
 def ancestors(parents: Tensor) -> Tensor:
     """Return whether node j is on the path from the root to node i, itself included: [B, N, N] bool.
 
@@ -285,39 +205,7 @@ def ancestors(parents: Tensor) -> Tensor:
     return found
 
 
-@_replaceable
-def drawn_weights(ratio: Tensor, parents: Tensor, drawn: Tensor, depth: int) -> Tensor:
-    """Return w of block verification: min(1, w(parent)·ratio) at drawn nodes, 1 at others.
-
-    Args:
-        ratio: [B, N] p/q of drawn nodes.
-        parents: [B, N] int64 node numbers, each less than its node's own; 0 for the root.
-        drawn: [B, N] bool, False for the root.
-        depth: at least that of the deepest node.
-    """
-    weight = ones = torch.ones_like(ratio)
-    for _ in range(depth):
-        weight = torch.where(drawn, (weight.gather(1, parents) * ratio).clamp_max(1.0), ones)
-    return weight
-
-
-@_replaceable
-def descent_probs(ends_here: Tensor, parents: Tensor, drawn: Tensor, depth: int) -> Tensor:
-    """Return the probability that a walk which ends at a node's parent or below its draw ends below its draw: [B, N].
-
-    Args:
-        ends_here: [B, N] that it ends at a node, if it does not end below the node's drawn child.
-        parents, drawn, depth: as of :func:`drawn_weights`; a node has at most one drawn child.
-    """
-    none = ends_below = torch.zeros_like(ends_here)
-    ends_within = ends_here
-    for _ in range(depth):
-        ends_below = none.scatter_add(1, parents, ends_within.masked_fill(~drawn, 0.0))
-        ends_within = ends_below + (1 - ends_below) * ends_here
-    return (ends_below / ends_within.clamp_min(TINY)).clamp_max(1.0).gather(1, parents)
-
-
-@_replaceable
+@replaceable
 def tree_union(
     main: TreeTensors, grafted: TreeTensors, main_proposers: int, depth: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -36,7 +36,7 @@ def decoder() -> FuzzyDecoder:
 
 def test_the_public_surface() -> None:
     generate, load = FuzzyDecoder.generate, FuzzyDecoder.from_pretrained
-    assert len(inspect.signature(generate).parameters) - 1 == 7  # images are no data of a request's configuration
+    assert len(inspect.signature(generate).parameters) - 1 == 6
     assert len(inspect.signature(load).parameters) == 7
     assert len(fsd_infer.__all__) == 12 and all(hasattr(fsd_infer, name) for name in fsd_infer.__all__)
 

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from fsd_core.tensors import visible_slots
 from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.backends.cuda import interface
 from fsd_infer.backends.cuda.backend import CudaBackend
 from fsd_infer.backends.cuda.fused import fused
 from fsd_infer.backends.cuda.stack import CudaStack, fusible, knows_layers
-from fsd_infer.device.cache import SlotCache, cache_argument
+from fsd_infer.device.cache import SlotCache, cache_argument, visible_slots
 from fsd_infer.targets.masks import layer_windows
 from fsd_infer.targets.stack import StackInputs
 from tests.covering import fast_only

@@ -16,7 +16,7 @@ LOADERS = {
 }
 SEEN_BY_BACKENDS = {f"fsd_infer.{name}" for name in ("device.cache", "device.cores", "device.cpuinfo", "device.memory")}
 SEEN_BY_BACKENDS |= {f"fsd_infer.targets.{name}" for name in ("masks", "stack", "weights")}
-PURE = ["fsd_core.divergence", "fsd_core.functional", "fsd_infer.trees.tree", "fsd_infer.rules"]
+PURE = ["fsd_core.divergence", "fsd_core.functional", "fsd_core.sampling", "fsd_infer.trees.tree", "fsd_infer.rules"]
 MODELS = ["transformers", "huggingface_hub", "fsd_infer.targets"]
 HEAVY = [*MODELS, "safetensors", "fsd_infer.backends.cpu.build"]
 

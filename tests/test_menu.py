@@ -21,6 +21,7 @@ from fsd_infer.rules import parse_rule
 from fsd_infer.trees.costs import PRIORS
 from fsd_infer.trees.estimates import PolicyStore, RuleProfile
 from fsd_infer.trees.menu import MenuPolicy, menu_of
+from fsd_infer.trees.policy import TreeReport
 from fsd_infer.trees.shape import MENU, NO_TREE, TreeShape
 from tests.families import VOCAB, tiny_head, tiny_model
 from tests.sim_graphs import SimRecorder
@@ -171,7 +172,7 @@ def rounds_of(policy: MenuPolicy, sure: float, said: float, count: int, draws: r
             alive = alive and draws.random() < chance / before
             accepted += alive
         known = [sum(drafts(one, said)[: shape.depth]) if shape.depth else float("nan") for one in MENU]
-        policy.update(shape, [[*known, *(drafts(shape, said)[-1:] or known[-1:])]], [accepted])
+        policy.update(TreeReport(shape, [accepted], forecasts=[[*known, *(drafts(shape, said)[-1:] or known[-1:])]]))
         tokens, spent = tokens + 1 + accepted, spent + SECONDS[MENU.index(shape)]
     return tokens, spent
 

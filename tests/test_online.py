@@ -29,7 +29,7 @@ from fsd_infer.drafters.loading import choose_trees, main_of
 from fsd_infer.trees.calibration import Calibration, DraftKind
 from fsd_infer.trees.costs import PRIORS, CostPrior
 from fsd_infer.trees.estimates import PolicyStore, RuleProfile
-from fsd_infer.trees.policy import TRIALS, TreePolicy, TreeReport, policy_store
+from fsd_infer.trees.policy import TRIALS, PricePolicy, RoundSeconds, TreeReport, policy_store
 from fsd_infer.trees.priced_growth import PricedGrowth
 from fsd_infer.trees.prices import KNOTS
 from fsd_infer.trees.shape import AUTO, TreeShape, parse_tree
@@ -95,15 +95,15 @@ class Text:
         return 0 if draw < first else 1 if draw < first + second else 2
 
 
-def policy_of(store: PolicyStore) -> TreePolicy:
-    return TreePolicy(store, 1, RuleProfile(), TreeShape(12, 2, 48))
+def policy_of(store: PolicyStore) -> PricePolicy:
+    return PricePolicy(store, 1, RuleProfile(), TreeShape(12, 2, 48))
 
 
-def round_of(text: Text, machine: Machine, choice: TreePolicy | TreeShape) -> int:
+def round_of(text: Text, machine: Machine, choice: PricePolicy | TreeShape) -> int:
     """Drafts a chain with a sibling of each node, verifies it, and returns the tokens emitted."""
     steps: list[tuple[float, float]] = []
     shape, growth, reads = choice, None, True
-    if isinstance(choice, TreePolicy):
+    if isinstance(choice, PricePolicy):
         shape = choice.choose(1)
         growth, reads = PricedGrowth(shape, 1), choice.state.trials < TRIALS  # texts wait in pauses
     assert isinstance(shape, TreeShape)
@@ -137,14 +137,15 @@ def round_of(text: Text, machine: Machine, choice: TreePolicy | TreeShape) -> in
             break
     times.append(machine())
     machine.takes(1e-3 + (machine.reading if steps or reads else 0.0))
-    if growth is not None and isinstance(choice, TreePolicy):
-        seconds = times[1] - times[0], times[2] - times[1], machine() - times[2]
-        choice.update(TreeReport(growth, [[kept.index(node) for node in path]], [len(path) - 1], seconds))
+    if growth is not None and isinstance(choice, PricePolicy):
+        seconds = RoundSeconds(times[1] - times[0], times[2] - times[1], machine() - times[2])
+        kept_path = [kept.index(node) for node in path]
+        choice.update(TreeReport(shape, [len(path) - 1], growth=growth, paths=[kept_path], seconds=seconds))
     machine.round += 1
     return len(path)
 
 
-def speed(choice: TreePolicy | TreeShape, machine: Machine, sure: float, rounds: int) -> float:
+def speed(choice: PricePolicy | TreeShape, machine: Machine, sure: float, rounds: int) -> float:
     """Tokens per true second."""
     text, spent = Text(sure), machine.spent
     return sum(round_of(text, machine, choice) for _ in range(rounds)) / (machine.spent - spent)
@@ -241,15 +242,16 @@ def test_a_grafted_drafter_is_asked_where_its_drafts_pay(grafted_ms: float, righ
 
     def decode(rounds: int, hits: float) -> float:
         for number in range(rounds):
-            growth, nodes = PricedGrowth(choice.choose(1), 1), 1
+            shape, nodes = choice.choose(1), 1
+            growth = PricedGrowth(shape, 1)
             growth.asked_grafted = growth.prices.asks_grafted
             asked.append(growth.asked_grafted)
             if growth.asked_grafted:
                 growth.grafted_seconds = grafted_ms / 1e3
                 nodes = growth.choose(drafts).shape[1]
             accepted = int(nodes > 1 and int((number + 1) * hits) > int(number * hits))
-            seconds = growth.grafted_seconds + 1e-4, 5e-3 * (1 + 0.07 * (nodes - 1)), 1e-4
-            choice.update(TreeReport(growth, [[0, accepted]], [accepted], seconds))
+            seconds = RoundSeconds(growth.grafted_seconds + 1e-4, 5e-3 * (1 + 0.07 * (nodes - 1)), 1e-4)
+            choice.update(TreeReport(shape, [accepted], growth=growth, paths=[[0, accepted]], seconds=seconds))
         return mean(asked[-rounds // 2 :])
 
     found = decode(200, right)

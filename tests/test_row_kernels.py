@@ -7,9 +7,9 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TopKLogitsWarper
 
-from fsd_core import functional
-from fsd_core.divergence import divergence
-from fsd_core.tensors import at_nodes
+from fsd_core import functional, sampling
+from fsd_core.divergence import divergence, divergence_rows
+from fsd_core.functional import at_nodes
 from fsd_infer.backends.cpu import functions
 from fsd_infer.backends.cpu.kernels import PLAIN_DIVERGENCES, kernels
 from fsd_infer.request.processors import TreeProcessors
@@ -104,7 +104,7 @@ def test_divergences(name: str, dtype: torch.dtype, columns: int, drafted: int |
     p[1, 1, 0], q[1, 2], q[1, 3, 0] = torch.inf, -torch.inf, torch.nan
     if ids is None or not measure.infinite_on_reduced_vocabulary:
         assert functions.divergence_rows(p, q, measure, ids) is not NotImplemented
-    found = functional.divergence_rows(p, q, measure, ids)
+    found = divergence_rows(p, q, measure, ids)
     expected = measure.with_reduced_drafter(p.double(), q.double(), ids)
     torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5, equal_nan=True)
     if ids is None:
@@ -119,7 +119,7 @@ def test_some_rows_are_compared_where_they_lie(name: str, p_type: torch.dtype, q
     measure, ids = divergence(name), torch.randperm(97)[:40]
     p, q = torch.randn(2, 4, 97).to(p_type), torch.randn(2, 3, 40).to(q_type)
     index = torch.tensor([[2, -1, 0, 2], [1, 0, -1, -1]])
-    found = functional.divergence_rows(p, q, measure, ids, index)
+    found = divergence_rows(p, q, measure, ids, index)
     for row, node in torch.cartesian_prod(torch.arange(2), torch.arange(4)).tolist():
         if index[row, node] < 0:
             assert found[row, node] == torch.inf
@@ -128,7 +128,7 @@ def test_some_rows_are_compared_where_they_lie(name: str, p_type: torch.dtype, q
             expected = measure.with_reduced_drafter(*pair, ids)
             torch.testing.assert_close(found[row, node].double(), expected, atol=1e-6, rtol=1e-5)
     with pytest.raises(IndexError):
-        functional.divergence_rows(p, q, measure, ids, index + 3)
+        divergence_rows(p, q, measure, ids, index + 3)
 
 
 @pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_kernels), False])
@@ -143,7 +143,7 @@ def test_what_weighted_rows_leave(
     p[0, 0, ::3], q[0, 2, 1:5] = -torch.inf, -torch.inf
     index, weight = torch.tensor([[2, -1, 0, 2], [1, 0, -1, -1]]), torch.rand(2, 4).double()
     weight[0, 0], weight[1, 0] = 1.0, 0.0
-    found = functional.residual_mass(p, q, weight, index, ids)
+    found = sampling.residual_mass(p, q, weight, index, ids)
     whole = torch.zeros(2, 3, 97).double()
     whole[..., torch.arange(97) if ids is None else ids.long()] = q.double().softmax(-1)
     left = (weight[..., None] * p.double().softmax(-1) - at_nodes(whole, index.clamp_min(0))).clamp_min(0.0).sum(-1)
@@ -170,19 +170,19 @@ def test_python_walks_few_nodes_as_torch_does(nodes: int, monkeypatch: pytest.Mo
             found = getattr(functions, name)(*arguments)
             with monkeypatch.context() as patch:
                 patch.delitem(functional.KERNELS[name], "cpu", raising=False)
-                torch.testing.assert_close(found, getattr(functional, name)(*arguments))
+                torch.testing.assert_close(found, getattr(sampling, name)(*arguments))
     assert functions.drawn_weights(ratio.new_ones(40, 30), parents, drawn, 1) is NotImplemented
 
 
 @needs_kernels
 def test_ids_of_any_integer_type_and_none_that_are_not_there() -> None:
     p, measure = torch.randn(3, 20), divergence("js")
-    expected = functional.divergence_rows(p, p[:, :3], measure, torch.tensor([4, 5, 19]))
-    found = functional.divergence_rows(p, p[:, :3], measure, torch.tensor([4, 5, 19], dtype=torch.int32))
+    expected = divergence_rows(p, p[:, :3], measure, torch.tensor([4, 5, 19]))
+    found = divergence_rows(p, p[:, :3], measure, torch.tensor([4, 5, 19], dtype=torch.int32))
     torch.testing.assert_close(found, expected)
     for unknown in (-1, 20):
         with pytest.raises(IndexError, match="20 columns"):
-            functional.divergence_rows(p, p[:, :3], measure, torch.tensor([4, 5, unknown]))
+            divergence_rows(p, p[:, :3], measure, torch.tensor([4, 5, unknown]))
 
 
 @needs_kernels
@@ -195,7 +195,7 @@ def test_a_row_is_sampled_by_inverse_cdf(columns: int, dtype: torch.dtype) -> No
     where = torch.tensor([[True, False], [True, True], [False, True]])
     cdf = torch.cat([torch.zeros(3, 2, 1).double(), x.double().softmax(-1).cumsum(-1)], -1)
     for uniform in (0.0, 0.123, 0.5, 0.98765, 1.0 - 2**-24):
-        found = functional.sample_rows(x, torch.full((3, 2), uniform), where)
+        found = sampling.sample_rows(x, torch.full((3, 2), uniform), where)
         inside = cdf.gather(-1, torch.stack([found, found + 1], -1)) + torch.tensor([-1e-6, 1e-6])
         assert bool(((inside[..., 0] <= uniform) & (uniform <= inside[..., 1]))[where].all())
         assert bool((x.gather(-1, found[..., None]) > -torch.inf)[..., 0][where].all())
@@ -209,7 +209,7 @@ def test_which_children_are_fixed_and_which_contexts_draw(width: int) -> None:
         log_q = torch.randn(2, 4, 40).mul(3).log_softmax(-1).topk(width).values
         accept, ancestors = torch.randn(2, 4).sub(2).clamp_max(0.0), torch.rand(2, 4, 9) < 0.4
         given = log_q, accept, ancestors, torch.rand(2, 9) < 0.3, torch.randint(0, 12, (2,)), (1.1, 0.9), -4.0
-        found, expected = functional.mixed_children(*given), functional.mixed_children.__wrapped__(*given)  # type: ignore[attr-defined]
+        found, expected = sampling.mixed_children(*given), sampling.mixed_children.__wrapped__(*given)  # type: ignore[attr-defined]
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, check_dtype=one is not found[2])
         drawn += int(found[1].sum())

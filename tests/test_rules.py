@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fsd_core import functional
 from fsd_core.errors import FsdError, NonFiniteLogitsError
-from fsd_core.functional import draw
+from fsd_core.sampling import draw
 from fsd_infer.rules import Exact, Fuzzy, RoundInput, TokenHistory, TokenOrigin, parse_rule
 from fsd_infer.rules.fuzzy import _warn_never_opens
 from fsd_infer.rules.texts import in_sentence, sentence_ends

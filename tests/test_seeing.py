@@ -312,22 +312,27 @@ def test_what_does_not_fit_is_refused_by_name(toy_decoder: FuzzyDecoder) -> None
     refused: dict[str, Any] = {
         "one image for each": lambda: decoder.generate([{"role": "user", "content": [{"type": "image"}]}], **LIMITS),
         "images more than": lambda: decoder.generate(
-            [{"role": "user", "content": [{"type": "image"}]}], images=[image, image], **LIMITS
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "images": [image, image]}, **LIMITS
         ),
+        "not 'image'. Did you mean 'images'?": lambda: decoder.generate({"prompt": "a", "image": image}, **LIMITS),
         "each prompt's images": lambda: decoder.generate(["a", "b"], images=[image], **LIMITS),
-        "token ids": lambda: decoder.generate([1, 2, 3], images=[image], **LIMITS),
+        "token ids": lambda: decoder.generate({"prompt": [1, 2, 3], "images": [image]}, **LIMITS),
         "of the type 'video'": lambda: decoder.generate(
             turn(image) + [{"role": "user", "content": [{"type": "video"}]}]
         ),
-        "does not see": lambda: toy_decoder.generate("the cat", images=[image], **LIMITS),
-        "PIL image, got int": lambda: decoder.generate("the cat", images=[3], **LIMITS),
-        "user turn": lambda: decoder.generate([{"role": "system", "content": "x"}], images=[image], **LIMITS),
+        "does not see": lambda: toy_decoder.generate({"prompt": "the cat", "images": [image]}, **LIMITS),
+        "PIL image, got int": lambda: decoder.generate({"prompt": "the cat", "images": [3]}, **LIMITS),
+        "user turn": lambda: decoder.generate(
+            {"prompt": [{"role": "system", "content": "x"}], "images": [image]}, **LIMITS
+        ),
     }
     for why, ask in refused.items():
         with pytest.raises(FsdError, match=re.escape(why)):
             ask()
     with pytest.raises(FsdError, match="no processor"):
-        FuzzyDecoder(Target(decoder.target.model, decoder.tokenizer), decoder.drafter).generate("a", images=image)
+        FuzzyDecoder(Target(decoder.target.model, decoder.tokenizer), decoder.drafter).generate(
+            {"prompt": "a", "images": image}
+        )
 
 
 def test_names_of_marks_in_messages_are_text() -> None:
@@ -338,7 +343,29 @@ def test_names_of_marks_in_messages_are_text() -> None:
     assert counts == [4, 4]
     ids = encode_with_images(decoder.target, marked)[0]
     assert "what <image> is <|end|> it" in decoder.tokenizer.decode(ids)
-    assert decoder.generate("what is it", images=an_image(1), **LIMITS).sequences[0] == expected_of(decoder, plain)
+    shown = {"prompt": "what is it", "images": an_image(1)}
+    assert decoder.generate(shown, **LIMITS).sequences[0] == expected_of(decoder, plain)
+
+
+@pytest.mark.usefixtures("unsaid")
+def test_a_prompt_carries_its_images() -> None:
+    """Text, messages and ids, beside prompts without images; `images=`, the former argument, gives the same."""
+    decoder, image = decoder_of("qwen2_5_vl"), an_image(1)
+    asked, blind = turn(image, "what is it"), expected_of(decoder, turn("what is it"))
+    expected, (ids, image_input) = expected_of(decoder, asked), encode_with_images(decoder.target, asked)
+    assert expected != blind, "the image changes nothing: the comparison would be hollow"
+    parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it"}]}]
+    given: list[Any] = [
+        {"prompt": "what is it", "images": [image]}, "what is it", {"prompt": parts, "images": image}, asked,
+        {"prompt": ids, "images": image_input}, {"prompt": "what is it", "images": None}, {"prompt": "what is it"},
+    ]  # fmt: skip
+    found = decoder.generate(given, **LIMITS).sequences
+    assert found == [expected, blind, expected, expected, expected, blind, blind]
+    assert decoder.encode(given[0]) == ids
+    with pytest.warns(FutureWarning, match="carries its images"):
+        assert decoder.generate("what is it", images=image, **LIMITS).sequences == [expected]
+    assert decoder.generate(["what is it"] * 2, images=[[image], None], **LIMITS).sequences == [expected, blind]
+    assert decoder.encode("what is it", images=[image]) == ids
 
 
 def test_images_stand_in_the_last_turn_alone_though_an_earlier_one_is_the_same() -> None:

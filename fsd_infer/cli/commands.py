@@ -43,6 +43,7 @@ def generate(args: argparse.Namespace) -> int:
     models = _decoder_options(args)
     page = None if args.html is None else writable(args.html, "--html", args.overwrite)
     prompt = check_text(read_text(args.prompt_file) if args.prompt is None else args.prompt, "the prompt")
+    shown = {"prompt": prompt, "images": args.image}
     set_threads(args.threads)
     decoder = FuzzyDecoder.from_pretrained(**models)
     streamer = None
@@ -54,12 +55,12 @@ def generate(args: argparse.Namespace) -> int:
     if page is not None:
         from fsd_infer.serving.page import PageTrace
 
-        ids = decoder.encode(prompt, config.apply_chat_template, args.image or ())
+        ids = decoder.encode(shown, config.apply_chat_template)
         trace = PageTrace(need_tokenizer(decoder.tokenizer, decoder.target.name), ids, decoder.drafter.proposers)
     live = _live_tokens(args, decoder)
     watching = [] if trace is None else [Streaming(on_round=lambda row, round: trace.add(round))]
     callbacks = [*watching, *([] if live is None else [live])]
-    out = decoder.generate(prompt, config, images=args.image, streamer=streamer, callbacks=callbacks)
+    out = decoder.generate(shown, config, streamer=streamer, callbacks=callbacks)
     if live is not None:
         live.end()
     _show(args, decoder, out, streamed=streamer is not None or live is not None)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import GenerationConfig
 from typing_extensions import Self, Unpack
 
@@ -25,7 +26,7 @@ from fsd_infer.decoder import retired
 from fsd_infer.decoder.calibrated import CALIBRATED, QUALITY, with_quality
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.request.guide import Guide
-from fsd_infer.request.options import GenerateOptions
+from fsd_infer.request.options import ARGUMENTS, GenerateOptions
 from fsd_infer.request.temperature import at_temperature
 from fsd_infer.rules import Rule, RuleLike, parse_rule, rule_text
 from fsd_infer.targets.builtin import shipped_drafter
@@ -34,6 +35,7 @@ from fsd_infer.trees.shape import TreeShape, parse_tree
 WEIGHTS = ("auto", "packed", "expanded", "plain")
 DRAFT_WEIGHTS = ("fp8", "plain")
 _UNSEEN = frozenset({"_from_model_config", "_commit_hash", "_original_object_hash"})  # transformers' own notes
+_TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # which may be lists
 
 
 class FuzzyOptions(GenerateOptions, total=False):
@@ -191,6 +193,19 @@ def request_config(given: GenerationConfig | None, overrides: Mapping[str, Any])
     values |= {name: overrides[name] for name in OWN.keys() & overrides.keys()}
     rest = {name: value for name, value in overrides.items() if name not in OWN}
     return FuzzyConfig(**values), rest
+
+
+def from_keywords(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split keywords into what a tokenizer or processor returned and the request's options.
+
+    Raises FsdError: there are no ids among them.
+    """
+    if options.get("input_ids") is None:
+        raise FsdError("there is no prompt: give text, messages, token ids or what a tokenizer returns.")
+    known = vars(FuzzyConfig()).keys() | ARGUMENTS
+    unknown = {name: value for name, value in options.items() if name not in known}
+    inputs = {name: value for name, value in unknown.items() if name in _TOKEN_INPUTS or isinstance(value, Tensor)}
+    return inputs, {name: value for name, value in options.items() if name not in inputs}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ from fsd_core.errors import FsdError, ModelLoadError
 from fsd_core.text.encoding import need_tokenizer
 from fsd_infer.backends.choose import choose
 from fsd_infer.decoder import retired
-from fsd_infer.decoder.config import FuzzyOptions, RuntimeConfig, request_config, runtime_config
-from fsd_infer.decoder.prompts import Prompt, PromptEncoder, from_keywords
+from fsd_infer.decoder.config import FuzzyOptions, RuntimeConfig, from_keywords, request_config, runtime_config
+from fsd_infer.decoder.prompts import Prompt, PromptEncoder
 from fsd_infer.decoder.recording import record_rounds
 from fsd_infer.decoder.requests import decode_request, ending, prepare
 from fsd_infer.device.cuda_graphs import CudaRecorder, GraphRecorder
@@ -214,19 +214,21 @@ class FuzzyDecoder:
         self,
         prompt: Prompt,
         apply_chat_template: bool | None = None,
-        images: Sequence[Any] = (),
+        images: Any = None,
         **former: Any,
     ) -> list[int]:
         """Return the token ids of one prompt.
 
         Args:
-            prompt: text, chat messages, or ids (returned unchanged).
+            prompt: as of :meth:`generate`; ids are returned unchanged.
             apply_chat_template: wrap text in the chat template (default: if the tokenizer has one).
-            images: see :meth:`generate`.
-            former: ``chat``, its former name.
+            images: a former argument: a prompt carries its images.
+            former: ``chat``, the former name of ``apply_chat_template``.
         """
         options = {"apply_chat_template": apply_chat_template, **retired.request_options(None, (), former)[2]}
-        return self._prompts.encode(prompt, images=images, **options)
+        if images:
+            prompt = retired.with_images(prompt, {"images": images})[0]
+        return self._prompts.encode(prompt, **options)[0]
 
     def check_guide(self, guide: Guide) -> None:
         """Compile a guide before a request follows it. Raises FsdError if answers of this target cannot begin."""
@@ -247,7 +249,6 @@ class FuzzyDecoder:
         prompts: Prompt | Sequence[Prompt] | Mapping[str, Any] | Tensor | None = None,
         generation_config: GenerationConfig | None = None,
         *,
-        images: Any = None,
         streamer: Any = None,
         callbacks: Sequence[Callback] = (),
         drafter: Drafter | None = None,
@@ -256,13 +257,13 @@ class FuzzyDecoder:
         """Decode one prompt or a batch of prompts of any lengths.
 
         Args:
-            prompts: text, messages or ids; or a list of these; or a tensor of ids [T] or [B, T], or what a tokenizer
-                returns, also as keywords (``**inputs``). Padding is left out as in transformers: where the mask is 0,
-                or a tensor has the padding token.
+            prompts: text, messages or ids, alone or as ``{"prompt": ..., "images": [...]}`` for a target that sees; or
+                a list of these; or a tensor of ids [T] or [B, T], or what a tokenizer returns, also as keywords
+                (``**inputs``). An image is a path, a data: URL or a PIL image. Images belong to the messages' parts
+                {"type": "image"}, which may name their own as "image", "url" or "path", or else come before the last
+                user's text. Padding is left out as in transformers: where the mask is 0, or a tensor has the padding
+                token.
             generation_config: a :class:`.FuzzyConfig`, which lists what can be asked, or transformers' own.
-            images: of a target that sees: paths, data: URLs or PIL images, a list per prompt. They belong to the
-                messages' parts {"type": "image"}, or else come before the last user's text. Parts may name their images
-                themselves, as "image", "url" or "path".
             streamer: a transformers streamer (one prompt only).
             callbacks: that watch the request, see :class:`.Callback`.
             drafter: another drafter for this call.
@@ -280,10 +281,11 @@ class FuzzyDecoder:
         with ending(streamer):
             if prompts is None:
                 prompts, options = from_keywords(options)
+            prompts = retired.with_images(prompts, options)
             config, options = request_config(given, options)
             with self.target.lock, self.target.adapted(config.adapter):
                 padding, eos = self._special_tokens(given, options)
-                ids, image_inputs = self._prompts.encode_all(prompts, padding, images, config.apply_chat_template)
+                ids, image_inputs = self._prompts.encode_all(prompts, padding, config.apply_chat_template)
                 drafter, guide = self.drafter if drafter is None else drafter, Guide.of(config.guide)
                 followed = None if guide is None else self._follow(guide, ids, eos)
                 if followed is not None:

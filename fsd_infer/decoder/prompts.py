@@ -10,18 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from fsd_core.errors import FsdError, ModelLoadError
-from fsd_core.registry import is_whole
+from fsd_core.registry import did_you_mean, is_whole
 from fsd_core.text.encoding import encode_chat, encode_text, need_tokenizer
-from fsd_infer.decoder.config import FuzzyConfig
 from fsd_infer.request.images import Sources, encode_marked, encode_shown, has_images, split_images
-from fsd_infer.request.options import ARGUMENTS
 from fsd_infer.targets.image_inputs import ImageInput, image_input_of, placeholders_of
 from fsd_infer.targets.processors import load_processor
 from fsd_infer.targets.target import Target
 
 log = logging.getLogger(__name__)
-_INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # which may be lists
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+_FIELDS = ("prompt", "images")  # of a prompt that carries its images
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Mapping[str, Any]
 Encoded = tuple[list[int], ImageInput | None]
 _LOADING = threading.Lock()
 
@@ -34,30 +32,33 @@ class PromptEncoder:
         self._said_raw = False
 
     def encode_all(
-        self, prompts: Any, padding: int | None, images: Any, apply_chat_template: bool | None
+        self, prompts: Any, padding: int | None, apply_chat_template: bool | None
     ) -> tuple[list[list[int]], list[ImageInput | None]]:
         """Return each prompt's ids, and its images if it has any; arguments as of :meth:`.FuzzyDecoder.generate`."""
-        given = listed(prompts, padding)
-        shown = per_prompt(images, len(given))
-        made: list[Encoded] = [
-            encode_with_images(self.target, prompt, own, apply_chat_template)
-            if own and not isinstance(own, ImageInput) or shows_images(prompt)
-            else (self.encode(prompt, apply_chat_template), own or None)
-            for prompt, own in zip(given, shown, strict=True)
-        ]
-        if isinstance(prompts, Mapping) and len(prompts) > 1:  # what a processor returns
+        made = [self.encode(prompt, apply_chat_template) for prompt in listed(prompts, padding)]
+        if isinstance(prompts, Mapping) and "input_ids" in prompts:  # what a tokenizer or a processor returns
             image_input = prepared_image_input(self.target, prompts, [ids for ids, _ in made])
             made = made if image_input is None else [(made[0][0], image_input)]
         return [ids for ids, _ in made], [image_input for _, image_input in made]
 
-    def encode(self, prompt: Prompt, apply_chat_template: bool | None = None, images: Sequence[Any] = ()) -> list[int]:
-        """See :meth:`.FuzzyDecoder.encode`."""
+    def encode(self, prompt: Prompt, apply_chat_template: bool | None = None) -> Encoded:
+        """Return a prompt's ids, and its images if it has any; arguments as of :meth:`.FuzzyDecoder.encode`."""
+        prompt, images = split_prompt(prompt)
+        if isinstance(images, ImageInput):  # which the ids show already
+            return self._encode_unseen(prompt, apply_chat_template), images
         if images or shows_images(prompt):
-            return encode_with_images(self.target, prompt, images, apply_chat_template)[0]
+            return encode_with_images(self.target, prompt, images, apply_chat_template)
+        return self._encode_unseen(prompt, apply_chat_template), None
+
+    def _encode_unseen(self, prompt: Any, apply_chat_template: bool | None) -> list[int]:
+        """Return the ids of a prompt without images of its own to read."""
         if isinstance(prompt, str):
             return self._encode_text(prompt, apply_chat_template)
         if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
-            raise FsdError(f"a prompt is text, a list of messages or a list of token ids, not {type(prompt).__name__}.")
+            raise FsdError(
+                "a prompt is text, a list of messages, a list of token ids, or one of these with its images, "
+                f'{{"prompt": ..., "images": [...]}}, not {type(prompt).__name__}.'
+            )
         items = list(prompt)
         if not items:
             raise FsdError("the prompt is empty: give at least one token.")
@@ -65,7 +66,7 @@ class PromptEncoder:
             tokenizer = need_tokenizer(self.target.tokenizer, self.target.name)
             if not tokenizer.chat_template:
                 self._say_raw()
-            return encode_chat(tokenizer, items, blank=True)  # type: ignore[arg-type]
+            return encode_chat(tokenizer, items, blank=True)
         size = self.target.vocab_size
         for token in items:
             if not is_whole(token, 0, size - 1):
@@ -73,7 +74,7 @@ class PromptEncoder:
                     f"a prompt's token ids are whole numbers from 0 to {size - 1}, got {token!r}: "
                     "encode it with the target's own tokenizer."
                 )
-        return [int(token) for token in items]  # type: ignore[call-overload]
+        return [int(token) for token in items]
 
     def _encode_text(self, text: str, apply_chat_template: bool | None) -> list[int]:
         tokenizer = need_tokenizer(self.target.tokenizer, self.target.name)
@@ -113,22 +114,32 @@ def listed(prompts: Any, padding: int | None) -> list[Any]:
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         return [prompts]
     items = list(prompts)
-    if items and (isinstance(items[0], Mapping) or not isinstance(items[0], (str, bytes, Iterable))):
-        return [items]
-    return items
+    if not items or _is_prompt(items[0]):
+        return items
+    return [items]
 
 
-def from_keywords(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split keywords into what a tokenizer or processor returned and the request's options.
+def _is_prompt(item: Any) -> bool:
+    """Whether the first item of a list is a prompt by itself; else it is a message or a token id of the only one."""
+    return "prompt" in item if isinstance(item, Mapping) else isinstance(item, (str, bytes, Iterable))
 
-    Raises FsdError: there are no ids among them.
+
+def split_prompt(prompt: Any) -> tuple[Any, Sequence[Any] | ImageInput]:
+    """Split a prompt that carries its images, {"prompt": ..., "images": ...}; others carry none.
+
+    In place of images may be an :class:`ImageInput`, beside the ids that :func:`encode_with_images` made with it.
+
+    Raises FsdError for other fields.
     """
-    if options.get("input_ids") is None:
-        raise FsdError("there is no prompt: give text, messages, token ids or what a tokenizer returns.")
-    known = vars(FuzzyConfig()).keys() | ARGUMENTS
-    unknown = {name: value for name, value in options.items() if name not in known}
-    inputs = {name: value for name, value in unknown.items() if name in _INPUTS or isinstance(value, Tensor)}
-    return inputs, {name: value for name, value in options.items() if name not in inputs}
+    if not isinstance(prompt, Mapping) or "prompt" not in prompt:
+        return prompt, ()
+    for name in prompt:
+        if name not in _FIELDS:
+            raise FsdError(f"a prompt has the fields prompt and images, not {name!r:.60}.{did_you_mean(name, _FIELDS)}")
+    images = prompt.get("images")
+    if images is None or isinstance(images, (list, tuple, ImageInput)):
+        return prompt["prompt"], () if images is None else images
+    return prompt["prompt"], [images]
 
 
 def _unpadded(ids: Any, mask: Any, padding: int | None) -> list[list[int]]:
@@ -185,35 +196,17 @@ def encode_with_images(
     processor, tokenizer, sources = processor_of(target), target.tokenizer, sources or Sources()
     if isinstance(prompt, str) and chat is False:
         ids, made = encode_marked(processor, prompt, [sources.open(image) for image in images])
-    elif isinstance(prompt, str) or all(isinstance(turn, Mapping) for turn in prompt):
+    elif isinstance(prompt, str) or isinstance(prompt, Iterable) and all(isinstance(turn, Mapping) for turn in prompt):
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         ids, made = encode_shown(processor, tokenizer, *split_images(turns, images, sources), options)
     else:
-        raise FsdError("images go with text or messages, and these prompts are token ids.")
+        raise FsdError("images go with text or messages, and this prompt is token ids.")
     return ids, image_input_of(target.name, target.model.config, made, ids)
 
 
 def shows_images(prompt: Any) -> bool:
     """Whether a prompt is messages, some of which have images."""
     return isinstance(prompt, (list, tuple)) and has_images(prompt)
-
-
-def per_prompt(images: Any, count: int) -> list[Any]:
-    """Return each prompt's images, given one image, or a list of them for one prompt, or a list of lists.
-
-    In place of a list may be a :class:`ImageInput`, for a prompt that :func:`encode_with_images` has encoded.
-
-    Raises FsdError unless there is one list per prompt.
-    """
-    if images is None:
-        return [()] * count
-    if count == 1:
-        given = list(images) if isinstance(images, (list, tuple)) else [images]
-        nested = len(given) == 1 and isinstance(given[0], (list, tuple, ImageInput, type(None)))
-        return [(given[0] or ()) if nested else given]
-    if not isinstance(images, (list, tuple)) or len(images) != count:
-        raise FsdError(f"{count} prompts: images is a list with each prompt's images, a list or None.")
-    return [() if one is None else one if isinstance(one, (list, tuple, ImageInput)) else [one] for one in images]
 
 
 def prepared_image_input(

@@ -7,9 +7,11 @@ from typing import Any
 
 from fsd_core.errors import FsdError
 from fsd_core.former import say
+from fsd_infer.decoder.prompts import listed
 from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.callbacks import Streaming
 from fsd_infer.rules import Rule
+from fsd_infer.targets.image_inputs import ImageInput
 
 _RENAMED = {"chat": "apply_chat_template", "cache_keys": "users", "beam_options": "beams"}
 _FUNCTIONS = ("on_tokens", "on_round", "ends")
@@ -39,6 +41,33 @@ def request_options(
     if any(function is not None for function in functions.values()):
         callbacks = [_Functions(**functions), *callbacks]
     return config, callbacks, made
+
+
+def with_images(prompts: Any, options: dict[str, Any]) -> Any:
+    """Return prompts with the images that ``generate`` took beside them, which are taken out of its keywords.
+
+    Raises FsdError unless there is one list of images per prompt.
+    """
+    images = options.pop("images", None)
+    if images is None:
+        return prompts
+    say("images=", 'a prompt carries its images, {"prompt": ..., "images": [...]}')
+    given = listed(prompts, None)
+    return [{"prompt": prompt, "images": own} for prompt, own in zip(given, _per_prompt(images, len(given)))]
+
+
+def _per_prompt(images: Any, count: int) -> list[Any]:
+    """Return each prompt's images, given one image, or a list of them for one prompt, or a list of lists.
+
+    Raises FsdError unless there is one list per prompt.
+    """
+    if count == 1:
+        given = list(images) if isinstance(images, (list, tuple)) else [images]
+        nested = len(given) == 1 and isinstance(given[0], (list, tuple, ImageInput, type(None)))
+        return [(given[0] or ()) if nested else given]
+    if not isinstance(images, (list, tuple)) or len(images) != count:
+        raise FsdError(f"{count} prompts: images is a list with each prompt's images, a list or None.")
+    return [() if one is None else one if isinstance(one, (list, tuple, ImageInput)) else [one] for one in images]
 
 
 def runtime_options(options: Mapping[str, Any], warn: bool = True) -> dict[str, Any]:

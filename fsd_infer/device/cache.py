@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from fsd_core.tensors import is_host, kept_rows, visible_slots
+from fsd_core.functional import is_host
+from fsd_core.tensors import kept_rows, to_device
 from fsd_infer.device.pool import KVPool, RowTensors
 from fsd_infer.device.states import STATE, Branches, RecurrentStates
 
@@ -313,3 +314,28 @@ class SlotCache(Cache):
     def state_bytes(self) -> int:
         """Those of recurrent layers' states, which do not grow with the slots."""
         return sum(tensor.nbytes for key, tensor in self.tensors.pool.items() if key[0] == STATE)
+
+
+def visible_slots(lengths: Tensor, visible_after: Tensor, used: int | None = None) -> Tensor:
+    """Return which cache slots new tokens may attend to: the whole text, and chosen slots after it.
+
+    Args:
+        lengths: [B] text length of each row; the text occupies slots 0 to length - 1.
+        visible_after: [B, M, E] bool; whether token i may attend to the e-th slot after the text.
+        used: S, at least the longest text + E; None: that, for lengths on the CPU.
+
+    Returns:
+        [B, M, S] bool on the device of ``visible_after``.
+    """
+    (_, new, extra), device = visible_after.shape, visible_after.device
+    if is_host(lengths.device):
+        used = int(lengths.max()) + extra if used is None else used
+        if lengths.shape[0] == 1:  # no offsets between rows
+            visible = torch.nn.functional.pad(visible_after, (int(lengths), 0), value=True)
+            more = used - visible.shape[-1]
+            return torch.nn.functional.pad(visible, (0, more)) if more else visible
+    assert used is not None, "lengths on a device tell the host nothing"
+    offset = torch.arange(used, device=device) - to_device(lengths, device)[:, None]  # [B, S]
+    index = offset.clamp(0, max(extra - 1, 0))[:, None].expand(-1, new, -1)
+    inside = ((offset >= 0) & (offset < extra))[:, None]
+    return torch.where(inside, visible_after.gather(2, index) if extra else inside, (offset < 0)[:, None])

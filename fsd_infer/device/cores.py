@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from fsd_core.errors import FsdError
-from fsd_core.tensors import is_host
+from fsd_core.functional import is_host
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fsd_core.errors import CacheMemoryError
-from fsd_core.tensors import is_host
+from fsd_core.functional import is_host
 
 
 def check_caches(needed: int, rows: int, tokens: int, device: torch.device, limit: int | None, held: int = 0) -> None:

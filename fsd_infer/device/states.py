@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fsd_core.tensors import at_nodes
+from fsd_core.functional import at_nodes
 from fsd_infer.device.pool import RowTensors
 
 STATE = "recurrent"  # begins the keys of states among the tensors of a cache

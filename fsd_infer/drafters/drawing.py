@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fsd_core import functional
+from fsd_core import functional, sampling
 from fsd_infer.trees.tree import DraftTree
 
 MIN_RATIO = 0.1  # whatever was learned: without drafts of a kind nothing more would be learned
@@ -153,7 +153,7 @@ class Drawing:
             free_nodes = torch.full(ancestors.shape[:1], self.nodes, device=ancestors.device)
         depth = len(self.scores)
         ratios = self.ratios.ratio(False, depth), self.ratios.ratio(True, depth)
-        *found, self._reserved, self._free_nodes = functional.mixed_children(
+        *found, self._reserved, self._free_nodes = sampling.mixed_children(
             log_q, accept_log_probs, ancestors, reserved, free_nodes, ratios, self.min_log_prob
         )
         fixed, draws, drawn_log_probs = found
@@ -181,4 +181,4 @@ class ChainDrawing:
 def drawn_entries(scores: Tensor, draws: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw an entry of the rows ``draws`` [B, E] of scores [B, E, Vd]: [B, E], arbitrary in other rows."""
     uniforms = torch.rand(draws.shape, generator=generator, device=scores.device)
-    return functional.sample_rows(scores, uniforms, draws)
+    return sampling.sample_rows(scores, uniforms, draws)

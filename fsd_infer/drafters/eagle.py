@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsd_core.tensors import at_nodes, is_host, to_device
+from fsd_core.functional import at_nodes, is_host
+from fsd_core.tensors import to_device
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters.base import DRAFTERS, Drafter
 from fsd_infer.drafters.cached import CachedSession

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsd_core.tensors import at_nodes, is_host, lists, to_device, visible_slots
-from fsd_infer.device.cache import SlotCache
+from fsd_core.functional import at_nodes, is_host
+from fsd_core.tensors import lists, to_device
+from fsd_infer.device.cache import SlotCache, visible_slots
 from fsd_infer.trees.tree import DraftTree, path_to
 
 Successors = tuple[list[float], list[int]]  # log-probabilities of likely tokens, falling, and the tokens

@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from fsd_core import functional
-from fsd_core.tensors import at_nodes, is_host
+from fsd_core.functional import at_nodes, is_host
 from fsd_infer.drafters.drawing import AcceptanceRatios, ChainDrawing, Drawing, accepted_and_expected
 from fsd_infer.drafters.frontier import NO_SUCCESSORS, Frontier, Successors, successor_lists
 from fsd_infer.drafters.session import DraftRequest, DraftSession

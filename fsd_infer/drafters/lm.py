@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from fsd_core import functional
 from fsd_core.errors import ModelLoadError, VocabularyMismatchError
-from fsd_core.tensors import at_nodes, is_host, padded, to_device
+from fsd_core.functional import at_nodes, is_host
+from fsd_core.tensors import padded, to_device
 from fsd_infer.drafters.base import DRAFTERS
 from fsd_infer.drafters.cached import CachedSession
 from fsd_infer.drafters.frontier import Frontier

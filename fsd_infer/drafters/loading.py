@@ -11,8 +11,8 @@ from typing import Any
 
 from fsd_core.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError
 from fsd_core.files import usable_name
+from fsd_core.functional import is_host
 from fsd_core.registry import did_you_mean
-from fsd_core.tensors import is_host
 from fsd_infer.drafters.base import DRAFTERS, Drafter, NoDrafter
 from fsd_infer.drafters.free import FreeDrafter, free_drafters
 from fsd_infer.drafters.graft import GraftedDrafter

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from fsd_core.errors import FsdError, ModelLoadError
-from fsd_core.tensors import at_nodes
+from fsd_core.functional import at_nodes
 from fsd_infer.drafters.base import DRAFTERS, Drafter
 from fsd_infer.drafters.eagle import EagleDrafter, EagleSession
 from fsd_infer.drafters.mtp_layer import MtpLayer

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsd_core.functional import at_nodes
 from fsd_core.registry import Registry
-from fsd_core.tensors import at_nodes, padded, to_device
+from fsd_core.tensors import padded, to_device
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.drafters.base import Drafter

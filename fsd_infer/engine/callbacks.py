@@ -2,7 +2,7 @@
 
 :class:`Stopping` ends answers, :class:`PhaseTimer` times the phases, :class:`Recorder` keeps the records,
 :class:`Prefixes` keeps texts, a caller's callbacks follow, :class:`Streaming` among them, and then :class:`TreeUpdate`
-or :class:`MenuUpdate` teaches the choice of trees.
+teaches the choice of trees.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from fsd_infer.engine.report import RoundReport
 from fsd_infer.engine.request import Request, Round
 from fsd_infer.engine.stats import Outcome, RowRecord
 from fsd_infer.targets.prefixes import Prefix, PrefixCache
-from fsd_infer.trees.menu import MenuPolicy
-from fsd_infer.trees.policy import TreePolicy, TreeReport
+from fsd_infer.trees.policy import RoundSeconds, TreePolicy, TreeReport
 from fsd_infer.trees.shape import TreeShape
 
 if TYPE_CHECKING:
@@ -158,65 +157,55 @@ class Streaming(Callback):
 
 
 class TreeUpdate(Callback):
-    """Tells a policy what a round took and accepted, and asks it for the shape of the next trees."""
+    """Tells a policy what a round took and accepted, and asks it for the shape of the next trees.
 
-    def __init__(self, policy: TreePolicy) -> None:
-        self.policy = policy
-        self._marks: list[float] = []
-
-    def on_start(self, state: DecodeState) -> None:
-        self.session = state.session
-
-    def on_phase(self, phase: str) -> None:
-        if phase in ("start", "draft", "rule") and self.policy.clock is not None:
-            self._marks.append(self.policy.clock())
-
-    def on_round(self, report: RoundReport) -> None:
-        verdict, growth, going = report.verdict, self.session.growth, len(report.rows) - len(report.ended)
-        goes_on = [report.emissions[row] for row in report.rows if row not in report.ended]
-        if growth is not None and report.phase == "round":
-            # cut (:meth:`.Verdict.cut`), so no draft was refused
-            growth.is_choice &= bool(going) and not any(row[-1].proposer >= 0 for row in goes_on)
-            seconds = self._seconds(whole=not report.ended)
-            self.policy.update(TreeReport(growth, verdict.path.tolist(), verdict.accepted.tolist(), seconds))
-        self._marks = []
-        if going:
-            self.session.shape = self.policy.choose(going)
-
-    def _seconds(self, whole: bool) -> tuple[float, float, float | None] | None:
-        if self.policy.clock is None:
-            return None
-        start, draft, target, end = *self._marks, self.policy.clock()
-        return draft - start, target - draft, end - target if whole else None
-
-
-class MenuUpdate(Callback):
-    """Tells a policy of forecasts what rounds accepted, and asks it for the shape of the next trees.
-
-    Where the host lags behind, that is the round after the next one.
+    Where the host lags behind, those are the trees of the round after the next one.
     """
 
     reads_tensors = False
 
-    def __init__(self, policy: MenuPolicy) -> None:
+    def __init__(self, policy: TreePolicy) -> None:
         self.policy = policy
         self._shapes: deque[TreeShape] = deque()  # of the rounds that were launched, until they are read
+        self._marks: list[float] = []  # when the round began, and had drafted and verified its trees
 
     def on_start(self, state: DecodeState) -> None:
         self.state = state
 
     def on_phase(self, phase: str) -> None:
-        if phase == "start" and self.state.session.shape is not None:
-            self._shapes.append(self.state.session.shape)
+        if phase == "start" and (shape := self.state.session.shape) is not None:
+            self._shapes.append(shape)
+        if phase in ("start", "draft", "rule") and self.policy.clock is not None:
+            self._marks.append(self.policy.clock())
 
     def on_round(self, report: RoundReport) -> None:
-        going = [row for row in report.rows if row not in report.ended]
-        shape = self._shapes.popleft() if report.phase == "round" else None
-        if going and shape is not None:
-            forecasts, accepted = self.state.session.forecasts(), report.verdict.accepted.tolist()
-            self.policy.update(shape, [forecasts[row] for row in going], [accepted[row] for row in going])
-        if going:
-            self.state.session.shape = self.policy.choose(len(going))
+        unfinished = [row for row in report.rows if row not in report.ended]
+        if report.phase == "round":
+            self.policy.update(self._tree_report(report, unfinished))
+        self._marks = []
+        if unfinished:
+            self.state.session.shape = self.policy.choose(len(unfinished))
+
+    def _tree_report(self, report: RoundReport, unfinished: Sequence[int]) -> TreeReport:
+        session, verdict = self.state.session, report.verdict
+        return TreeReport(
+            shape=self._shapes.popleft(),
+            accepted=verdict.accepted.tolist(),
+            unfinished=unfinished,
+            forecasts=session.forecasts(),
+            growth=session.growth,
+            paths=verdict.path.tolist(),
+            # a draft comes last where :meth:`.Verdict.cut` has shortened a path
+            is_cut=any(report.emissions[row][-1].proposer >= 0 for row in unfinished),
+            seconds=self._seconds(whole=not report.ended),
+        )
+
+    def _seconds(self, whole: bool) -> RoundSeconds | None:
+        if self.policy.clock is None:
+            return None
+        start, drafted, verified = self._marks
+        rest = self.policy.clock() - verified
+        return RoundSeconds(drafted - start, verified - drafted, rest if whole else None)
 
 
 class Prefixes(Callback):

@@ -39,20 +39,19 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
         run = decode_round if recorder is None else recorder.run
         try:
             handle_report(tracker, PendingReport("prefill", state.prompt_indices, prefill(state, tracker)))
-            previous: PendingReport | None = None  # which the host reads while the device runs the next round
+            unread: PendingReport | None = None  # which the host reads when the device runs the next round
             while state.prompt_indices:
                 team.fit_to_free_cores()
                 recompute_cache(state, tracker)
                 tracker.on_phase("start")
-                pending: PendingReport | None = PendingReport("round", state.prompt_indices, run(state))
-                if tracker.overlaps:
-                    pending, previous = previous, pending
-                if pending is not None:
-                    handle_report(tracker, pending)
+                launched = PendingReport("round", state.prompt_indices, run(state))
+                arrived, unread = (unread, launched) if tracker.overlaps else (launched, None)
+                if arrived is not None:
+                    handle_report(tracker, arrived)
                 if recorder is not None and recorder.can_fold(state, len(tracker.unfinished())):
-                    if previous is not None:
-                        handle_report(tracker, previous)
-                    previous = None
+                    if unread is not None:  # nothing may be on its way when rows move
+                        handle_report(tracker, unread)
+                        unread = None
                     if live := tracker.unfinished():
                         recorder.fold(state, live)
             return tracker.outcome()
@@ -64,11 +63,11 @@ def handle_report(tracker: RequestTracker, pending: PendingReport) -> None:
     """Read a round on the host, teach the drafters that learn there, and tell the callbacks."""
     state, phase = tracker.state, pending.phase
     report, feedback = pending.report(tracker.finished(pending.prompt_indices))
-    texts = report.emitted
-    if phase == "prefill":
-        texts = [[*prompt[1:], *new] for prompt, new in zip(tracker.prompts, texts, strict=True)]
+    extensions = report.emitted
+    if phase == "prefill":  # a session begins with the first tokens of the prompts
+        extensions = [[*prompt[1:], *new] for prompt, new in zip(tracker.prompts, extensions, strict=True)]
     state.session.learn(feedback, report.verdict)
-    state.session.extend_on_host(texts)
+    state.session.extend_on_host(extensions)
     tracker.on_phase("prefill" if phase == "prefill" else "report")
     tracker.on_round(report)
     tracker.on_phase("report")

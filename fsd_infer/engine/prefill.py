@@ -32,7 +32,7 @@ from fsd_infer.rules.texts import markers_of, sentence_ends_of
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.estimates import RuleProfile
 from fsd_infer.trees.menu import MenuPolicy, menu_of
-from fsd_infer.trees.policy import TreePolicy, policy_store
+from fsd_infer.trees.policy import PricePolicy, TreePolicy, policy_store
 from fsd_infer.trees.tree import DraftTree, Draws
 
 MIN_DRAWING_TEMPERATURE = 0.5  # below, drawn nodes gain nothing over likely tokens, and take time
@@ -140,7 +140,7 @@ class RequestPlan:
             policy=policy,
         )
 
-    def _draft_request(self, generator: torch.Generator | None, policy: TreePolicy | MenuPolicy | None) -> DraftRequest:
+    def _draft_request(self, generator: torch.Generator | None, policy: TreePolicy | None) -> DraftRequest:
         """Return what the drafter is told."""
         request, users = self.request, self.request.users
         return DraftRequest(
@@ -152,8 +152,8 @@ class RequestPlan:
             device=self.target.device,
             draft_bonus=self.draft_bonus,
             shape=None if policy is None else policy.choose(self.count),
-            menu=policy.menu if isinstance(policy, MenuPolicy) else (),
-            clock=policy.clock if isinstance(policy, TreePolicy) else None,
+            menu=() if policy is None else policy.menu,
+            clock=None if policy is None else policy.clock,
             users=None if users is None else [*users, *[""] * (self.rows - self.count)],
             draws=self.draws,
             seeded=request.generator is not None,
@@ -161,7 +161,7 @@ class RequestPlan:
             temperature=self.temperature,
         )
 
-    def _policy(self) -> TreePolicy | MenuPolicy | None:
+    def _policy(self) -> TreePolicy | None:
         """Return what chooses the shape of each round's trees; None for a drafter of fixed shape."""
         drafter, rows = self.drafter, self.rows
         if drafter.bounds is None:
@@ -173,7 +173,7 @@ class RequestPlan:
         store = policy_store(drafter.learner, self.target, drafter.learner.relative_cost)
         if drafter.menu:
             return MenuPolicy(store, rows, profile, menu_of(drafter.menu, chains=profile.sampled), learns=learns)
-        return TreePolicy(store, rows, profile, drafter.bounds, learns=learns)
+        return PricePolicy(store, rows, profile, drafter.bounds, learns=learns)
 
 
 def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> RequestTracker:

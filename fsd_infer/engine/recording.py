@@ -13,7 +13,8 @@ before and after. A model whose forward reads values on the host cannot be recor
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -24,13 +25,12 @@ from torch import Tensor
 
 from fsd_core.tensors import to_device
 from fsd_infer.device.cuda_graphs import GraphRecorder
-from fsd_infer.engine.parts import RecordedGraph, Recording, draft_and_verify, finish_round, outputs_of, tensors_of
-from fsd_infer.engine.round import RoundTensors, VerifiedTree, advance, decode_round
+from fsd_infer.engine.parts import RecordableRound, RecordedGraph, Recording, outputs_of
+from fsd_infer.engine.round import Question, RoundTensors, VerifiedTree, decode_round
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
-from fsd_infer.trees.menu import MenuPolicy
-from fsd_infer.trees.tree import DraftTree
+from fsd_infer.trees.policy import TreePolicy
 
 log = logging.getLogger(__name__)
 MAX_KEPT = 64  # states that are kept, and recordings of each
@@ -71,6 +71,14 @@ class RecordedState:
     key: RecordingKey
     recordings: dict[Hashable, Recording] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
+
+    def recording(self, key: Hashable) -> Recording:
+        """Return the recording of rounds of this key. A new one may take the place of the oldest."""
+        if key not in self.recordings:
+            self.recordings[key] = Recording()
+            while len(self.recordings) > MAX_KEPT:
+                del self.recordings[next(iter(self.recordings))]
+        return self.recordings[key]
 
 
 class RoundRecorder:
@@ -142,117 +150,105 @@ class RoundRecorder:
 
     def fold(self, state: DecodeState, live: Sequence[int]) -> None:
         """Move the rows that go on to the smaller bucket, in place. Nothing may be on its way to the host."""
-        before, rows = self.current, bucket(len(live))
-        assert before is not None
-        others = [row for row in range(len(state.prompt_indices)) if row not in live]  # which finished
-        kept = sorted([*live, *others[: rows - len(live)]])
-        on_phase, before.state = state.on_phase, copy(state)
-        before.state.release_request()
-        smaller = self.state_for(state.folded(kept), rows, before.key.for_rows(rows))
+        larger, rows = self.current, bucket(len(live))
+        assert larger is not None
+        finished = [row for row in range(len(state.prompt_indices)) if row not in live]
+        kept = sorted([*live, *finished[: rows - len(live)]])  # the bucket is full, in part of rows that are masked
+        on_phase, larger.state = state.on_phase, copy(state)
+        larger.state.release_request()
+        smaller = self.state_for(state.folded(kept), rows, larger.key.for_rows(rows))
         assert self.current is not None and smaller.live is not None
         smaller.live.copy_(to_device(torch.tensor([row in live for row in kept]), self.device))
+        # the request goes on with the same object
         vars(state).update({**vars(smaller), "on_phase": on_phase})
         self.current.state = state
-        if isinstance(state.policy, MenuPolicy):
-            state.policy.timed = False  # for so few rows
+        if state.policy is not None:
+            state.policy.is_timed = False  # for so few rows
 
     def run(self, state: DecodeState) -> RoundTensors:
         """Run a round: replay its recording, or record it first."""
         recorded = self.current
-        if isinstance(state.policy, MenuPolicy) and recorded is not None and recorded.state is state:
-            self._time(state, state.policy, recorded)
-        if recorded is None or recorded.state is not state or self.refused:
+        if recorded is None or recorded.state is not state:
             return decode_round(state)
-        return self._run(state, recorded)
+        if state.policy is not None and not state.policy.is_timed:
+            self._time(state.policy, recorded)
+        return decode_round(state) if self.refused else self._run(recorded)
 
-    def _run(self, state: DecodeState, recorded: RecordedState) -> RoundTensors:
-        session, tree = state.session, None
-        inputs: Sequence[Tensor]
-        if session.is_recordable:
-            inputs = session.host_inputs()
-            shape_key = session.shape_key
+    def _run(self, recorded: RecordedState) -> RoundTensors:
+        round = RecordableRound(recorded.state)
+        recording, asks_host = recorded.recording(round.key), recorded.state.asks_host
+        # the first one eagerly, if its shapes may not recur or nobody knows what rules ask
+        if recording.questions is None and (round.tree is not None or asks_host):
+            result = self._eagerly(round, recording)
         else:
-            tree = session.draft(state.roots).padded_to(state.max_nodes)
-            names, inputs = zip(*tensors_of(tree))
-            shape_key = tree.depth_bound, names
-            state.on_phase("draft")
-        key = shape_key, state.asks_host, *((x.shape, x.dtype) for x in inputs)
-        if is_new := key not in recorded.recordings:
-            recorded.recordings[key] = Recording()
-            while len(recorded.recordings) > MAX_KEPT:
-                del recorded.recordings[next(iter(recorded.recordings))]
-        recording = recorded.recordings[key]
-        if is_new and (tree is not None or state.asks_host):  # shapes may not recur; and nobody knows what rules ask
-            result = self._eagerly(state, tree, inputs, recording)
-        else:
-            result = self._replayed(state, tree, inputs, recording)
-        if tree is not None:
-            advance(state, result)
-            state.on_phase("advance")
+            result = self._replayed_in_two(round, recording) if asks_host else self._replayed(round, recording)
+        round.end(result)
         return result
 
-    def _replayed(
-        self, state: DecodeState, tree: DraftTree | None, inputs: Sequence[Tensor], recording: Recording
-    ) -> RoundTensors:
-        """Run a round by its recording, whose parts are recorded when they are reached."""
-        graphs, asks = recording.graphs, state.asks_host
+    def _eagerly(self, round: RecordableRound, recording: Recording) -> RoundTensors:
+        """Run a round without its recording, and note what its rules ask the host."""
+        verified = round.draft_and_verify([to_device(x, self.device) for x in round.inputs])
+        result = round.finish(verified)
+        recording.questions = tuple(verified.answers())
+        return result
 
-        def whole(*inputs: Tensor) -> Any:
-            verified = draft_and_verify(state, tree, inputs)
-            return verified if asks else finish_round(state, verified, tree is None)
-
-        if not graphs and not self._record(state, whole, inputs, graphs):
-            return self._eagerly(state, tree, inputs, recording)
-        random_state = self.generator.get_state() if asks and len(graphs) < 2 else None
-        result = graphs[0].replay(inputs, tree is None)
+    def _replayed(self, round: RecordableRound, recording: Recording) -> RoundTensors:
+        """Run a round by its graph, or record that first."""
+        graphs, state = recording.graphs, round.state
+        if not graphs and not self._record(graphs, state, round.whole, round.inputs):
+            return self._eagerly(round, recording)
+        result: RoundTensors = graphs[0].replay(round.inputs, keeps_values=round.tree is None)
         state.on_phase("target")
-        if not asks:
-            return result
-        computed = _compute_on_host(state, result, recording.computed_on_host)
+        return result
 
-        def rest(*inputs: Tensor) -> Any:
-            return finish_round(state, result, tree is None, dict(zip(computed, inputs)))
+    def _replayed_in_two(self, round: RecordableRound, recording: Recording) -> RoundTensors:
+        """Run a round by two graphs, between which the host answers the rules; record each when it is reached."""
+        graphs, state = recording.graphs, round.state
+        if not graphs and not self._record(graphs, state, round.draft_and_verify, round.inputs):
+            return self._eagerly(round, recording)
+        random_state = self.generator.get_state() if len(graphs) == 1 else None
+        verified: VerifiedTree = graphs[0].replay(round.inputs, keeps_values=round.tree is None)
+        state.on_phase("target")
+        answers = _answers(state, verified, recording.questions or ())
+
+        def rest(inputs: Sequence[Tensor]) -> RoundTensors:
+            return round.finish(verified, dict(zip(answers, inputs)))
 
         if random_state is not None:
-            is_recorded = self._record(state, rest, list(computed.values()), graphs)
+            is_recorded = self._record(graphs, state, rest, list(answers.values()))
             self.generator.set_state(random_state)
-            graphs[0].replay(inputs)  # again, since recording has moved keys and values
+            graphs[0].replay(round.inputs)  # again, since recording has moved keys and values
             if not is_recorded:
-                return finish_round(state, result, tree is None, computed)
-        finished: RoundTensors = graphs[1].replay(list(computed.values()))
+                return round.finish(verified, answers)
+        result: RoundTensors = graphs[1].replay(list(answers.values()))
         state.on_phase("rule")
-        return finished
-
-    def _eagerly(
-        self, state: DecodeState, tree: DraftTree | None, inputs: Sequence[Tensor], recording: Recording
-    ) -> RoundTensors:
-        """Run a round without its recording, and note what its rules ask the host."""
-        verified = draft_and_verify(state, tree, [to_device(x, self.device) for x in inputs])
-        result = finish_round(state, verified, tree is None)
-        recording.computed_on_host = tuple(verified.computed())
         return result
 
     def _record(
-        self, state: DecodeState, run: Callable[..., Any], inputs: Sequence[Tensor], graphs: list[RecordedGraph]
+        self,
+        graphs: list[RecordedGraph],
+        state: DecodeState,
+        run: Callable[[Sequence[Tensor]], RoundTensors | VerifiedTree],
+        inputs: Sequence[Tensor],
     ) -> bool:
-        """Record the next part of a round; return False if that is not possible. The state stays as it is."""
-        inputs, outputs = [to_device(x, self.device).clone() for x in inputs], []
+        """Add the graph of the next part of a round; return False if that is not possible. The state stays as it is."""
+        fixed, outputs, phases = [to_device(x, self.device).clone() for x in inputs], list[Any](), list[str]()
 
         def noted() -> tuple[Tensor, ...]:
-            outputs.append(run(*inputs))
+            outputs.append(run(fixed))
             return outputs_of(outputs[-1])
 
-        phases: list[str] = []
         with self._unchanged(state, phases.append):
             try:
                 _, replay = self.recorder(noted, self.generator)
-                graphs.append(RecordedGraph(inputs, outputs[-1], replay, phases[len(phases) // 2 :]))
-                return True
             except Exception as error:  # torch raises many types for operations that cannot be recorded
                 self.refused = str(error).strip().partition("\n")[0]
                 self.forget()
                 log.warning("a round cannot be recorded as a CUDA graph, so none is: %s", self.refused)
                 return False
+        # a recorder runs it twice
+        graphs.append(RecordedGraph(fixed, outputs[-1], replay, phases[len(phases) // 2 :]))
+        return True
 
     @contextmanager
     def _unchanged(self, state: DecodeState, on_phase: Callable[[str], None]) -> Iterator[None]:
@@ -268,30 +264,29 @@ class RoundRecorder:
                 x.copy_(value)
             self.generator.set_state(random_state)
 
-    def _time(self, state: DecodeState, policy: MenuPolicy, recorded: RecordedState) -> None:
-        """Record and time a round of every shape of a menu, at the first round of its state."""
-        if policy.timed:
-            return
+    def _time(self, policy: TreePolicy, recorded: RecordedState) -> None:
+        """Record and time a round of every shape of the policy's menu, at the first round of its state."""
+        state = recorded.state
         for shape in policy.menu[len(recorded.seconds) :]:
             state.session.shape = shape
             with self._unchanged(state, lambda phase: None):
                 for _ in range(2):  # what the host looks at is recorded at the second round
-                    self._run(state, recorded)
+                    self._run(recorded)
                     if self.refused:
                         return
                 state.roots.tolist()  # waits
-                began = policy.clock()
+                began = time.perf_counter()
                 for _ in range(TIMED_ROUNDS):
-                    self._run(state, recorded)
+                    self._run(recorded)
                 state.roots.tolist()
-                recorded.seconds.append((policy.clock() - began) / TIMED_ROUNDS)
+                recorded.seconds.append((time.perf_counter() - began) / TIMED_ROUNDS)
         policy.time(recorded.seconds)
         state.session.shape = policy.choose(len(state.prompt_indices))
 
 
-def _compute_on_host(state: DecodeState, verified: VerifiedTree, names: Iterable[Hashable]) -> dict[Hashable, Tensor]:
+def _answers(state: DecodeState, verified: VerifiedTree, questions: Sequence[Question]) -> dict[Question, Tensor]:
     """Return what the host computes of a verified tree for its rules."""
-    verified = verified.with_computed(state)
-    for name in names:
-        verified.look_up(name)
-    return verified.computed()
+    verified = verified.with_answers(state)
+    for question in questions:
+        verified.answer(question)
+    return verified.answers()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fsd_core.former import Renamed
-from fsd_core.tensors import Transfer, is_host, packed
+from fsd_core.functional import is_host
+from fsd_core.tensors import Transfer, packed
 from fsd_infer.engine.round import RoundTensors
 from fsd_infer.rules.verification import Emission, Verdict
 

@@ -15,12 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_core.tensors import at_nodes, trimmed_on_host
+from fsd_core import functional
+from fsd_core.functional import at_nodes
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.rules import RoundInput, Verdict
 from fsd_infer.rules.base import device_verdict
 from fsd_infer.rules.tilted import INITIAL_KL_COEF
 from fsd_infer.trees.tree import DraftTree
+
+Question = str | int  # of a rule about a tree, see VerifiedTree.answer()
 
 
 @dataclass
@@ -135,15 +138,16 @@ def extend_texts(state: DecodeState, verdict: Verdict) -> None:
 def advance(state: DecodeState, result: RoundTensors) -> None:
     """Extend the drafter's texts by the emitted tokens, each with the features before it."""
     counts = result.verdict.accepted + 1
-    tokens, features = trimmed_on_host(counts, result.verdict.tokens, result.features)
-    state.session.extend(tokens, features, counts)
+    longest = functional.host_max(counts, result.verdict.tokens.shape[1])  # beyond, all rows have padding
+    state.session.extend(result.verdict.tokens[:, :longest], result.features[:, :longest], counts)
 
 
 class VerifiedTree:
-    """A tree with the target's logits and features at its nodes, and what rules read of it, computed when first read.
+    """A tree with the target's logits and features at its nodes, and the answers to what rules ask of it.
 
-    If that needs the host (:attr:`.DecodeState.asks_host`), a recorded round is two graphs. Between them the host calls
-    :meth:`look_up`, and the second graph reads the results through :meth:`with_computed`.
+    Answers are computed when they are first asked for. If some need the host (:attr:`.DecodeState.asks_host`), a
+    recorded round is two graphs. Between them the host computes the answers, which the second graph reads
+    (:meth:`with_answers`).
 
     Attributes:
         tree: the drafts.
@@ -155,7 +159,7 @@ class VerifiedTree:
     def __init__(self, state: DecodeState, tree: DraftTree, logits: Tensor, features: Tensor) -> None:
         self.tree, self.logits, self.features, self._state = tree, logits, features, state
         self.recurrent: dict[Hashable, Any] = dict(state.cache.recurrent.kept)
-        self._found: dict[Hashable, Tensor | None] = {}  # by name, see look_up()
+        self._answers: dict[Question, Tensor | None] = {}
 
     def round_input(self, uniforms: Tensor, max_accepted: Tensor | None) -> RoundInput:
         """Return the input of the rules.
@@ -168,14 +172,14 @@ class VerifiedTree:
         return RoundInput(
             tree=self.tree,
             logits=self.raw_logits,
-            scores=self.look_up("scores") if state.processors.is_needed else self.logits,
+            scores=self.answer("scores") if state.processors.is_needed else self.logits,
             greedy=state.greedy,
             uniforms=uniforms,
             budget_left=state.budget,
-            process_draft=(lambda tree: self.look_up("draft_scores")) if state.processors.is_needed else None,
+            process_draft=(lambda tree: self.answer("draft_scores")) if state.processors.is_needed else None,
             texts=state.texts,
             kl_excess=state.kl_excess,
-            seen_ngrams=self.look_up,
+            seen_ngrams=self.answer,
             max_accepted=max_accepted,
         )
 
@@ -188,33 +192,33 @@ class VerifiedTree:
     def _texts(self) -> Sequence[Tensor | None]:
         return self._state.history() if self._state.processors.contextual else ()
 
-    def look_up(self, name: Hashable) -> Any:
+    def answer(self, question: Question) -> Any:
         """Return what rules ask of the tree, computed at the first call.
 
         Args:
-            name: "scores": the logits after the request's processors, [B, N, V]. "draft_scores": the drafter's after
-                them, [B, I, V]. n: drafts that complete an n-gram of other texts that the drafter reads, [B, N] bool;
-                None if it reads none.
+            question: "scores": the logits after the request's processors, [B, N, V]. "draft_scores": the drafter's
+                after them, [B, I, V]. n: drafts that complete an n-gram of other texts that the drafter reads, [B, N]
+                bool; None if it reads none.
         """
-        if name not in self._found:
+        if question not in self._answers:
             state = self._state
             processors, vocabulary, rows = state.processors, self.logits.shape[-1], state.padded_prompt_indices
-            if isinstance(name, int):
-                self._found[name] = state.session.seen_ngrams(self.tree, name)
-            elif name == "scores":
-                self._found[name] = processors.nodes(self.raw_logits, self.tree, self._texts, rows)
+            if isinstance(question, int):
+                self._answers[question] = state.session.seen_ngrams(self.tree, question)
+            elif question == "scores":
+                self._answers[question] = processors.nodes(self.raw_logits, self.tree, self._texts, rows)
             else:
-                self._found[name] = processors.drafts(self.tree, vocabulary, self._texts, rows)
-        return self._found[name]
+                self._answers[question] = processors.drafts(self.tree, vocabulary, self._texts, rows)
+        return self._answers[question]
 
-    def computed(self) -> dict[Hashable, Tensor]:
-        """Return what the host has computed so far, by name."""
-        on_host = self._state.processors.contextual
-        found = ((name, values) for name, values in self._found.items() if on_host or isinstance(name, int))
-        return {name: values for name, values in found if values is not None}
+    def answers(self) -> dict[Question, Tensor]:
+        """Return the answers so far that the host computed."""
+        by_host = self._state.processors.contextual
+        found = ((asked, values) for asked, values in self._answers.items() if by_host or isinstance(asked, int))
+        return {question: values for question, values in found if values is not None}
 
-    def with_computed(self, state: DecodeState, computed: Mapping[Hashable, Tensor] | None = None) -> VerifiedTree:
-        """Return the same tree for ``state``, where only these results of :meth:`computed` are known."""
+    def with_answers(self, state: DecodeState, answers: Mapping[Question, Tensor] | None = None) -> VerifiedTree:
+        """Return the same tree for ``state``, with these answers and no others."""
         tree = VerifiedTree(state, replace(self.tree), self.logits, self.features)
-        tree.recurrent, tree._found = self.recurrent, dict(computed or {})
+        tree.recurrent, tree._answers = self.recurrent, dict(answers or {})
         return tree

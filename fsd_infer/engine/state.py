@@ -15,7 +15,6 @@ from fsd_infer.drafters.session import DraftSession
 from fsd_infer.request.processors import TreeProcessors
 from fsd_infer.rules import Rule, TokenHistory
 from fsd_infer.targets.target import Target
-from fsd_infer.trees.menu import MenuPolicy
 from fsd_infer.trees.policy import TreePolicy
 
 
@@ -64,7 +63,7 @@ class DecodeState:
     history: Callable[[], list[Tensor | None]]
     max_nodes: int
     live: Tensor | None = None
-    policy: TreePolicy | MenuPolicy | None = None
+    policy: TreePolicy | None = None
     on_phase: Callable[[str], None] = field(default=lambda phase: None)
 
     @property
@@ -83,18 +82,17 @@ class DecodeState:
         return [*self.prompt_indices, *[0] * (len(self.rules) - len(self.prompt_indices))]
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the batch, which ascend; drop or mask all others."""
-        if self.live is not None:
-            live = torch.zeros(len(self.rules), dtype=torch.bool)
-            live[rows] = True
+        """Keep these rows of the batch, which ascend; drop or mask all others. Without any, the request has ended."""
+        index = torch.tensor(rows, dtype=torch.long)
+        if not rows:
+            self.prompt_indices = []
+        elif self.live is not None:
+            live = torch.zeros(len(self.rules), dtype=torch.bool).index_fill_(0, index, True)
             self.live.copy_(to_device(live, self.device))
-        elif rows:
-            index = torch.tensor(rows)
+        else:
             self._take_rows(index)
             self.cache.keep_rows(index)
             self.session.keep_rows(index)
-        if not rows:
-            self.prompt_indices = []
 
     def release_request(self) -> None:
         """Drop the references to the request: its history and its callbacks."""

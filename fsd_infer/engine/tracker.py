@@ -9,14 +9,13 @@ from torch import Tensor
 
 from fsd_infer.drafters.base import Drafter
 from fsd_infer.engine.callback import Callback
-from fsd_infer.engine.callbacks import MenuUpdate, PhaseTimer, Prefixes, Recorder, Stopping, TreeUpdate
+from fsd_infer.engine.callbacks import PhaseTimer, Prefixes, Recorder, Stopping, TreeUpdate
 from fsd_infer.engine.report import RoundReport
 from fsd_infer.engine.request import Request
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.engine.stats import GenerationStats, Outcome, RowRecord, describe_rules
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
-from fsd_infer.trees.menu import MenuPolicy
 from fsd_infer.trees.shape import AUTO
 
 
@@ -55,15 +54,11 @@ class RequestTracker:
         self.rules: list[Rule] = state.rules[: len(state.prompt_indices)]
         self.callbacks += self.request.callbacks  # which may end rows, before the tree's choice counts those that go on
         if state.policy is not None:
-            policy = state.policy
-            self.callbacks.append(MenuUpdate(policy) if isinstance(policy, MenuPolicy) else TreeUpdate(policy))
+            self.callbacks.append(TreeUpdate(state.policy))
         state.on_phase = self.on_phase
         somebody_waits = any(callback.reads_tensors or callback.waits for callback in self.callbacks)
         somebody_waits = somebody_waits or state.asks_host or state.session.needs_report
         self.overlaps = state.live is not None and state.session.is_recordable and not somebody_waits
-        self._phase_listeners = [
-            one.on_phase for one in self.callbacks if getattr(one.on_phase, "__func__", None) is not Callback.on_phase
-        ]
         for callback in self.callbacks:
             callback.on_start(state)
 
@@ -93,8 +88,9 @@ class RequestTracker:
         ]
 
     def on_phase(self, phase: str) -> None:
-        for listener in self._phase_listeners:
-            listener(phase)
+        """Tell the callbacks that a phase has ended."""
+        for callback in self.callbacks:
+            callback.on_phase(phase)
 
     def on_round(self, report: RoundReport) -> None:
         """Tell the callbacks of a round, and drop the rows that it finishes."""

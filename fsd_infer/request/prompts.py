@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fsd_core.errors import ContextLengthError, FsdError
-from fsd_core.tensors import at_nodes, to_device
+from fsd_core.functional import at_nodes
+from fsd_core.tensors import to_device
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters.session import DraftSession
 from fsd_infer.targets.image_inputs import ImageInput, ImagePrompt, read_with_images, set_offset

@@ -12,44 +12,78 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fsd_core import functional
-from fsd_core.divergence import divergence
-from fsd_core.tensors import wide
+from fsd_core import functional, sampling
+from fsd_core.divergence import divergence, divergence_rows
+from fsd_core.functional import wide
 from fsd_infer.rules.distributions import OutputDistribution, biased
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.verification import FORKS, TokenOrigin, Verdict, row_index
 from fsd_infer.rules.vocab_rows import VocabRows
 
 
-def walk(inputs: RuleInputs, outputs: Sequence[tuple[OutputDistribution, list[int]]], left: Tensor | None) -> Verdict:
+def walk(inputs: RuleInputs, outputs: Sequence[tuple[OutputDistribution, list[int]]], budget: Tensor | None) -> Verdict:
     """Walk one round, without a sync. :attr:`Verdict.faults` tells what is wrong with it.
 
     Args:
         inputs: of the round.
         outputs: the rules' distributions of all rows, each with its rows.
-        left: [B] nats that each row may spend, on the device of the tree; None: any number.
+        budget: [B] nats that each row may spend, on the device of the tree; None: any number.
     """
-    return _Walk(inputs, outputs, left).verdict()
+    return _Walk(inputs, outputs, budget).verdict()
 
 
-def affordable(inputs: RuleInputs, cost: Tensor, left: Tensor) -> Tensor:
-    """[B, N] bool; contexts whose ``cost`` [B, N] the budget ``left`` [B] pays after the costs of their ancestors."""
+def affordable(inputs: RuleInputs, cost: Tensor, budget: Tensor) -> Tensor:
+    """[B, N] bool; contexts whose ``cost`` [B, N] the ``budget`` [B] pays after the costs of their ancestors."""
     depths = inputs.tree.depths
-    budget = left = left.to(cost.dtype)[:, None].expand_as(cost)
-    for _ in range(inputs.tree.max_depth):
-        spent = cost.masked_fill((cost > budget) | cost.isinf(), 0.0)  # inf - inf is NaN
-        budget = torch.where(depths > 0, inputs.at_parents(budget - spent), left)
-    return cost <= budget
+    left = of_root = budget.to(cost.dtype)[:, None].expand_as(cost)
+    for _ in range(inputs.tree.max_depth):  # each pass makes it right one depth further
+        spent = cost.masked_fill((cost > left) | cost.isinf(), 0.0)  # inf - inf is NaN
+        left = torch.where(depths > 0, inputs.at_parents(left - spent), of_root)
+    return cost <= left
+
+
+class _RuleOutput(NamedTuple):
+    """A rule's output distribution, and the rows that have this rule.
+
+    Attributes:
+        output: the distribution, at the contexts of all rows.
+        index: [R] the rows.
+        mask: [B, 1] bool; None: all rows.
+    """
+
+    output: OutputDistribution
+    index: Tensor
+    mask: Tensor | None
+
+    def put(self, new: Tensor, old: Tensor) -> Tensor:
+        """Return ``new`` [B, ·] in the rule's rows, ``old`` in others."""
+        return new if self.mask is None else torch.where(self.mask, new, old)
+
+
+class _Picks(NamedTuple):
+    """What follows every context if the walk comes there, [B, N] bool each.
+
+    Attributes:
+        lossy: contexts that have the rule's distribution; the others have p.
+        follows: drafts that follow their parent.
+        follows_under_p: drafts that would follow it under p, by the same uniform numbers.
+    """
+
+    lossy: Tensor
+    follows: Tensor
+    follows_under_p: Tensor
 
 
 class _Walk:
     """The state of a walk, [B, N] each.
 
     Attributes:
+        outputs: of all rules; empty if nothing was drafted.
         p_draft: probability of each draft under the target's distribution.
         r_draft: probability of each draft under the rule's distribution.
         cost: nats of the rule's distribution at each context; None if all rules have the target's distribution.
@@ -60,50 +94,46 @@ class _Walk:
     """
 
     def __init__(
-        self, inputs: RuleInputs, outputs: Sequence[tuple[OutputDistribution, list[int]]], left: Tensor | None
+        self, inputs: RuleInputs, outputs: Sequence[tuple[OutputDistribution, list[int]]], budget: Tensor | None
     ) -> None:
         self.inputs, self.tree, self.device = inputs, inputs.tree, inputs.nodes.device
-        self.reads_q = inputs.sampled or any(output.gate or output.log_r for output, _ in outputs)
-        self.non_finite = inputs.non_finite(self.reads_q)
-        self.budget_left = left
-        self.outputs: list[tuple[OutputDistribution, Tensor | bool]] = []
+        reads_q = inputs.sampled or any(output.gate or output.log_r for output, _ in outputs)
+        self.non_finite = inputs.non_finite(reads_q)
+        self.budget = budget
+        self.outputs: list[_RuleOutput] = []
         self.dense: list[tuple[VocabRows, Tensor]] = []
         self.cost: Tensor | None = None
         if self.tree.parents.shape[1] == 1:
             return  # nothing was drafted
-        output = outputs[0][0]
-        # a test of drawn drafts replaces accept_prob, which would read the vocabulary once more
-        test = output.test if len(outputs) == 1 else None
+        # one test for all rows takes the place of accept_prob, which would read the vocabulary once more
+        test = outputs[0][0].test if len(outputs) == 1 else None
         self.p_draft = self.r_draft = inputs.accept_prob if test is None else test.accept_prob.to(wide(self.device))
         self.applies = torch.zeros_like(inputs.tree.is_draft)
         self.r_token, self.r_row = inputs.likeliest, torch.full_like(self.tree.parents, -1)
-        self.outputs = [self._add(output, rows) for output, rows in outputs]
+        for output, rows in outputs:
+            index, mask = row_index(tuple(rows), self.device), None
+            if len(rows) < len(self.tree.parents):
+                mask = torch.zeros_like(inputs.tree.is_draft[:, :1]).index_fill_(0, index, True)
+            self._add(_RuleOutput(output, index, mask))
 
-    def _add(self, output: OutputDistribution, rows: list[int]) -> tuple[OutputDistribution, Tensor | bool]:
-        """Add a distribution, and return it with its rows: [B, 1] bool, or True for all."""
-        applies, index = output.applies, row_index(tuple(rows), self.device)
-        of_rule: Tensor | bool = len(rows) == len(applies)
-        if not of_rule:
-            of_rule = torch.zeros_like(applies[:, :1]).index_fill_(0, index, True)
-
-        def put(new: Tensor, old: Tensor) -> Tensor:
-            return new if of_rule is True else torch.where(of_rule, new, old)
-
+    def _add(self, rule: _RuleOutput) -> None:
+        """Add a distribution to those of other rows."""
+        self.outputs.append(rule)
+        output, applies = rule.output, rule.output.applies
         if output.test is not None:
-            self.p_draft = put(output.test.accept_prob.to(self.p_draft.dtype), self.p_draft)
+            self.p_draft = rule.put(output.test.accept_prob.to(self.p_draft.dtype), self.p_draft)
         if output.logit_bias is None and output.log_r is None:  # p
-            return output, of_rule
+            return
         if self.cost is None:
             self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
         if output.logit_bias is not None:
-            where = output.dense_at(self.inputs) if output.log_r is not None else None
             applies, r, cost, _ = biased(self.inputs, output.logit_bias, output.applies)
-            applies = applies if where is None else torch.where(where, output.applies, applies)
-            self.r_draft, self.cost = put(r, self.r_draft), put(cost, self.cost)
-        self.applies = put(applies, self.applies)
+            if output.log_r is not None:  # elsewhere the bias holds
+                applies = torch.where(output.dense_at(self.inputs), output.applies, applies)
+            self.r_draft, self.cost = rule.put(r, self.r_draft), rule.put(cost, self.cost)
+        self.applies = rule.put(applies, self.applies)
         if output.gate is not None or output.log_r is not None:
-            self._evaluate(output, VocabRows.every(self.inputs, None if of_rule is True else index))
-        return output, of_rule
+            self._evaluate(output, VocabRows.every(self.inputs, None if rule.mask is None else rule.index))
 
     def _evaluate(self, output: OutputDistribution, at: VocabRows) -> None:
         """Evaluate a distribution's gate and dense distribution at these contexts."""
@@ -148,7 +178,7 @@ class _Walk:
             [B, N] probability of each draft below these contexts; [R] their costs.
         """
         inputs, r = self.inputs, log_r.softmax(-1)
-        cost = functional.divergence_rows(at.scores, log_r, divergence("kl_qp"))
+        cost = divergence_rows(at.scores, log_r, divergence("kl_qp"))
         r_draft = at.of_drafts(r, parent_row.clamp_min(0)).to(self.r_draft.dtype)
         if inputs.sampled:
             residual = (r - at.proposal).clamp_min(0.0).sum(-1)
@@ -162,32 +192,28 @@ class _Walk:
         """Accept the nodes whose ancestors were all picked, and gather what is emitted there."""
         if self.tree.parents.shape[1] == 1:
             return self._undrafted()
-        lossy, picked, exact = self._picked()
-        picked[:, 0] = True
-        reached = (self.tree.ancestors & ~picked[:, None]).any(-1).logical_not_()
-        return self._gathered(reached, lossy, exact)
+        picks = self._picked()
+        follows = picks.follows
+        follows[:, 0] = True  # the root
+        reached = (self.tree.ancestors & ~follows[:, None]).any(-1).logical_not_()
+        return self._gathered(reached, picks)
 
-    def _picked(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Decide at every context at once which child follows, as if the walk came there.
-
-        Returns:
-            [B, N] bool each: contexts with the rule's distribution; drafts that follow their parent; among them or not,
-            drafts that would follow it under p, with the same uniform numbers.
-        """
+    def _picked(self) -> _Picks:
+        """Decide at every context at once which child follows, as if the walk came there."""
         inputs, lossy, prob = self.inputs, self.applies, self.p_draft
-        if self.budget_left is not None and self.cost is not None:
-            lossy = lossy & affordable(inputs, self.cost.masked_fill(~lossy, 0.0), self.budget_left)
+        if self.budget is not None and self.cost is not None:
+            lossy = lossy & affordable(inputs, self.cost.masked_fill(~lossy, 0.0), self.budget)
         if self.r_draft is not self.p_draft:
             prob = torch.where(inputs.at_parents(lossy), self.r_draft, self.p_draft)
         if inputs.greedy:
-            return lossy, prob.clone(), self.p_draft
+            return _Picks(lossy, prob.clone(), self.p_draft)
         # the children divide [0, 1) by their probabilities; the uniform number falls on one of them or on none
         offset = inputs.at_parents(inputs.uniform(0)).to(prob.dtype)  # [B, N] from the start of each child's part
         if not inputs.is_chain:
             siblings = self.tree.parents[:, :, None] == self.tree.parents[:, None]
             earlier = siblings & (inputs.nodes < inputs.nodes[:, None])
             offset = offset - torch.where(earlier, prob[:, None], 0.0).sum(-1)
-        return lossy, (offset >= 0) & (offset < prob), offset < self.p_draft
+        return _Picks(lossy, (offset >= 0) & (offset < prob), offset < self.p_draft)
 
     def _undrafted(self) -> Verdict:
         """Return the verdict on roots alone: a token from p each."""
@@ -205,8 +231,8 @@ class _Walk:
             faults=self._faults(),
         )
 
-    def _gathered(self, reached: Tensor, lossy: Tensor, exact: Tensor) -> Verdict:
-        """Gather the verdict along the path, whose nodes are ``reached`` [B, N]. Other arguments as of _picked()."""
+    def _gathered(self, reached: Tensor, picks: _Picks) -> Verdict:
+        """Gather the verdict along the path, whose nodes are ``reached`` [B, N]."""
         tree, inputs, width = self.tree, self.inputs, self.tree.max_depth + 1
         steps = inputs.nodes[:width]  # [D+1] 0, 1, … along the path
         accepted = reached.sum(1, keepdim=True) - 1  # [B, 1] drafts
@@ -214,19 +240,16 @@ class _Walk:
         path = self._path(reached, accepted, end, width)
         following = torch.cat([path[:, 1:], end], 1)  # [B, D+1] the node that follows each of the path
         is_last, is_padding = steps == accepted, steps > accepted
-        tokens = torch.where(is_last, self._final(end, lossy), tree.tokens.gather(1, following))
+        tokens = torch.where(is_last, self._final(end, picks.lossy), tree.tokens.gather(1, following))
         sources = (steps < accepted) * int(TokenOrigin.EXACT)  # 0 is TARGET
         if self.cost is None:
             is_lossy = torch.zeros_like(is_last)
             spent = torch.zeros(is_last.shape, dtype=wide(self.device), device=self.device)
         else:
-            is_lossy = lossy.gather(1, path) & ~is_padding
+            is_lossy = picks.lossy.gather(1, path) & ~is_padding
             spent = self.cost.gather(1, path).masked_fill_(~is_lossy, 0.0)
-            dense = torch.zeros_like(is_last)
-            for output, of_rule in self.outputs if not inputs.sampled else []:
-                dense = dense | of_rule if output.log_r is not None else dense
-            only_lossy = torch.where(is_last, dense, ~exact.gather(1, following)) & is_lossy
-            sources = sources.masked_fill(only_lossy, int(TokenOrigin.GATE))
+            not_under_p = torch.where(is_last, self._final_is_dense(), ~picks.follows_under_p.gather(1, following))
+            sources = sources.masked_fill(not_under_p & is_lossy, int(TokenOrigin.GATE))
         first = tree.first_choices.gather(1, path).masked_fill_(is_padding, -1)
         logprob_gap = inputs.logprob_gap.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
         return Verdict(
@@ -241,6 +264,14 @@ class _Walk:
             proposers=tree.proposers,
             faults=self._faults(),
         )
+
+    def _final_is_dense(self) -> Tensor:
+        """Return whether a lossy token after the path counts as one that p would not emit, [B, 1] bool."""
+        found = torch.zeros_like(self.tree.is_draft[:, :1])
+        for rule in self.outputs:
+            if rule.output.log_r is not None and not self.inputs.sampled:
+                found = rule.put(torch.ones_like(found), found)
+        return found
 
     def _path(self, reached: Tensor, accepted: Tensor, end: Tensor, width: int) -> Tensor:
         """Return the reached nodes [B, N] in order, [B, ``width``], padded with the last, ``end`` [B, 1]."""
@@ -264,7 +295,7 @@ class _Walk:
         if inputs.greedy:
             return torch.where(lossy.gather(1, end), self.r_token.gather(1, end), inputs.likeliest.gather(1, end))
         weights = self._weights(end, lossy)
-        token = functional.draw(weights, inputs.uniform(1).gather(1, end)[:, 0])[:, None]
+        token = sampling.draw(weights, inputs.uniform(1).gather(1, end)[:, 0])[:, None]
         return torch.where(token < weights.shape[1], token, inputs.likeliest.gather(1, end))  # all weights round to 0
 
     def _residual(self, at: VocabRows, r: Tensor, is_lossy: Tensor) -> Tensor:
@@ -275,15 +306,15 @@ class _Walk:
             r: [B, V] the distribution there.
             is_lossy: [B, 1] bool; whether it is a rule's own.
         """
-        tests = [(output.test, of_rule) for output, of_rule in self.outputs if output.test is not None]
+        tests = [(rule, rule.output.test) for rule in self.outputs if rule.output.test is not None]
         if self.cost is None and len(tests) == len(self.outputs) == 1:
-            residual_of = tests[0][0].residual
+            residual_of = tests[0][1].residual
             return r if residual_of is None else residual_of(at)
         has_drawn_child = at.of(self.inputs.has_drawn_child)[:, None]
         weights = torch.where(has_drawn_child, (r - at.proposal).clamp_min(0.0), r)
-        for test, of_rule in tests:
+        for rule, test in tests:
             residual = r if test.residual is None else test.residual(at)
-            weights = torch.where(~is_lossy & has_drawn_child & of_rule, residual, weights)
+            weights = rule.put(torch.where(~is_lossy & has_drawn_child, residual, weights), weights)
         return weights
 
     def _weights(self, end: Tensor, lossy: Tensor) -> Tensor:

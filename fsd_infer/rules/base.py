@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from inspect import get_annotations
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from fsd_core.errors import FsdError
 from fsd_core.former import FormerName, Renamed
+from fsd_core.functional import at_nodes, wide
 from fsd_core.registry import Registry
-from fsd_core.tensors import at_nodes, to_device, wide
+from fsd_core.tensors import to_device
 from fsd_infer.rules._walk import walk
 from fsd_infer.rules.block_test import block_test
 from fsd_infer.rules.distributions import OutputDistribution
@@ -264,12 +265,15 @@ def device_verdict(rules: Sequence[Rule], round: RoundInput) -> Verdict:
     rows: dict[Rule, list[int]] = {}
     for row, rule in enumerate(rules):
         rows.setdefault(rule, []).append(row)
-    inputs, left = RuleInputs(round), round.budget_left
-    left = budgets_of(rules, inputs.nodes.device) if left is None else left
-    verdict = walk(inputs, [(rule.restricted_output(inputs), of_rule) for rule, of_rule in rows.items()], left)
+    inputs, budget = RuleInputs(round), round.budget_left
+    budget = budgets_of(rules, inputs.nodes.device) if budget is None else budget
+    verdict = walk(inputs, [(rule.restricted_output(inputs), of_rule) for rule, of_rule in rows.items()], budget)
     if round.max_accepted is not None:
         verdict.cut(round.max_accepted)
-    verdict.allowed = _allowed(rows, inputs, verdict)
+    for rule, of_rule in rows.items():
+        nats = _allowed(rule, of_rule, inputs, verdict)
+        if nats is not None:
+            verdict.allowed = nats if verdict.allowed is None else verdict.allowed + nats
     return verdict
 
 
@@ -279,21 +283,24 @@ def budgets_of(rules: Sequence[Rule], device: torch.device) -> Tensor | None:
     return to_device(torch.tensor(budgets, dtype=wide(device)), device) if min(budgets) < math.inf else None
 
 
-def _allowed(rows: Mapping[Rule, Sequence[int]], inputs: RuleInputs, verdict: Verdict) -> Tensor | None:
-    """Return :attr:`Verdict.allowed`, without a sync. ``rows``: those of each rule."""
-    adaptive = [(rule, of_rule) for rule, of_rule in rows.items() if type(rule).kl_target is not Rule.kl_target]
-    allowed: Tensor | None = None
+def _allowed(rule: Rule, of_rule: Sequence[int], inputs: RuleInputs, verdict: Verdict) -> Tensor | None:
+    """Return what a rule's rows ``of_rule`` add to :attr:`Verdict.allowed`, [B], without a sync.
+
+    None: the rule has no adaptive KL coefficient.
+    """
+    if type(rule).kl_target is Rule.kl_target:
+        return None
     path, scores = verdict.path, inputs.round.scores
-    for rule, of_rule in adaptive:
-        mine = None if len(of_rule) == len(path) else row_index(tuple(of_rule), path.device)
-        nodes, logits = (path, scores) if mine is None else (path[mine], scores[mine])
-        nats = rule.kl_target(at_nodes(logits, nodes), inputs.greedy)
-        if nats is not None:
-            nats = nats if mine is None else nats.new_zeros(path.shape).index_copy(0, mine, nats)
-            where = rule.lossy_at(inputs)
-            if where is not None:  # elsewhere nothing is spent, so nothing is allowed
-                nats = nats * where.gather(1, path)
-            emitted = inputs.nodes[: path.shape[1]] <= verdict.accepted[:, None]
-            nats = (nats * emitted).sum(1)
-            allowed = nats if allowed is None else allowed + nats
-    return allowed
+    if len(of_rule) == len(path):
+        nats = rule.kl_target(at_nodes(scores, path), inputs.greedy)  # [B, D+1]
+    else:
+        rows = row_index(tuple(of_rule), path.device)
+        nats = rule.kl_target(at_nodes(scores[rows], path[rows]), inputs.greedy)
+        nats = None if nats is None else nats.new_zeros(path.shape).index_copy(0, rows, nats)
+    if nats is None:
+        return None
+    where = rule.lossy_at(inputs)
+    if where is not None:  # elsewhere nothing is spent, so nothing is allowed
+        nats = nats * where.gather(1, path)
+    emitted = inputs.nodes[: path.shape[1]] <= verdict.accepted[:, None]
+    return (nats * emitted).sum(1)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fsd_core.errors import FsdError
 from fsd_core.former import say
-from fsd_core.tensors import wide
+from fsd_core.functional import wide
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.optimal import clipped_distribution, passing_distribution
 from fsd_infer.rules.vocab_rows import VocabRows

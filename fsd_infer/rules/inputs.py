@@ -8,11 +8,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fsd_core import functional
-from fsd_core.divergence import Divergence, divergence, expand_draft
+from fsd_core import functional, sampling
+from fsd_core.divergence import Divergence, divergence, divergence_rows, expand_draft
 from fsd_core.errors import FsdError
 from fsd_core.former import Renamed
-from fsd_core.tensors import wide
+from fsd_core.functional import wide
 from fsd_infer.rules.texts import TokenHistory, in_sentence, inside, repeats_ngram
 from fsd_infer.rules.verification import RoundInput
 
@@ -196,7 +196,7 @@ class RuleInputs(Renamed):
         tree = self.tree
         assert tree.q_scores is not None
         index = tree.q_index.masked_fill(~self.has_drawn_child, -1)
-        return functional.residual_mass(self.round.scores, tree.q_scores, weight, index, tree.draft_ids)
+        return sampling.residual_mass(self.round.scores, tree.q_scores, weight, index, tree.draft_ids)
 
     def accept_prob_under(self, r: Tensor, log_r: Tensor, residual: Tensor) -> Tensor:
         """:attr:`accept_prob` under any distribution r, above temperature 0.
@@ -214,7 +214,7 @@ class RuleInputs(Renamed):
             return torch.where(self.is_drawn, passes, r)
         fails = 1.0 - self.at_parents(self.sum_children(passes))
         rest = (r - self.log_q.to(r.dtype).exp()).clamp_min(0.0)
-        rest = rest / self.at_parents(residual).to(r.dtype).clamp_min(functional.TINY)
+        rest = rest / self.at_parents(residual).to(r.dtype).clamp_min(sampling.TINY)
         fixed = torch.where(self.at_parents(self.has_drawn_child), fails * rest, r).clamp_max(1.0)
         return torch.where(self.is_drawn, passes, fixed)
 
@@ -234,7 +234,7 @@ class RuleInputs(Renamed):
                 p, q, ids = self.round.scores, self.draft_scores, None
             none = torch.full(tree.tokens.shape, math.inf, device=tree.tokens.device)
             has_any = tree.q_logits.shape[1] > 0
-            self._divergences[key] = functional.divergence_rows(p, q, measure, ids, tree.q_index) if has_any else none
+            self._divergences[key] = divergence_rows(p, q, measure, ids, tree.q_index) if has_any else none
         return self._divergences[key]
 
     @property

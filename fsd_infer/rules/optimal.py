@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fsd_core import functional
+from fsd_core import functional, sampling
 
 _STEPS = 24  # of the search for the constant of a clipped distribution
 CLOSE = 1e-6  # error of a distribution's sum at which the search ends; the distribution is then normalised
@@ -36,8 +36,8 @@ def passing_distribution(
     candidates, residual = p.masked_fill(~fixed, 0.0), (p - q).clamp_min(0.0).masked_fill(fixed, 0.0)
     mass = candidates.sum(-1, keepdim=True)
     of_candidates = torch.minimum(left, raise_prob(mass))
-    r = drawn + of_candidates * candidates / mass.clamp_min(functional.TINY)
-    r = r + (left - of_candidates) * residual / residual.sum(-1, keepdim=True).clamp_min(functional.TINY)
+    r = drawn + of_candidates * candidates / mass.clamp_min(sampling.TINY)
+    r = r + (left - of_candidates) * residual / residual.sum(-1, keepdim=True).clamp_min(sampling.TINY)
     chosen = fixed & passes
     return torch.where(chosen.any(-1, keepdim=True), least_divergent(p, q.masked_fill(~passes, 0.0), chosen), r)
 
@@ -57,13 +57,13 @@ def least_divergent(p: Tensor, q: Tensor, fixed: Tensor) -> Tensor:
     for _ in range(_STEPS // 2):
         free = a * p < bound
         used = 1.0 - q.masked_fill(free, 0.0).sum(-1, keepdim=True)
-        better = (used / p.masked_fill(~free, 0.0).sum(-1, keepdim=True).clamp_min(functional.TINY)).clamp_min(1.0)
+        better = (used / p.masked_fill(~free, 0.0).sum(-1, keepdim=True).clamp_min(sampling.TINY)).clamp_min(1.0)
         found = better <= a * (1 + CLOSE)
         a = torch.where(found, a, better)  # a row that is done stays as it is, whatever the others need
         if functional.host_all(found):
             break
     r = torch.minimum(a * p, bound)
-    return r / r.sum(-1, keepdim=True).clamp_min(functional.TINY)
+    return r / r.sum(-1, keepdim=True).clamp_min(sampling.TINY)
 
 
 def clipped_distribution(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsd_core.functional import TINY
-from fsd_core.tensors import wide
+from fsd_core.functional import wide
+from fsd_core.sampling import TINY
 from fsd_infer.rules.base import RULES, LossyRule
 from fsd_infer.rules.distributions import OutputDistribution
 from fsd_infer.rules.inputs import RuleInputs

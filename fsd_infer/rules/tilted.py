@@ -16,7 +16,7 @@ from torch import Tensor
 from fsd_core import functional
 from fsd_core.divergence import divergence
 from fsd_core.errors import FsdError
-from fsd_core.tensors import wide
+from fsd_core.functional import wide
 from fsd_infer.rules.base import MAX_TOKENS, RULES, LossyRule
 from fsd_infer.rules.distributions import OutputDistribution
 from fsd_infer.rules.fuzzy import check_gate, divergence_gate

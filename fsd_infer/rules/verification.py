@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fsd_core.errors import FsdError, NonFiniteLogitsError
 from fsd_core.former import Renamed, say
-from fsd_core.tensors import is_host, on_host, to_device
+from fsd_core.functional import is_host
+from fsd_core.tensors import on_host, to_device
 from fsd_infer.rules.texts import TokenHistory
 from fsd_infer.trees.tree import DraftTree
 

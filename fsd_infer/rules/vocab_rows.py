@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.divergence import Divergence
-from fsd_core.functional import TINY
+from fsd_core.sampling import TINY
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.texts import repeating_tokens
 

@@ -302,9 +302,8 @@ class Batcher:
             job.begin(tokenizer)
         try:
             found = self.decoder.generate(
-                [job.prompt for job in batch],
+                [{"prompt": job.prompt, "images": job.image_input} for job in batch],
                 rule=[job.rule for job in batch],
-                images=[job.image_input for job in batch] if any(job.image_input for job in batch) else None,
                 max_new_tokens=max(job.max_new_tokens for job in batch),
                 callbacks=[_Served(batch)],
                 guide=batch[0].guide,

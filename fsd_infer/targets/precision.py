@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsd_core.errors import ModelLoadError
-from fsd_core.tensors import is_host
+from fsd_core.functional import is_host
 from fsd_infer.targets.gptq import METHODS, check_form
 from fsd_infer.targets.weights import is_plain
 

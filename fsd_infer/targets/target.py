@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fsd_core.errors import ModelLoadError, foreign_errors
 from fsd_core.files import HUB_OPTIONS
-from fsd_core.tensors import is_host
+from fsd_core.functional import is_host
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.device.lock import RequestLock

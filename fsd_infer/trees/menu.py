@@ -21,7 +21,7 @@ from statistics import fmean
 
 from fsd_infer.trees.calibration import RunningRatio
 from fsd_infer.trees.estimates import PolicyStore, RuleProfile
-from fsd_infer.trees.policy import GAIN_WINDOW, RATE_WINDOW, TreeStats
+from fsd_infer.trees.policy import GAIN_WINDOW, RATE_WINDOW, TreePolicy, TreeReport, TreeStats
 from fsd_infer.trees.shape import NO_TREE, TreeShape
 
 TEXT_WINDOW, SHAPE_WINDOW = 40.0, 200.0  # of the ratios of a text and of a shape, in expected acceptances
@@ -36,7 +36,7 @@ def menu_of(shapes: Sequence[TreeShape], chains: bool) -> tuple[TreeShape, ...]:
     return tuple(dict.fromkeys(shapes))
 
 
-class MenuPolicy:
+class MenuPolicy(TreePolicy):
     """Chooses the shape of every round's trees among those of a menu.
 
     Args:
@@ -46,16 +46,12 @@ class MenuPolicy:
         menu: the shapes.
         learns: False: keep nothing and time nothing, so that trees are a function of the text alone.
 
-    Attributes:
-        clock: returns seconds.
-        stats: totals over the rounds so far.
-        timed: whether :meth:`time` was called.
     """
 
     def __init__(
         self, store: PolicyStore, rows: int, profile: RuleProfile, menu: Sequence[TreeShape], learns: bool = True
     ) -> None:
-        self.menu, self.learns, self.clock = tuple(menu), learns, store.clock
+        self.menu, self.learns = tuple(menu), learns
         self.state = store.state_of(rows, profile, learns)
         costs = self.state.costs
         self.costs = [
@@ -68,7 +64,6 @@ class MenuPolicy:
         self.ratio = RunningRatio(1.0, 1.0, TEXT_WINDOW)  # accepted drafts of this text per expected one
         self.expected = [self._usual_drafts(shape).value for shape in self.menu]  # drafts of a row, by shape
         self.stats = TreeStats()
-        self.timed = False
 
     def _usual_drafts(self, shape: TreeShape) -> RunningRatio:
         """Return the drafts per row that earlier rounds expected of a shape."""
@@ -80,8 +75,7 @@ class MenuPolicy:
         return self.state.shape_ratios.setdefault(shape, RunningRatio(1.0, 1.0, SHAPE_WINDOW))
 
     def time(self, seconds: Sequence[float]) -> None:
-        """Take the seconds of a round of each shape, timed when they were recorded."""
-        self.timed = True
+        super().time(seconds)
         if self.learns:
             self.costs = [each / max(min(seconds), 1e-9) for each in seconds]
 
@@ -97,7 +91,6 @@ class MenuPolicy:
         ]
 
     def choose(self, rows: int) -> TreeShape:
-        """Return the shape of the next trees of ``rows`` texts."""
         values = self._values(rows)
         best = max(range(len(values)), key=values.__getitem__)
         if self.menu[best] == NO_TREE and len(values) > 1:  # attempt again after a while
@@ -106,15 +99,12 @@ class MenuPolicy:
                 return self.menu[second]
         return self.menu[best]
 
-    def update(self, shape: TreeShape, forecasts: Sequence[Sequence[float]], accepted: Sequence[int]) -> None:
-        """Learn from a round.
-
-        Args:
-            shape: of its trees.
-            forecasts: as of :func:`forecast`, of each row that goes on; NaN: not known.
-            accepted: number of their accepted drafts.
-        """
-        index, rows = self.menu.index(shape), len(accepted)
+    def update(self, report: TreeReport) -> None:
+        shape, rows = report.shape, len(report.unfinished)
+        if not rows:
+            return
+        index, accepted = self.menu.index(shape), [report.accepted[row] for row in report.unfinished]
+        forecasts = [report.forecasts[row] for row in report.unfinished]
         self._note_pause(shape, rows)
         tokens, cost = float(sum(accepted) + rows), self.costs[index]
         self.stats.add(TreeStats([shape.max_nodes], tokens, rows * (1.0 + self._expected_drafts(index))))

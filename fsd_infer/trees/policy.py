@@ -20,9 +20,10 @@ towards them. Trees with drawn nodes keep to the same principle (:mod:`fsd_infer
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -72,25 +73,74 @@ class TreeStats:
         return {**asdict(self), "nodes": {str(nodes): count for nodes, count in sorted(Counter(self.nodes).items())}}
 
 
+class RoundSeconds(NamedTuple):
+    """What a round took.
+
+    Attributes:
+        draft: of drafting.
+        forward: of the target's forward.
+        rest: of the rest; None if a row ended, so that the rest is not typical.
+    """
+
+    draft: float = 0.0
+    forward: float = 0.0
+    rest: float | None = 0.0
+
+
 class TreeReport(NamedTuple):
     """What a policy learns from a round.
 
     Attributes:
-        growth: of the trees.
-        path: nodes of each row's accepted path, the root first.
+        shape: of the round's trees.
         accepted: number of accepted drafts of each row.
-        seconds: of drafting, of the target's forward, and of the rest of the round or None if a row ended, so that the
-            rest is not typical. None: no clock is read.
+        unfinished: the rows whose texts go on.
+        forecasts: of each row, as of :func:`.trees.forecast.forecast`, NaN: not known; empty: the drafter makes none.
+        growth: of the trees; None: they were not grown by prices.
+        paths: nodes of each row's accepted path, the root first.
+        is_cut: whether a path ended before the rule refused a draft.
+        seconds: None: no clock is read.
     """
 
-    growth: PricedGrowth
-    path: Sequence[Sequence[int]]
+    shape: TreeShape
     accepted: Sequence[int]
-    seconds: tuple[float, float, float | None] | None = None
+    unfinished: Sequence[int] = (0,)
+    forecasts: Sequence[Sequence[float]] = ()
+    growth: PricedGrowth | None = None
+    paths: Sequence[Sequence[int]] = ()
+    is_cut: bool = False
+    seconds: RoundSeconds | None = None
 
 
-class TreePolicy:
-    """Chooses the shape of every round's trees for the most tokens per second, and learns from the rounds.
+class TreePolicy(ABC):
+    """Chooses the shape of every round's trees, and learns from the rounds.
+
+    Attributes:
+        menu: the shapes that it chooses among by forecasts, which the drafter has to make; empty: any shapes.
+        clock: returns seconds, by which rounds and their parts are timed as they run; None: nothing may be timed.
+        is_timed: whether :meth:`time` was called for batches of this size.
+        stats: totals over the rounds so far.
+    """
+
+    menu: Sequence[TreeShape] = ()
+    clock: Callable[[], float] | None = None
+    is_timed: bool = False
+    stats: TreeStats
+
+    @abstractmethod
+    def choose(self, rows: int) -> TreeShape:
+        """Return the shape of the next trees of ``rows`` texts. Asking again changes nothing."""
+
+    @abstractmethod
+    def update(self, report: TreeReport) -> None:
+        """Learn from a round."""
+
+    def time(self, seconds: Sequence[float]) -> None:
+        """Take the seconds of a round of each shape of the menu, timed when they were recorded."""
+        self.is_timed = True
+
+
+class PricePolicy(TreePolicy):
+    """Chooses the prices by which trees grow, for the most tokens per second.
 
     Args:
         store: of the drafter.
@@ -98,10 +148,6 @@ class TreePolicy:
         profile: how drafts are verified.
         largest: the largest shape of a tree.
         learns: False: read no clock and keep nothing, so that trees are a function of the text alone.
-
-    Attributes:
-        clock: returns seconds; None: no clock may be read.
-        stats: totals over the rounds so far.
     """
 
     def __init__(
@@ -137,7 +183,6 @@ class TreePolicy:
         return math.inf if self._is_trial else -math.inf if self.learns else 0.0
 
     def choose(self, rows: int) -> TreeShape:
-        """Return the shape of the next trees of ``rows`` texts. Asking again changes nothing."""
         if rows != self.rows:
             self._begin(rows)
         state, costs, rate = self.state, self.state.costs, self.rate.value
@@ -164,8 +209,9 @@ class TreePolicy:
         return replace(self.largest, prices=prices)
 
     def update(self, report: TreeReport) -> None:
-        """Learn from the round whose shape was chosen last."""
         state, growth = self.state, report.growth
+        if growth is None:
+            return
         resumed = bool(growth.drafted) and state.pause.rounds > 0  # the drafter first read the text of the pause
         if growth.drafted is not None:
             in_trials = self._in_trials
@@ -173,51 +219,53 @@ class TreePolicy:
             state.pause.note(growth.drafted, growth.prices.loss, counts=not in_trials)
         if growth.asked_grafted is not None and self.learns:
             state.graft.note(growth.asked_grafted, self.rate.value)
-        if growth.is_choice:
-            self._learn(report, resumed)
+        if growth.is_choice and report.unfinished and not report.is_cut:
+            self._learn(report, growth, resumed)
 
-    def _learn(self, report: TreeReport, resumed: bool) -> None:
+    def _learn(self, report: TreeReport, growth: PricedGrowth, resumed: bool) -> None:
         """Update all estimates. ``resumed``: the drafter read more than the last round's tokens."""
-        growth, costs, rows = report.growth, self.state.costs, self.rows
+        costs, rows = self.state.costs, self.rows
         size = max(map(len, growth.steps), default=1)  # of a row's tree
         nodes, reads = size * rows, self.state.pause.rounds == 0
         verifying = costs.forward(nodes)
         cost = verifying + costs.drafting(growth.depths, growth.expanded) + costs.rest(reads)
         gain = growth.expected - self.rate.value * (verifying - costs.forward(rows)) - growth.prices.grafted_gain
-        self._learn_rate(report, size, cost)
+        self._learn_rate(report, growth, size, cost)
         if not resumed:
-            self._learn_costs(report, nodes, reads)
+            self._learn_costs(report, growth, nodes, reads)
         if growth.depths:
             self._learn_gain(growth, gain)
             self._learn_acceptance(growth, report.accepted)
-        grafted, accepted = self._learn_calibration(report)
+        grafted, accepted = self._learn_calibration(report, growth)
         if growth.asked_grafted and self.learns and costs.seconds_per_forward is not None:
             self.state.graft.learn(growth.grafted_seconds, nodes, grafted, accepted)
 
-    def _learn_rate(self, report: TreeReport, size: int, cost: float) -> None:
+    def _learn_rate(self, report: TreeReport, growth: PricedGrowth, size: int, cost: float) -> None:
         """Learn the tokens per unit of cost, and add the round to the totals.
 
         Args:
             report: of the round.
+            growth: of its trees.
             size: nodes of a row's tree.
             cost: of the round, as expected.
         """
-        tokens, expected_tokens = float(sum(report.accepted) + self.rows), self.rows + report.growth.expected
-        draft, forward, rest = report.seconds or (0.0, 0.0, 0.0)
+        tokens, expected_tokens = float(sum(report.accepted) + self.rows), self.rows + growth.expected
+        seconds = sum(part or 0.0 for part in report.seconds or RoundSeconds())
         expected_seconds = cost * (self.state.costs.seconds_per_forward or 0.0)
-        self.stats.add(TreeStats([size], tokens, expected_tokens, draft + forward + (rest or 0.0), expected_seconds))
+        self.stats.add(TreeStats([size], tokens, expected_tokens, seconds, expected_seconds))
         for rate in (self.rate, self.state.rate):
             rate.learn(tokens, cost)
 
-    def _learn_costs(self, report: TreeReport, nodes: int, reads: bool) -> None:
+    def _learn_costs(self, report: TreeReport, growth: PricedGrowth, nodes: int, reads: bool) -> None:
         """Learn what the parts of a round cost. Grafted drafters count to the rest.
 
         Args:
             report: of the round.
+            growth: of its trees.
             nodes: verified nodes of all rows.
             reads: whether the drafter read the accepted tokens.
         """
-        growth, (draft, forward, rest) = report.growth, report.seconds or (0.0, 0.0, 0.0)
+        draft, forward, rest = report.seconds or RoundSeconds()
         draft, rest = draft - growth.grafted_seconds, None if rest is None else rest + growth.grafted_seconds
         self.state.costs.learn(nodes, growth.depths, growth.expanded, reads, (draft, forward, rest))
 
@@ -241,10 +289,10 @@ class TreePolicy:
             if depth:
                 self.state.reach_ratio.learn(reached, expected)
 
-    def _learn_calibration(self, report: TreeReport) -> tuple[int, int]:
+    def _learn_calibration(self, report: TreeReport, growth: PricedGrowth) -> tuple[int, int]:
         """Learn of each draft. Return how many drafts of all rows were grafted, and how many of these were accepted."""
         grafted = accepted = 0
-        for steps, path, count in zip(report.growth.steps, report.path, report.accepted):
+        for steps, path, count in zip(growth.steps, report.paths, report.accepted):
             depth_of = dict(zip(path[: count + 1], range(count + 1)))  # of the nodes on the accepted path
             grafted += sum(step.kind is DraftKind.GRAFTED for step in steps)
             accepted += sum(step.kind is DraftKind.GRAFTED and node in depth_of for node, step in enumerate(steps))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from fsd_core.errors import FsdError
+from fsd_core.functional import is_host
 from fsd_core.registry import is_whole, read_float, read_int
-from fsd_core.tensors import is_host
 
 if TYPE_CHECKING:
     from fsd_infer.trees.prices import Prices

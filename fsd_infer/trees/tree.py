@@ -20,7 +20,8 @@ from torch import Tensor
 
 from fsd_core import functional
 from fsd_core.former import Renamed
-from fsd_core.tensors import lists, to_device, wide
+from fsd_core.functional import wide
+from fsd_core.tensors import lists, to_device
 
 MAX_BONUS = 2.5  # e^(2.5 · 256), for the deepest tree, is finite in fp64; a larger draft bonus hardly changes a choice
 

@@ -149,13 +149,12 @@ class DecodedTau(Curves):
         decoder = FuzzyDecoder(target, pl_module.make_drafter(target, self.tree))  # type: ignore[operator]
         numbered = self._numbered(trainer, target)
         rows = trainer.datamodule.validation_set  # type: ignore[attr-defined]
-        prompts = [ids for _, ids in numbered]
-        images = [rows.prompt_images(number, len(ids)) for number, ids in numbered]
+        prompts = [{"prompt": ids, "images": rows.prompt_images(number, len(ids))} for number, ids in numbered]
         options = decoding(self.temperature, self.max_new_tokens)
         values = {}
         for rule in self.rules:
             with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
-                answers = decoder.generate(prompts, rule=rule, seed=self.seed, images=images, **options)
+                answers = decoder.generate(prompts, rule=rule, seed=self.seed, **options)
             stats = answers.stats
             values[f"decoded_tau/{rule}"] = stats.acceptance_length
             values[f"decoded_gate_open/{rule}"] = stats.gate_open_fraction

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_core import functional
+from fsd_core import functional, sampling
 from fsd_core.functional import TreeTensors
 from fsd_infer.backends.cpu.kernels import PLAIN_DIVERGENCES, Kernels, kernels
 from fsd_infer.backends.cpu.structs import Mixing
@@ -107,7 +107,7 @@ def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
     """Compute the rows that count alone: what a choice of rows costs elsewhere, a transfer, costs nothing here."""
     compiled = _compiled(logits)
     if compiled is None or uniforms.dtype != torch.float32:
-        found = functional.draw(logits[where].softmax(-1), uniforms[where]).clamp_max(logits.shape[-1] - 1)
+        found = sampling.draw(logits[where].softmax(-1), uniforms[where]).clamp_max(logits.shape[-1] - 1)
     else:
         flat, rows = _chosen(logits, where)
         found = compiled.sample(flat, uniforms.flatten().index_select(0, rows), rows)
@@ -127,7 +127,7 @@ def mixed_children(
     compiled = kernels() if log_q.dtype == accept_log_probs.dtype == torch.float32 else None
     if compiled is None:
         return NotImplemented
-    constants = functional.ACCEPT_IF_UNSURE, functional.ACCEPT_IF_SURE, functional.MIN_REST
+    constants = sampling.ACCEPT_IF_UNSURE, sampling.ACCEPT_IF_SURE, sampling.MIN_REST
     how = Mixing(*ratios, *constants, min_log_prob)
     return compiled.mixed_children(log_q, accept_log_probs, ancestors, reserved, free_nodes, how)
 
@@ -187,7 +187,7 @@ def descent_probs(ends_here: Tensor, parents: Tensor, drawn: Tensor, depth: int)
             within[node] = below[node] + (1 - below[node]) * here[node]
             if is_drawn[node]:
                 below[above[node]] = within[node]
-        found.append([min(below[parent] / max(within[parent], functional.TINY), 1.0) for parent in above])
+        found.append([min(below[parent] / max(within[parent], sampling.TINY), 1.0) for parent in above])
     return torch.tensor(found, dtype=ends_here.dtype)
 
 

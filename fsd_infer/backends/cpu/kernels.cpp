@@ -211,7 +211,7 @@ void fsd_draw(const float* x, int64_t rows, int64_t columns, const float* unifor
   }
 }
 
-// See mixed_children in fsd_core/functional.py: log_q [batch, count, width], accept [batch, count], ancestors [batch,
+// See mixed_children in fsd_core/sampling.py: log_q [batch, count, width], accept [batch, count], ancestors [batch,
 // count, nodes], reserved [batch, nodes] and free_nodes [batch], which change.
 void fsd_mixed_children(const float* log_q, const float* accept, const uint8_t* ancestors, int64_t batch, int64_t count,
                         int64_t width, int64_t nodes, const fsd_mixing* how, uint8_t* fixed, uint8_t* draws,

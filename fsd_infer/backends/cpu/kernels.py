@@ -177,7 +177,7 @@ class Kernels:
         return found
 
     def draw(self, weights: Tensor, uniforms: Tensor) -> Tensor:
-        """Compute :func:`fsd_core.functional.draw` of weights [R, M] and uniforms [R] in fp32."""
+        """Compute :func:`fsd_core.sampling.draw` of weights [R, M] and uniforms [R] in fp32."""
         weights, uniforms = weights.contiguous(), uniforms.contiguous()
         found, sizes = torch.empty(len(weights), dtype=torch.long), weights.shape
         self._library.fsd_draw(weights.data_ptr(), *sizes, uniforms.data_ptr(), found.data_ptr(), _threads(*sizes))
@@ -186,7 +186,7 @@ class Kernels:
     def mixed_children(
         self, log_q: Tensor, accept: Tensor, ancestors: Tensor, reserved: Tensor, free_nodes: Tensor, how: Mixing
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Compute :func:`fsd_core.functional.mixed_children` of fp32 numbers."""
+        """Compute :func:`fsd_core.sampling.mixed_children` of fp32 numbers."""
         given = [x.contiguous() for x in (log_q, accept, ancestors)]
         fixed, draws = torch.empty(log_q.shape, dtype=torch.bool), torch.empty(accept.shape, dtype=torch.bool)
         out = fixed, draws, torch.empty(accept.shape), reserved.clone(), free_nodes.clone()

@@ -12,7 +12,8 @@ from transformers import GenerationConfig
 
 from fsd_core import functional
 from fsd_core.errors import FsdError, NonFiniteLogitsError
-from fsd_core.tensors import at_nodes, lists, padded, to_device
+from fsd_core.functional import at_nodes
+from fsd_core.tensors import lists, padded, to_device
 from fsd_infer.device.clock import clock_of
 from fsd_infer.device.cores import Team
 from fsd_infer.device.memory import check_caches

@@ -77,7 +77,7 @@ struct fsd_step {
   bf16* logits;          // [rows, columns of the LM head + extra]
 };
 
-// Constants of mixed_children in fsd_core/functional.py. likely, drawn: learned ratios; min_accept, as a logarithm.
+// Constants of mixed_children in fsd_core/sampling.py. likely, drawn: learned ratios; min_accept, as a logarithm.
 struct fsd_mixing {
   float likely, drawn, unsure, sure, min_rest, min_accept;
 };

@@ -1,0 +1,139 @@
+"""Functions of tensors that rounds above temperature 0 call. Kernels take their places as those of functional."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fsd_core.functional import at_nodes, replaceable, wide
+
+# before learning, the chance that the target accepts a draw from the rest of q: where the largest q is 0, and 1
+ACCEPT_IF_UNSURE, ACCEPT_IF_SURE = 0.2, 0.95
+MIN_REST = 1e-3  # a smaller rest of q is rounding
+TINY = 1e-30  # in place of 0 as a divisor
+
+
+@replaceable
+def residual_mass(
+    p_logits: Tensor, q_logits: Tensor, weight: Tensor, q_index: Tensor, draft_ids: Tensor | None = None
+) -> Tensor:
+    """Return Σ (w·p - q)+ per row of p, 0 where there is no q: [B, N]. With w = 1 it is their total variation.
+
+    Args:
+        p_logits, q_logits, q_index, draft_ids: as of :func:`.divergence_rows`.
+        weight: [B, N] w, from 0 to 1.
+    """
+    p, q = weight[..., None].float() * p_logits.float().softmax(-1), q_logits.float().softmax(-1)
+    own = p if draft_ids is None else p.index_select(-1, draft_ids.long())
+    mass = (own - at_nodes(q, q_index.clamp_min(0))).clamp_min(0.0).sum(-1).to(weight.dtype)
+    if draft_ids is not None:
+        mass = mass + (weight - own.sum(-1)).clamp_min(0.0)
+    return mass.masked_fill(q_index < 0, 0.0)
+
+
+@replaceable
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw one index per row by inverse CDF; an index of weight 0 is never drawn.
+
+    Args:
+        weights: [R, M], at least 0, of any total; a total of 0 gives M.
+        uniforms: [R] in [0, 1).
+    """
+    cdf = weights.cumsum(-1, dtype=wide(weights.device))
+    total = cdf[:, -1]
+    share = torch.minimum(uniforms.to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, share[:, None], right=True).squeeze(-1)
+
+
+@replaceable
+def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
+    """Draw an index from each row's softmax by inverse CDF; one of probability 0 is never drawn.
+
+    Args:
+        logits: [..., V].
+        uniforms: [...] in [0, 1).
+        where: [...] bool, the rows that count; results of others are arbitrary.
+
+    Returns:
+        [...] int64.
+    """
+    rows = logits.softmax(-1).flatten(0, -2)
+    return draw(rows, uniforms.flatten()).view(uniforms.shape).clamp_max(logits.shape[-1] - 1)
+
+
+@replaceable
+def mixed_children(
+    log_q: Tensor,
+    accept_log_probs: Tensor,
+    ancestors: Tensor,
+    reserved: Tensor,
+    free_nodes: Tensor,
+    ratios: tuple[float, float],
+    min_log_prob: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Decide which children of a context are fixed, and which contexts draw one more.
+
+    :mod:`fsd_infer.drafters.drawing` says why so. No draw is looked at. Log-probabilities of acceptance are estimates.
+
+    Args:
+        log_q: [B, E, w] ln q of the candidates of each context, falling. The last one's index is the drawn child's.
+        accept_log_probs: [B, E] log-probability that each context is accepted.
+        ancestors: [B, E, n] which expanded nodes are each context's ancestors or itself, the root excluded.
+        reserved: [B, n] which of them will be verified because something is drawn below.
+        free_nodes: [B] int64, how many nodes of each tree are not reserved.
+        ratios: learned ratios of accepted to expected drafts, of likely and of drawn children.
+        min_log_prob: a node that is accepted with a smaller log-probability is not worth verifying.
+
+    Returns:
+        fixed: [B, E, w] bool.
+        draws: [B, E] bool.
+        drawn_log_probs: [B, E] log-probability that the target accepts the drawn child, given its context.
+        reserved, free_nodes: as they are then.
+    """
+    likely_ratio, drawn_ratio = ratios
+    q_max = log_q[..., :1].exp()
+    accept_drawn = drawn_ratio * (ACCEPT_IF_UNSURE + (ACCEPT_IF_SURE - ACCEPT_IF_UNSURE) * q_max)
+    accept_drawn = accept_drawn.clamp_max(ACCEPT_IF_SURE)  # [B, E, 1] of each token of the rest of q
+    gain = (likely_ratio - accept_drawn).clamp_min(0.0).log()  # of fixing a token instead of leaving it to the draw
+    fixed = accept_log_probs[..., None] + log_q + gain >= min_log_prob
+    fixed[..., -1] = False
+    rest = (1.0 - (log_q.exp() * fixed).sum(-1)).clamp_min(0.0)
+    drawn_log_probs = (accept_drawn[..., 0] * rest).log()
+    wants = (accept_log_probs + drawn_log_probs >= min_log_prob) & (rest > MIN_REST)
+    # a draw reserves its child and what is not yet reserved above it; contexts take the free nodes in order
+    cost = (1 + (ancestors & ~reserved[:, None]).sum(-1)) * wants
+    draws = wants & (cost.cumsum(-1) <= free_nodes[:, None])
+    reserved = reserved | (ancestors & draws[..., None]).any(1)
+    return fixed, draws, drawn_log_probs, reserved, free_nodes - (cost * draws).sum(-1)
+
+
+@replaceable
+def drawn_weights(ratio: Tensor, parents: Tensor, drawn: Tensor, depth: int) -> Tensor:
+    """Return w of block verification: min(1, w(parent)·ratio) at drawn nodes, 1 at others.
+
+    Args:
+        ratio: [B, N] p/q of drawn nodes.
+        parents: [B, N] int64 node numbers, each less than its node's own; 0 for the root.
+        drawn: [B, N] bool, False for the root.
+        depth: at least that of the deepest node.
+    """
+    weight = ones = torch.ones_like(ratio)
+    for _ in range(depth):
+        weight = torch.where(drawn, (weight.gather(1, parents) * ratio).clamp_max(1.0), ones)
+    return weight
+
+
+@replaceable
+def descent_probs(ends_here: Tensor, parents: Tensor, drawn: Tensor, depth: int) -> Tensor:
+    """Return the probability that a walk which ends at a node's parent or below its draw ends below its draw: [B, N].
+
+    Args:
+        ends_here: [B, N] that it ends at a node, if it does not end below the node's drawn child.
+        parents, drawn, depth: as of :func:`drawn_weights`; a node has at most one drawn child.
+    """
+    none = ends_below = torch.zeros_like(ends_here)
+    ends_within = ends_here
+    for _ in range(depth):
+        ends_below = none.scatter_add(1, parents, ends_within.masked_fill(~drawn, 0.0))
+        ends_within = ends_below + (1 - ends_below) * ends_here
+    return (ends_below / ends_within.clamp_min(TINY)).clamp_max(1.0).gather(1, parents)
