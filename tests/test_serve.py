@@ -122,8 +122,20 @@ def test_seeds_parts_usage_and_nulls(client: TestClient, toy_decoder: FuzzyDecod
     assert last["choices"] == [] and last["usage"] == client.post(CHAT, json=asked(rule="exact")).json()["usage"]
     nulls = dict.fromkeys(("n", "top_p", "seed", "stop", "stream", "stream_options", "rule"))
     assert client.post(CHAT, json=asked(**{"rule": "exact", **nulls})).status_code == 200
-    assert client.get("/v1/models").json()["data"][0]["id"] == toy_decoder.target.name
     assert client.get("/health").json() == {"status": "ok"}
+
+
+def test_models_are_described_and_other_paths_named(client: TestClient, toy_decoder: FuzzyDecoder) -> None:
+    (model,) = client.get("/v1/models").json()["data"]
+    assert model["id"] == toy_decoder.target.name and isinstance(model["created"], int)
+    assert client.get(f"/v1/models/{model['id']}").json() == model
+    for path, status, said in (
+        ("/v1/models/x", 404, "model 'x' is not here"),
+        ("/v1/embeddings", 404, "nothing is at /v1/embeddings: /openapi.json lists the paths."),
+        (CHAT, 405, f"GET is not a method of {CHAT}: use POST."),
+    ):
+        found = client.get(path)
+        assert found.status_code == status and said in found.json()["error"]["message"]
 
 
 def test_answers_without_a_seed_have_the_target_s_distribution() -> None:

@@ -24,6 +24,11 @@ from tests.serve_toys import CHAT, COMPLETIONS, LIMITS, ask, asked
 NO_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}
 
 
+def with_part(**part: Any) -> dict[str, Any]:
+    """A request whose only message has one part."""
+    return asked(messages=[{"role": "user", "content": [part]}])
+
+
 @pytest.mark.parametrize(
     ("content", "status", "message"),
     [
@@ -55,6 +60,17 @@ NO_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}
         (asked(guided_regex="("), 400, "regular expression cannot be followed"),
         (asked(guided_regex="a", response_format={"type": "json_object"}), 400, "name one"),
         (asked(top_logprobs=3), 400, "top_logprobs needs logprobs"),
+        (asked(stream_options={"include_usage": True}), 400, "stream_options needs stream = true"),
+        (asked(max_completion_tokens=5), 400, "max_tokens and max_completion_tokens name one limit"),
+        (asked(store=True), 400, "'store': expected false, but got true."),
+        (asked(stop=3), 400, "'stop': expected a string or an array of strings, but got an integer"),
+        (asked(logit_bias={"a.b": 1}), 400, "'logit_bias': its names are token ids, but one is 'a.b'."),
+        (asked(guided_regex="\ud83d"), 400, "the regular expression: character 1 is half of a surrogate pair"),
+        (asked(chat_template_kwargs={"enable_thinking": False}), 400, "does not read 'enable_thinking'"),
+        (with_part(type="text", text="a", cache_control={}), 400, "messages[0].content[0].cache_control: this server"),
+        (with_part(type="image_url", image_url={"url": "x"}, x=1), 400, "messages[0].content[0].x: this server"),
+        (with_part(type="input_audio"), 400, "'messages[0].content[0]': expected a part of the type 'text' or 'im"),
+        (b"[" * 4000, 400, "the body is nested too deeply"),
         (asked(logit_bias={"99999999": 1}), 400, "logit_bias: there is no token 99999999"),
         (asked(quality=1.5), 400, "quality"),
         (asked(quality=0.9, rule="tilted"), 400, "leave out quality, or the rule"),
@@ -124,8 +140,8 @@ def test_a_wrong_item_ends_the_check(kind: Any, wrong: dict[str, Any]) -> None:
 
 
 SAID = {  # a value for every field that is honoured
-    "frequency_penalty": 0.5, "logit_bias": {"5": 1}, "max_completion_tokens": 4, "max_tokens": 4, "model": "", "n": 2,
-    "presence_penalty": 0.5, "seed": 3, "stop": ["x"], "stream": False, "stream_options": {"include_usage": True},
+    "frequency_penalty": 0.5, "logit_bias": {"5": 1}, "max_tokens": 4, "model": "", "n": 2,
+    "presence_penalty": 0.5, "seed": 3, "stop": ["x"], "stream": False,
     "temperature": 0.5, "top_p": 0.9, "user": "me", "messages": [{"role": "user", "content": "the cat"}],
     "prompt": "the cat",
 }  # fmt: skip
@@ -149,6 +165,10 @@ def test_every_field_of_the_api_is_honoured_or_refused(client: TestClient, path:
         assert f"`{name}`" in page, f"docs/serving.md does not name {name}"
         if name in ("logprobs", "top_logprobs"):
             tried = [({"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2}, 200)]
+        elif name == "stream_options":
+            tried = [({"stream": True, name: {"include_usage": True}}, 200)]
+        elif name == "max_completion_tokens" and path == CHAT:
+            tried = [({name: 4, "max_tokens": None}, 200)]
         elif name in SAID:
             tried = [({name: SAID[name]}, 200)]
         elif name in NEUTRAL:

@@ -29,6 +29,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "time", "parameters": TIME}},
 ]
+CALLED = [{"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name": "time", "arguments": "{}"}}]}]
 # how the templates of each family begin: with the tools, and the format of a call
 LISTED = (
     "{% if tools %}{{ '<|start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
@@ -150,6 +151,8 @@ def test_calls_can_be_required_or_named(served: tuple[Any, Any]) -> None:
     """The toy's weights are random, so only the grammar makes its answers calls."""
     client, _ = served
     named = {"type": "function", "function": {"name": "weather"}}
+    single = asked(tool_choice=named, parallel_tool_calls=False)  # as LangChain asks for structured output
+    assert len(client.post(CHAT, json=single).json()["choices"][0]["message"]["tool_calls"]) == 1
     for choice, names in (("required", {"weather", "time"}), (named, {"weather"})):
         for body in (asked(tool_choice=choice), asked(tool_choice=choice, temperature=1, seed=3, rule="tilted:0.5")):
             found = client.post(CHAT, json=body).json()["choices"][0]
@@ -175,11 +178,12 @@ def test_calls_can_be_required_or_named(served: tuple[Any, Any]) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "tools: strict needs"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"response_format": {"type": "json_object"}}, "tools: an answer that calls tools cannot"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls: false needs a tool_choice"),
+        ({"messages": [*CALLED, {"role": "tool", "tool_call_id": "c2", "content": "x"}]}, "messages[1].tool_call_id"),
         (
             {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}],
              "tool_choice": "required"},
-            "cannot be followed",
+            "tools: the grammar cannot be followed",
         ),
         ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages: name and tool_call_id"),
         ({"messages": [{"role": "user", "content": "x", "audio": {}}]}, "messages[0].audio: this server does not"),

@@ -21,6 +21,7 @@ from fsd_core.errors import FsdError, foreign_errors, shortened
 from fsd_core.files import STRICT_JSON
 from fsd_core.registry import did_you_mean
 from fsd_core.tensors import to_device
+from fsd_core.text.conversations import check_text
 from fsd_infer.request.grammar_child import TOO_DEEP
 from fsd_infer.request.grammars import compiled, reason, serialised
 
@@ -93,7 +94,7 @@ class Guide:
     def _checked(cls, maker: str, text: str, what: str, options: str = "") -> Guide:
         if not isinstance(text, str):
             raise FsdError(f"a {what} is text, got {type(text).__name__}.")
-        return cls(serialised(maker, text, what, options))
+        return cls(serialised(maker, check_text(text, f"the {what}"), what, options))
 
 
 class GuideProcessor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -27,7 +28,7 @@ from fsd_infer.serving.batcher import AnswerJob, Batcher, UnavailableError
 from fsd_infer.serving.fields import ChatCompletionRequest, TextCompletionRequest, ViewRequest
 from fsd_infer.serving.gate import ANY_HOST, Gate, error_body, error_reply, keyed, known_hosts
 from fsd_infer.serving.jobs import AnyCompletionRequest, Limits, make_jobs, reader_of
-from fsd_infer.serving.malformed import explain
+from fsd_infer.serving.malformed import NESTED, explain, explain_refusal
 from fsd_infer.serving.page import PageTrace, server_page
 from fsd_infer.serving.replies import Reply
 from fsd_infer.targets.adapters import adapter_names
@@ -72,6 +73,7 @@ class Service:
         self.batcher = Batcher(decoder, limits.max_batch, limits.max_queue)
         self.metrics = Metrics(self.batcher)
         self.preparing = ThreadPoolExecutor(PREPARING, "prepare")
+        self.created = int(time.time())
 
     def close(self) -> None:
         """End running answers with their next tokens, and wait for the decoding thread."""
@@ -84,6 +86,7 @@ class Service:
         router.add_api_route("/openapi.json", self.description)
         router.add_api_route("/metrics", self.prometheus)
         router.add_api_route("/v1/models", self.models)
+        router.add_api_route("/v1/models/{name:path}", self.model)
         posts = {"/v1/completions": self.completions, "/v1/chat/completions": self.chat, "/view/decode": self.view}
         for path, route in posts.items():
             router.add_api_route(path, cast(Any, route), methods=["POST"], response_model=None)
@@ -95,9 +98,22 @@ class Service:
     async def prometheus(self) -> PlainTextResponse:
         return PlainTextResponse(generate_latest(self.metrics.registry))
 
+    @property
+    def names(self) -> list[str]:
+        """The models that requests may name, the target's own name first."""
+        return [self.decoder.target.name, *self.adapters]
+
     async def models(self) -> dict[str, Any]:
-        names = [self.decoder.target.name, *self.adapters]
-        return {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "fsd-infer"} for name in names]}
+        return {"object": "list", "data": [await self.model(name) for name in self.names]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        self.check_model(name)
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "fsd-infer"}
+
+    def check_model(self, name: str) -> None:
+        """Raise HTTPException for a name that no model here has."""
+        if name not in self.names:
+            raise HTTPException(404, f"model {name!r:.80} is not here: this server has {', '.join(self.names)}.")
 
     async def completions(self, asked: TextCompletionRequest, request: Request) -> Response:
         return await self.answer(asked, request)
@@ -135,9 +151,7 @@ class Service:
 
     async def answer(self, asked: AnyCompletionRequest, request: Request) -> Response:
         """Return one request's answers, streamed or whole. Raises HTTPException."""
-        names = [self.decoder.target.name, *self.adapters]
-        if asked.model not in ("", *names):
-            raise HTTPException(404, f"model {asked.model!r:.80} is not here: this server has {', '.join(names)}.")
+        self.check_model(asked.model or self.names[0])
         news: asyncio.Queue[News] = asyncio.Queue()
         jobs = await self.jobs(asked)
         tell = self.teller(news)
@@ -146,7 +160,7 @@ class Service:
                 job.sampling["adapter"] = asked.model
             job.tell = partial(tell, index)
         reader = await self.beside(partial(reader_of, self.decoder, asked))
-        reply = Reply(asked.model or names[0], isinstance(asked, ChatCompletionRequest), jobs, reader)
+        reply = Reply(asked.model or self.names[0], isinstance(asked, ChatCompletionRequest), jobs, reader)
         self.submit(jobs)
         parts = self.parts(jobs, news, request)
         if asked.stream:
@@ -170,7 +184,7 @@ class Service:
             return await asyncio.get_running_loop().run_in_executor(self.preparing, work)
         except (FsdError, RecursionError) as error:
             self.metrics.requests.labels("malformed").inc()
-            message = str(error) if isinstance(error, FsdError) else "the body is nested too deeply."
+            message = str(error) if isinstance(error, FsdError) else NESTED
             raise HTTPException(400, message) from error
 
     async def jobs(self, asked: AnyCompletionRequest, in_template: bool | None = False) -> list[AnswerJob]:
@@ -296,10 +310,7 @@ async def _health() -> dict[str, str]:
 async def _refused(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     headers = {"Retry-After": "1"} if error.status_code == 503 else error.headers
-    detail = str(error.detail)
-    if isinstance(cause := error.__cause__, UnicodeDecodeError):  # which FastAPI does not explain
-        detail = f"the body is not JSON: it is not {cause.encoding} ({cause.reason}, at byte {cause.start})."
-    return error_reply(error.status_code, detail, dict(headers or {}))
+    return error_reply(error.status_code, explain_refusal(request, error), dict(headers or {}))
 
 
 async def _events(parts: AsyncIterator[tuple[int, Any]], reply: Reply, with_usage: bool) -> AsyncIterator[str]:

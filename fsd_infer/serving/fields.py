@@ -147,6 +147,12 @@ class CompletionRequest(RequestFields):
             raise ValueError("quality chooses the rule: leave out quality, or the rule.")
         return self
 
+    @model_validator(mode="after")
+    def _options_of_streams_have_one(self) -> CompletionRequest:
+        if not self.stream and self.stream_options.model_fields_set:
+            raise ValueError("stream_options needs stream = true: a whole answer always has its usage.")
+        return self
+
     @property
     def named_rule(self) -> str | None:
         """The rule that the request names, ``quality:Q`` for a quality; None: the server's."""
@@ -220,7 +226,7 @@ class ChatCompletionRequest(CompletionRequest):
         ]
         | None
     ) = None
-    parallel_tool_calls: Literal[True] = True
+    parallel_tool_calls: StrictBool = True
     chat_template_kwargs: dict[str, Any] = {}
 
     @field_validator("chat_template_kwargs")
@@ -261,18 +267,28 @@ class ChatCompletionRequest(CompletionRequest):
     @field_validator("messages")
     @classmethod
     def _results_follow_calls(cls, messages: list[ChatMessage]) -> list[ChatMessage]:
-        has_called = False
+        calls: list[dict[str, Any]] = []  # which messages of the role tool may answer
+        ids: set[str] = set()
         for place, message in enumerate(messages):
-            if message.role == "tool" and not has_called:
+            if message.role != "tool":
+                calls = message.tool_calls
+                ids = {call["id"] for call in calls if isinstance(call.get("id"), str)}
+            elif not calls:
                 raise ValueError(
                     f"messages[{place}]: a message of the role tool answers a call: put the assistant's message with "
                     "its tool_calls before it."
                 )
-            has_called = bool(message.tool_calls) or (has_called and message.role == "tool")
+            elif ids and message.tool_call_id is not None and message.tool_call_id not in ids:
+                raise ValueError(
+                    f"messages[{place}].tool_call_id: the calls before it are {', '.join(sorted(ids)):.80}, "
+                    f"but not {message.tool_call_id!r:.80}: name the call that it answers."
+                )
         return messages
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> ChatCompletionRequest:
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens name one limit: give one of them.")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs = true.")
         if self.tool_choice not in (None, "none") and not self.tools:
@@ -281,6 +297,11 @@ class ChatCompletionRequest(CompletionRequest):
             raise ValueError(f"tool_choice: tools has no function {self.tool_choice.function.name!r:.80}.")
         if self.offered and not self.forced and any(tool.function.strict for tool in self.tools):
             raise ValueError('tools: strict needs a tool_choice of "required" or of one function. Leave it out.')
+        if not self.parallel_tool_calls and not self.forced:
+            raise ValueError(
+                'parallel_tool_calls: false needs a tool_choice of "required" or of one function, whose answer is one '
+                "call. Leave it out."
+            )
         return self
 
 

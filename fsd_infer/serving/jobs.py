@@ -132,11 +132,23 @@ def _encode(
         return decoder.encode(asked.prompt, apply_chat_template=in_template), None
     if asked.offered:
         _format(decoder, asked)  # an unknown format is the request's fault, not the template's
+    _check_variables(decoder, asked)
     options = {**asked.chat_template_kwargs, **({"tools": _for_template(asked)} if asked.offered else {})}
     turns = [turn.message() for turn in asked.messages]
     if any(turn.images for turn in asked.messages):
         return encode_with_images(decoder.target, turns, sources=Sources(limits.image_folders), options=options)
     return encode_chat(decoder.tokenizer, turns, options=options, blank=True), None
+
+
+def _check_variables(decoder: FuzzyDecoder, asked: ChatCompletionRequest) -> None:
+    """Raise FsdError for a variable whose name the chat template does not hold."""
+    template = str(decoder.tokenizer.chat_template or "")  # all of several
+    for name in asked.chat_template_kwargs:
+        if name not in template:
+            raise FsdError(
+                f"chat_template_kwargs: the chat template of {decoder.target.name} does not read {name!r:.80}. "
+                "Leave it out."
+            )
 
 
 def _guide(decoder: FuzzyDecoder, asked: AnyCompletionRequest) -> Guide | None:
@@ -148,7 +160,11 @@ def _guide(decoder: FuzzyDecoder, asked: AnyCompletionRequest) -> Guide | None:
         if guides:
             raise FsdError(f"tools: an answer that calls tools cannot also follow one of {GUIDED}. Leave one out.")
         if asked.forced:
-            return Guide.lark(call_grammar(_format(decoder, asked), asked.forced))
+            format = _format(decoder, asked)
+            try:
+                return Guide.lark(call_grammar(format, asked.forced))
+            except FsdError as error:
+                raise FsdError(f"tools: {error}") from error
     return guides[0] if guides else None
 
 

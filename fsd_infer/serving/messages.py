@@ -93,9 +93,20 @@ class ImagePart(RequestFields):
     image_url: ImageUrl
 
 
-Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+def _kind_of_part(part: Any) -> str | None:
+    """The tag of a part, which no field has as its name: places of errors hold both."""
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return {"text": "part of text", "image_url": "part with an image"}.get(str(kind))
 
 
+Part = Annotated[
+    Annotated[TextPart, Tag("part of text")] | Annotated[ImagePart, Tag("part with an image")],
+    Discriminator(
+        _kind_of_part,
+        custom_error_type="unknown_part",
+        custom_error_message="Input should be a part of the type 'text' or 'image_url'",
+    ),
+]
 Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[Many[Part], Tag("parts")],
     Discriminator(lambda value: "parts" if isinstance(value, list) else "text"),  # so that errors are of one of them
