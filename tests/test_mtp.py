@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import MellumConfig
 from transformers.modeling_layers import MtpModel
 
 from fsd_core.errors import CheckpointError, FsdError, ModelLoadError
@@ -53,12 +52,8 @@ def glm() -> Any:
     mtp_target("glm4_moe").model.name_or_path = str(source)
 
 
-# transformers 5.19 has no MTP layers of Mellum to compare with
-MELLUM = [("mellum", 1)] if hasattr(MellumConfig, "num_mtp_layers") else []
-
-
 @pytest.mark.parametrize(
-    ("family", "count"), [("deepseek_v3", 1), ("deepseek_v3", 3), ("glm4_moe", 1), ("glm4_moe", 3), *MELLUM]
+    ("family", "count"), [("deepseek_v3", 1), ("deepseek_v3", 3), ("glm4_moe", 1), ("glm4_moe", 3), ("mellum", 1)]
 )
 def test_layers_compute_and_draft_what_transformers_does(
     family: str, count: int, monkeypatch: pytest.MonkeyPatch

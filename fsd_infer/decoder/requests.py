@@ -58,7 +58,7 @@ def target_of(model: Any) -> Target:
 def prepare(
     target: Target, prompts: list[list[int]], given: GenerationConfig | None, overrides: Mapping[str, Any]
 ) -> tuple[Request, GenerationConfig]:
-    """Return a request and its complete configuration, by the methods of ``generate`` (transformers 5.19 to 5.24).
+    """Return a request and its complete configuration, by the methods of ``generate`` (transformers 5.20 to 5.24).
 
     Args:
         target: its configuration supplies special tokens and lengths, but nothing that shapes the distribution.

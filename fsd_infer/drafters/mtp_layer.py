@@ -24,7 +24,8 @@ class _PlainBlock(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = norms
 
     def forward(self, x: Tensor, cache: Any = None, **others: Any) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cache=cache, **others)[0]
+        others[cache_argument(type(self.self_attn))] = cache
+        x = x + self.self_attn(self.input_layernorm(x), **others)[0]
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
