@@ -17,7 +17,7 @@ from fsd_infer.drafters import EagleDrafter, GraftedDrafter, LMDrafter, LookupDr
 from fsd_infer.drafters.drawing import AcceptanceRatios, Drawing, accepted_and_expected
 from fsd_infer.drafters.forced import ForcedDrafter
 from fsd_infer.drafters.loading import choose_trees
-from fsd_infer.engine.prefill import draws_of
+from fsd_infer.engine.plan import draws_of
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.rules import Exact, RoundInput, RuleInputs, parse_rule

@@ -19,7 +19,7 @@ from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, LMDrafter, TreeShape
 from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.engine.drafts import FirstChoiceStats
-from fsd_infer.engine.prefill import draws_of
+from fsd_infer.engine.plan import draws_of
 from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.rules import Exact, Rule, Tilted, parse_rule
 from fsd_infer.trees.tree import Draws

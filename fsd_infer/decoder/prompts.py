@@ -196,7 +196,7 @@ def encode_with_images(
     processor, tokenizer, sources = processor_of(target), target.tokenizer, sources or Sources()
     if isinstance(prompt, str) and chat is False:
         ids, made = encode_marked(processor, prompt, [sources.open(image) for image in images])
-    elif isinstance(prompt, str) or isinstance(prompt, Iterable) and all(isinstance(turn, Mapping) for turn in prompt):
+    elif isinstance(prompt, str) or isinstance(prompt, Sequence) and all(isinstance(turn, Mapping) for turn in prompt):
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         ids, made = encode_shown(processor, tokenizer, *split_images(turns, images, sources), options)
     else:

@@ -66,13 +66,15 @@ class TreeSession(DraftSession):
         self._stopped: Tensor | None = None  # [] bool, on devices: whether drafting has stopped
 
     def _acceptance_ratios(self) -> AcceptanceRatios | None:
-        """Return what the draws of earlier rounds have taught; None: nothing is drawn, or rounds are recorded."""
-        request = self.request
-        if request.draws is not Draws.TREE or self.shape.prices is None and not is_host(self.device):
+        """Return what the draws of earlier rounds have taught; None: no nodes are drawn, or rounds may be recorded."""
+        request, prices = self.request, self.shape.prices
+        if request.draws is not Draws.TREE or prices is None and not is_host(self.device):
             return None
-        learns = not request.seeded if self.shape.prices is None else request.clock is not None
-        key = round(10 * request.temperature), round(4 * min(request.draft_bonus, 4.0))
-        return self.drafter.ratios.setdefault(key, AcceptanceRatios()) if learns else AcceptanceRatios()
+        # a request with a seed learns from its own rounds alone, so that its answer repeats
+        if request.seeded or prices is not None and request.clock is None:
+            return AcceptanceRatios()
+        kind = round(10 * request.temperature), round(4 * min(request.draft_bonus, 4.0))
+        return self.drafter.ratios.setdefault(kind, AcceptanceRatios())
 
     @property
     def width(self) -> int:
@@ -126,10 +128,13 @@ class TreeSession(DraftSession):
         return (self._ratios is not None) + bool(self.request.menu)
 
     def feedback(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
-        ratios = [] if self._ratios is None else [accepted_and_expected(tree, verdict.path, verdict.accepted)]
-        if self.request.menu and tree.forecast is None:
-            return [*ratios, torch.full((len(logits), len(self.request.menu) + 1), math.nan, device=logits.device)]
-        return ratios if tree.forecast is None else [*ratios, tree.forecast]
+        found = [] if self._ratios is None else [accepted_and_expected(tree, verdict.path, verdict.accepted)]
+        if self.request.menu:
+            forecast = tree.forecast
+            if forecast is None:  # of a root alone
+                forecast = torch.full((len(logits), len(self.request.menu) + 1), math.nan, device=logits.device)
+            found.append(forecast)
+        return found
 
     def learn(self, feedback: Sequence[Tensor], verdict: Verdict) -> None:
         if self._ratios is not None:
@@ -181,25 +186,25 @@ class TreeSession(DraftSession):
             max_depth: of the deepest candidates.
         """
         self._stopped, self._node_positions = None, []
-        tree = Candidates(roots, isinstance(self._drawing, Drawing))
-        self._visits = tree.expanded_scores
+        candidates = Candidates(roots, isinstance(self._drawing, Drawing))
+        self._visits = candidates.expanded_scores
         for depth in range(1, max_depth + 1):
             # each expanded node proposes w children
-            log_q, entries, drawn = self._propose(logits, tree.expanded_scores, tree.ancestors)  # [B, E, w]
+            log_q, entries, drawn = self._propose(logits, candidates.expanded_scores, candidates.ancestors)  # [B, E, w]
             if self._stopped is not None:
                 log_q = log_q.masked_fill(self._stopped, -math.inf)
                 drawn = None if drawn is None else drawn & ~self._stopped
-            tree.add(logits, entries if ids is None else ids[entries], log_q, drawn)
+            candidates.add(logits, entries if ids is None else ids[entries], log_q, drawn)
             # the model reads the best of these children
-            chosen = None if depth == max_depth else self._next_frontier(log_q, tree.scores[-1], drawn)  # [B, E']
+            chosen = None if depth == max_depth else self._next_frontier(log_q, candidates.scores[-1], drawn)  # [B, E']
             if chosen is None:
                 break
             if isinstance(self._drawing, Drawing) and drawn is not None:
                 self._drawing.expand(drawn.flatten(1).gather(1, chosen))
             parent = chosen // self.width  # [B, E'] index of each one's parent among the nodes expanded before
-            tree.expand(chosen, parent)
-            logits = self._expand(tree.tokens[-1].gather(1, chosen), parent, tree.ancestors, depth)
-        return tree.made(ids, self._drawing)
+            candidates.expand(chosen, parent)
+            logits = self._expand(candidates.tokens[-1].gather(1, chosen), parent, candidates.ancestors, depth)
+        return candidates.tree(ids, self._drawing)
 
     def _next_frontier(self, log_q: Tensor, scores: Tensor, drawn: Tensor | None) -> Tensor | None:
         """Choose the candidates to expand next.
@@ -317,7 +322,7 @@ class Candidates:
         self.expanded_scores = self.scores[-1].gather(1, chosen)
         self.ancestors = torch.cat([at_nodes(self.ancestors, parent), itself], dim=-1)
 
-    def made(self, ids: Tensor | None, drawing: Drawing | ChainDrawing | None) -> DraftTree:
+    def tree(self, ids: Tensor | None, drawing: Drawing | ChainDrawing | None) -> DraftTree:
         """Return the trees of all candidates.
 
         Args:

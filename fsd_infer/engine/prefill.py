@@ -1,231 +1,31 @@
-"""Before the first round: allocate the caches, read the prompts, and emit each row's first token."""
+"""The beginning of a request: allocate its state, read the prompts, and emit each row's first token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from fsd_core.errors import FsdError
 from fsd_core.tensors import padded, to_device
-from fsd_infer.device.memory import check_caches, free_bytes
 from fsd_infer.drafters.base import Drafter
-from fsd_infer.drafters.session import DraftRequest
-from fsd_infer.engine.recording import RecordingKey, RoundRecorder, bucket
+from fsd_infer.engine.callbacks import PhaseTimer
+from fsd_infer.engine.plan import RequestPlan
 from fsd_infer.engine.request import Request
 from fsd_infer.engine.round import RoundTensors, VerifiedTree, accept, extend_texts
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.engine.tracker import RequestTracker
-from fsd_infer.request.processors import TreeProcessors, temperature_of
-from fsd_infer.request.prompts import (
-    check_image_inputs,
-    check_prompts,
-    image_prompts,
-    place_drafts,
-    read_prompts,
-    read_text,
-)
-from fsd_infer.rules import Rule, TokenHistory
-from fsd_infer.rules.base import budgets_of
-from fsd_infer.rules.texts import markers_of, sentence_ends_of
+from fsd_infer.request.prompts import image_prompts, place_drafts, read_prompts, read_text
+from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
-from fsd_infer.trees.estimates import RuleProfile
-from fsd_infer.trees.menu import MenuPolicy, menu_of
-from fsd_infer.trees.policy import PricePolicy, TreePolicy, policy_store
-from fsd_infer.trees.tree import DraftTree, Draws
-
-MIN_DRAWING_TEMPERATURE = 0.5  # below, drawn nodes gain nothing over likely tokens, and take time
-
-
-class RequestPlan:
-    """What is decided about a request before memory is allocated for it, and its state.
-
-    Rows that no prompt fills come last in a bucket. They have a prompt of one token, and an answer of one.
-
-    Args:
-        target: the model that verifies.
-        drafter: of the request.
-        rules: the rule of each prompt.
-        limits: most tokens of each answer.
-        request: as the caller gave it.
-
-    Attributes:
-        count: rows that prompts fill.
-        rows: of the batch, with those of its bucket that no prompt fills.
-        drafter: in its fastest form for the rules.
-        draft_bonus: nats that the rules' distributions give for an accepted draft, on average.
-        temperature: of the request; 0: greedy.
-        draws: which drafts are drawn from q.
-        recorder: what records the rounds; None: they run eagerly.
-        max_lengths: [rows] tokens of each prompt with its longest answer.
-        capacity: slots of the target's cache, per row.
-        drafter_slots: slots that the drafter's texts take, per row. It pads rows to the one that emitted most, so they
-            exceed the longest text by up to the depth of a tree.
-        rules: [rows] the rule of each row.
-        prompts: [rows] token ids.
-        processors: the request's logits processors.
-    """
-
-    def __init__(
-        self, target: Target, drafter: Drafter, rules: list[Rule], limits: Sequence[int], request: Request
-    ) -> None:
-        self.target, self.request, self.count = target, request, len(rules)
-        self.draft_bonus = sum(rule.draft_bonus(request.greedy) for rule in rules) / len(rules)
-        self.drafter = drafter = drafter.for_bonus(self.draft_bonus)
-        self.temperature = 0.0 if request.greedy else temperature_of(request.processors)
-        self.draws = draws_of(drafter, rules, self.temperature)
-        self.processors = TreeProcessors(request.processors, len(rules))
-        self.recorder = _recorder(target, drafter)
-        max_lengths = [len(prompt) + limit for prompt, limit in zip(request.prompts, limits)]
-        self.max_length = max(max_lengths)
-        self.rows, self.capacity = len(rules), self.max_length + drafter.max_nodes
-        self.drafter_slots = self.max_length + 1 + drafter.max_depth
-        if self.recorder is not None:  # a bucket's rows, and slots that requests share
-            self.rows, self.capacity = bucket(self.count), target.slots(self.capacity)
-            self.drafter_slots = self.capacity
-        fillers = self.rows - self.count
-        self.rules = rules + rules[:1] * fillers
-        self.prompts = [*request.prompts, *[request.prompts[0][:1]] * fillers]
-        self.max_lengths = max_lengths + [2] * fillers
-
-    @property
-    def recording_key(self) -> RecordingKey:
-        """What fixes its rounds, besides their shapes."""
-        request, signature = self.request, self.processors.signature
-        return RecordingKey(
-            self.drafter.recording_key, tuple(self.rules), self.capacity, signature, self.draft_bonus,
-            request.greedy, request.measure_log_likelihood,
-        )  # fmt: skip
-
-    def check_memory(self) -> int:
-        """Return the bytes of the caches. Raises CacheMemoryError if they do not fit; recordings make room."""
-        target, drafter = self.target, self.drafter
-        cache_bytes = target.cache_bytes(self.rows, self.capacity) + drafter.cache_bytes(self.rows, self.drafter_slots)
-        free = free_bytes(target.device)
-        if self.recorder is not None and free is not None and cache_bytes > free:  # these hold memory of other sizes
-            self.recorder.forget()
-        shared = target.shared_cache_bytes + drafter.shared_cache_bytes
-        check_caches(cache_bytes, self.rows, self.capacity, target.device, self.request.max_cache_bytes, shared)
-        return cache_bytes
-
-    def new_state(self, history: Callable[[], list[Tensor | None]]) -> DecodeState:
-        """Allocate the caches, open the drafter's session, and return the state before the prompts are read.
-
-        ``history``: see :class:`.DecodeState`.
-        """
-        request, rules, device, tokenizer = self.request, self.rules, self.target.device, self.target.tokenizer
-        generator = request.generator if self.recorder is None else self.recorder.generator_like(request.generator)
-        policy, firsts = self._policy(), torch.tensor([prompt[0] for prompt in self.prompts])
-        slots = self.capacity + self.drafter.max_nodes + 1
-        markers, sentence_ends = markers_of(rules, tokenizer), sentence_ends_of(rules, tokenizer, device)
-        return DecodeState(
-            target=self.target,
-            processors=self.processors,
-            greedy=request.greedy,
-            generator=generator,
-            rules=rules,
-            prompt_indices=list(range(self.count)),
-            cache=self.target.new_cache(self.rows, self.capacity),
-            session=self.drafter.start(firsts, self._draft_request(generator, policy)),
-            lengths=to_device(torch.tensor([len(prompt) for prompt in self.prompts]), device),
-            roots=to_device(torch.tensor([prompt[-1] for prompt in self.prompts]), device),
-            texts=TokenHistory([()] * self.rows, self.prompts, device, markers, slots, sentence_ends),
-            max_lengths=to_device(torch.tensor(self.max_lengths), device),
-            budget=budgets_of(rules, device),
-            kl_excess=torch.zeros(self.rows, device=device),
-            measure_log_likelihood=request.measure_log_likelihood,
-            history=history,
-            max_nodes=self.drafter.max_nodes,
-            policy=policy,
-        )
-
-    def _draft_request(self, generator: torch.Generator | None, policy: TreePolicy | None) -> DraftRequest:
-        """Return what the drafter is told."""
-        request, users = self.request, self.request.users
-        return DraftRequest(
-            batch=self.rows,
-            cache_slots=self.drafter_slots,
-            greedy=request.greedy,
-            process=self.processors.of_drafts if self.processors.is_needed else None,
-            generator=generator,
-            device=self.target.device,
-            draft_bonus=self.draft_bonus,
-            shape=None if policy is None else policy.choose(self.count),
-            menu=() if policy is None else policy.menu,
-            clock=None if policy is None else policy.clock,
-            users=None if users is None else [*users, *[""] * (self.rows - self.count)],
-            draws=self.draws,
-            seeded=request.generator is not None,
-            max_length=self.max_length,
-            temperature=self.temperature,
-        )
-
-    def _policy(self) -> TreePolicy | None:
-        """Return what chooses the shape of each round's trees; None for a drafter of fixed shape."""
-        drafter, rows = self.drafter, self.rows
-        if drafter.bounds is None:
-            return None
-        names = {rule.name for rule in self.rules}
-        name = names.pop() if len(names) == 1 else "several"
-        profile = RuleProfile(self.draft_bonus, name, sampled=drafter.samples and self.draws is Draws.CHAIN)
-        learns = self.request.generator is None and not self.target.is_sharded  # else trees depend on the text alone
-        store = policy_store(drafter.learner, self.target, drafter.learner.relative_cost)
-        if drafter.menu:
-            return MenuPolicy(store, rows, profile, menu_of(drafter.menu, chains=profile.sampled), learns=learns)
-        return PricePolicy(store, rows, profile, drafter.bounds, learns=learns)
+from fsd_infer.trees.tree import DraftTree
 
 
 def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> RequestTracker:
     """Allocate the state of a request; return its tracker. Raises as :func:`fsd_infer.engine.decode`."""
-    rules = _rule_per_prompt(rule, len(request.prompts))
-    limits = check_prompts(target, request.prompts, request.max_new_tokens)
-    check_image_inputs(target, request.image_inputs)
-    tracker = RequestTracker(target, request, limits)
-    plan = RequestPlan(target, drafter, rules, limits, request)
-    cache_bytes = plan.check_memory()
-    tracker.prompts = plan.prompts
-    state = plan.new_state(tracker.history)
-    if plan.recorder is not None:
-        state = plan.recorder.state_for(state, plan.count, plan.recording_key)
-    tracker.begin(state, plan.drafter, cache_bytes)
-    return tracker
-
-
-def _rule_per_prompt(rule: Rule | Sequence[Rule], count: int) -> list[Rule]:
-    """Raises FsdError if there is neither one rule nor one per prompt."""
-    rules = [rule] * count if isinstance(rule, Rule) else list(rule)
-    if len(rules) != count:
-        raise FsdError(f"{len(rules)} rules for {count} prompts: give one rule, or one per prompt.")
-    return rules
-
-
-def _recorder(target: Target, drafter: Drafter) -> RoundRecorder | None:
-    """Return what records the request's rounds; None if they run eagerly."""
-    if drafter.bounds is not None and not drafter.menu:
-        return None
-    return None if _has_dynamic_rope(drafter) else RoundRecorder.of(target)
-
-
-def _has_dynamic_rope(drafter: Drafter) -> bool:
-    """Whether the drafter, or a part of it, is a model whose angles the host chooses token by token."""
-    model = getattr(drafter, "model", None)
-    own = isinstance(model, Target) and model.dynamic_rope.fixed_length is not None
-    return own or any(map(_has_dynamic_rope, drafter.parts))
-
-
-def draws_of(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws:
-    """Return which drafts of a request are drawn: of what all its rules take, what the drafter does best."""
-    wanted = {rule.draws for rule in rules}
-    charged = drafter.keeps_texts and any(getattr(rule, "exact_ngram_size", 0) for rule in rules)
-    # n-grams of other texts are looked up for likely drafts only
-    if not temperature or Draws.NONE in wanted or charged:
-        return Draws.NONE
-    if Draws.CHAIN in wanted:
-        return Draws.CHAIN
-    if temperature < MIN_DRAWING_TEMPERATURE:
-        return Draws.NONE
-    return Draws.CHAIN if wanted == {Draws.ANY} and drafter.draws_chains else Draws.TREE
+    timer = PhaseTimer(target.device, reports=any(one.reads_tensors for one in request.callbacks))
+    plan = RequestPlan(target, drafter, rule, request)
+    plan.check_memory()
+    return RequestTracker(plan, plan.new_state(), timer)
 
 
 def recompute_cache(state: DecodeState, tracker: RequestTracker) -> None:

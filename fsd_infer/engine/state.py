@@ -38,10 +38,10 @@ class DecodeState:
         budget: [B] nats that each row may still spend; None: no rule has a budget.
         kl_excess: [B] nats beyond the targets of adaptive KL coefficients, see :class:`~fsd_infer.rules.RoundInput`.
         measure_log_likelihood: whether to measure the log-likelihood of emitted tokens.
-        history: returns the tokens before each row's root, as processors take them; None for finished rows.
         max_nodes: nodes of the largest tree.
         live: [B] bool; rows that are not finished. None: finished rows leave the batch at once.
         policy: chooses the shape of every round's trees; None: the drafter's own shape.
+        history: returns the tokens before each row's root, as processors take them; None for finished rows.
         on_phase: called with the name of every phase as it ends.
     """
 
@@ -60,10 +60,10 @@ class DecodeState:
     budget: Tensor | None
     kl_excess: Tensor
     measure_log_likelihood: bool
-    history: Callable[[], list[Tensor | None]]
     max_nodes: int
     live: Tensor | None = None
     policy: TreePolicy | None = None
+    history: Callable[[], list[Tensor | None]] = list
     on_phase: Callable[[str], None] = field(default=lambda phase: None)
 
     @property

@@ -7,15 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fsd_infer.drafters.base import Drafter
 from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.callbacks import PhaseTimer, Prefixes, Recorder, Stopping, TreeUpdate
+from fsd_infer.engine.plan import RequestPlan
 from fsd_infer.engine.report import RoundReport
-from fsd_infer.engine.request import Request
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.engine.stats import GenerationStats, Outcome, RowRecord, describe_rules
-from fsd_infer.rules import Rule
-from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import AUTO
 
 
@@ -23,9 +20,9 @@ class RequestTracker:
     """The rows of a request and its callbacks.
 
     Args:
-        target: of the request.
-        request: see there.
-        limits: most tokens of each answer.
+        plan: of the request.
+        state: of its batch, before the prompts are read.
+        timer: started when the request came.
 
     Attributes:
         records: of all answers.
@@ -34,28 +31,22 @@ class RequestTracker:
         overlaps: whether the host reads a round after it has launched the next one. Else somebody needs it earlier.
     """
 
-    def __init__(self, target: Target, request: Request, limits: Sequence[int]) -> None:
-        self.request, self.prompts, self.records = request, request.prompts, [RowRecord() for _ in request.prompts]
-        # a seeded answer repeats, to its last bit
-        prefix_cache = None if request.generator is not None else target.prefixes
-        self.timer = PhaseTimer(target.device, reports=any(one.reads_tensors for one in request.callbacks))
+    def __init__(self, plan: RequestPlan, state: DecodeState, timer: PhaseTimer) -> None:
+        request, target = plan.request, plan.target
+        self.plan, self.state, self.timer = plan, state, timer
+        self.request, self.prompts, self.records = request, plan.prompts, [RowRecord() for _ in request.prompts]
         self.callbacks: list[Callback] = [
-            Stopping(request, self.records, limits), self.timer, Recorder(self.records, self.timer)
+            Stopping(request, self.records, plan.limits), timer, Recorder(self.records, timer)
         ]  # fmt: skip
         self.prefixes: Prefixes | None = None
-        if prefix_cache is not None:
+        if target.prefixes is not None and request.generator is None:  # a seeded answer repeats, to its last bit
             longest = target.dynamic_rope.fixed_length
-            self.prefixes = Prefixes(prefix_cache, target.captured_layers, request, longest)
+            self.prefixes = Prefixes(target.prefixes, target.captured_layers, request, longest)
             self.callbacks.append(self.prefixes)
-
-    def begin(self, state: DecodeState, drafter: Drafter, cache_bytes: int) -> None:
-        """Take the state of the batch, and tell the callbacks."""
-        self.state, self.drafter, self.cache_bytes = state, drafter, cache_bytes
-        self.rules: list[Rule] = state.rules[: len(state.prompt_indices)]
-        self.callbacks += self.request.callbacks  # which may end rows, before the tree's choice counts those that go on
+        self.callbacks += request.callbacks  # which may end rows, before the tree's choice counts those that go on
         if state.policy is not None:
             self.callbacks.append(TreeUpdate(state.policy))
-        state.on_phase = self.on_phase
+        state.history, state.on_phase = self.history, self.on_phase
         somebody_waits = any(callback.reads_tensors or callback.waits for callback in self.callbacks)
         somebody_waits = somebody_waits or state.asks_host or state.session.needs_report
         self.overlaps = state.live is not None and state.session.is_recordable and not somebody_waits
@@ -109,17 +100,17 @@ class RequestTracker:
 
     def outcome(self) -> Outcome:
         """Return the answers and their statistics."""
-        timer, proposers, policy = self.timer, self.drafter.proposers, self.state.policy
+        timer, drafter, policy = self.timer, self.plan.drafter, self.state.policy
         seconds = timer.clock.seconds  # before the sync that reads the phases
         rows = zip(self.records, self.request.prompts, strict=True)
         stats = GenerationStats(
-            rows=[record.to_stats(timer.prefill_seconds, prompt, proposers) for record, prompt in rows],
-            rule=describe_rules(self.rules),
-            drafter=self.drafter.describe() | ({} if policy is None else {"tree": AUTO}),
+            rows=[record.to_stats(timer.prefill_seconds, prompt, drafter.proposers) for record, prompt in rows],
+            rule=describe_rules(self.plan.rules[: self.plan.count]),
+            drafter=drafter.describe() | ({} if policy is None else {"tree": AUTO}),
             seconds=seconds,
             prefill_seconds=timer.prefill_seconds,
             phases=timer.clock.phases(),
-            cache_bytes=self.cache_bytes,
+            cache_bytes=self.plan.cache_bytes,
             trees=None if policy is None else policy.stats,
         )
         outcome = Outcome([record.tokens for record in self.records], self.records, stats)

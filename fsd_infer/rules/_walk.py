@@ -52,12 +52,12 @@ class _RuleOutput(NamedTuple):
 
     Attributes:
         output: the distribution, at the contexts of all rows.
-        index: [R] the rows.
+        rows: [R] their numbers.
         mask: [B, 1] bool; None: all rows.
     """
 
     output: OutputDistribution
-    index: Tensor
+    rows: Tensor
     mask: Tensor | None
 
     def put(self, new: Tensor, old: Tensor) -> Tensor:
@@ -111,10 +111,10 @@ class _Walk:
         self.applies = torch.zeros_like(inputs.tree.is_draft)
         self.r_token, self.r_row = inputs.likeliest, torch.full_like(self.tree.parents, -1)
         for output, rows in outputs:
-            index, mask = row_index(tuple(rows), self.device), None
+            of_rule, mask = row_index(tuple(rows), self.device), None
             if len(rows) < len(self.tree.parents):
-                mask = torch.zeros_like(inputs.tree.is_draft[:, :1]).index_fill_(0, index, True)
-            self._add(_RuleOutput(output, index, mask))
+                mask = torch.zeros_like(inputs.tree.is_draft[:, :1]).index_fill_(0, of_rule, True)
+            self._add(_RuleOutput(output, of_rule, mask))
 
     def _add(self, rule: _RuleOutput) -> None:
         """Add a distribution to those of other rows."""
@@ -128,12 +128,13 @@ class _Walk:
             self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
         if output.logit_bias is not None:
             applies, r, cost, _ = biased(self.inputs, output.logit_bias, output.applies)
-            if output.log_r is not None:  # elsewhere the bias holds
-                applies = torch.where(output.dense_at(self.inputs), output.applies, applies)
+            dense = None if output.log_r is None else output.dense_at(self.inputs)
+            if dense is not None:  # elsewhere the bias holds
+                applies = torch.where(dense, output.applies, applies)
             self.r_draft, self.cost = rule.put(r, self.r_draft), rule.put(cost, self.cost)
         self.applies = rule.put(applies, self.applies)
         if output.gate is not None or output.log_r is not None:
-            self._evaluate(output, VocabRows.every(self.inputs, None if rule.mask is None else rule.index))
+            self._evaluate(output, VocabRows.every(self.inputs, None if rule.mask is None else rule.rows))
 
     def _evaluate(self, output: OutputDistribution, at: VocabRows) -> None:
         """Evaluate a distribution's gate and dense distribution at these contexts."""
