@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from fsd_infer import FsdError, FuzzyDecoder, Target
 from fsd_infer.targets.adapters import adapter_names, is_adapter, merge_adapter, read_adapter_config
 from fsd_infer.targets.loading import load_target, located, resolve_target
 from fsd_train.models.slim import load_slim
-from tests.families import reference
+from tests.families import reference, tiny_model
 from tests.text_toys import save_tiny_chat_target
 from tests.train_toys import toy_model
 
@@ -310,6 +311,32 @@ def test_copies_of_tables_that_peft_saves_beside_an_adapter_of_them(base: Path, 
         FuzzyDecoder.from_pretrained(str(base), "none", adapters={"one": tmp_path})
 
 
+def test_an_adapter_of_the_lm_head_is_merged_unless_that_is_the_embeddings_too(base: Path, tmp_path: Path) -> None:
+    """Whole weights in the file are refused."""
+    ids = torch.tensor([[5, 9, 11]])
+    for tied in (False, True):
+        model = tiny_model("llama", tie_word_embeddings=tied)
+        model.save_pretrained(tmp_path / f"base{tied}")
+        theirs = adapted(model, target_modules=["q_proj", "lm_head"])
+        theirs.peft_config["default"].base_model_name_or_path = str(tmp_path / f"base{tied}")
+        directory = tmp_path / f"adapter{tied}"
+        theirs.save_pretrained(directory)  # with a copy of the LM head
+        if tied:
+            with pytest.raises(ModelLoadError, match="adapts lm_head, whose weight is the embeddings', too"):
+                Target.from_pretrained(str(directory))
+            target = FuzzyDecoder.from_pretrained(
+                str(tmp_path / "baseTrue"), "none", adapters={"one": directory}, dtype=torch.float32
+            ).target
+        else:
+            target = Target.from_pretrained(str(directory), dtype=torch.float32)
+        with torch.no_grad(), target.adapted("one") if tied else nullcontext():
+            torch.testing.assert_close(target.model(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
+    file = directory / "adapter_model.safetensors"
+    save_file(load_file(file) | {"base_model.model.model.norm.weight": torch.ones(1)}, file)
+    with pytest.raises(ModelLoadError, match="has 'base_model.model.model.norm.weight' as a whole"):
+        Target.from_pretrained(str(directory))
+
+
 ODD: list[dict[str, Any]] = [
     {"use_dora": True, "use_rslora": True}, {"target_modules": ["embed_tokens", "q_proj"]},
     {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.0.*v_proj": 3}, "lora_bias": True},
@@ -317,15 +344,19 @@ ODD: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", ODD, ids=lambda options: "+".join(options))
-def test_what_peft_computes_beside_the_weights(base: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    """transformers leaves magnitudes of DoRA, and factors that a file lacks, at random values."""
+def test_what_peft_computes_beside_the_weights(
+    base: Path, tmp_path: Path, options: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """transformers would leave magnitudes of DoRA, and factors that a file lacks, at random values, and report it."""
     directory, ids = save_adapter(tmp_path, AutoModelForCausalLM.from_pretrained(base), str(base), **options), [[5, 9]]
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), directory)
 
     def load() -> Target:
         return FuzzyDecoder.from_pretrained(str(base), "none", adapters={"one": directory}, dtype=torch.float32).target
 
+    capfd.readouterr()
     target = load()
+    assert "LOAD REPORT" not in "".join(capfd.readouterr())
     with torch.no_grad(), target.adapted("one"):
         torch.testing.assert_close(target.model(torch.tensor(ids)).logits, theirs(torch.tensor(ids)).logits)
     file = directory / "adapter_model.safetensors"

@@ -104,7 +104,12 @@ FAULTS: list[tuple[str, Any, Any, str]] = [
     ("ours", {}, {"draft_ids": lambda ids: ids + 50}, "distinct ids from 0 to 96"),
     ("ours", {}, {"draft_ids": lambda ids: ids // 4}, "distinct ids from 0 to 96"),
     ("ours", {}, {"draft_ids": lambda ids: ids[:-1].clone()}, f"wanted are {len(IDS)} ids"),
-    ("ours", {}, {"fc.weight": lambda weight: weight.to(torch.int8)}, "quantised heads are not read"),
+    (
+        "ours",
+        {},
+        {"fc.weight": lambda weight: weight.to(torch.int8)},
+        "is a quantised head .fc.weight., and heads are read unquantised",
+    ),
     ("ours", {}, {"fc.weight": lambda weight: weight[:, :-1].clone()}, r"wrong shape \['fc.weight'\]"),
     ("ours", {}, None, "has no model.safetensors"),
     ("eagle3", {"eagle_config": {LAYER_IDS: [2, 4, 5]}}, {}, "the latter should be one less"),
@@ -113,8 +118,42 @@ FAULTS: list[tuple[str, Any, Any, str]] = [
     ("eagle3", {"norm_before_fc": True}, {}, r"missing \['input_norm.weight'\]"),
     ("eagle3", {"eagle_config": {"norm_output": True}}, {}, "norm_output is False at the top and True in eagle_config"),
     ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, {}, "final features alone"),
-    ("eagle3", {"logit_scale": 0.5}, {}, "a logit_scale of 0.5, unknown here"),
+    ("eagle3", {"logit_scale": 0.5}, {}, "logit_scale 0.5, which is not known here"),
     ("eagle3", {"layer_types": ["sliding_attention"], "sliding_window": 8}, {}, "attend to 8 tokens alone"),
+    (
+        "eagle3",
+        {"draft_vocab_size": 77},
+        {},
+        f"draft_vocab_size is 77 in its config.json, and {len(IDS)} by its tensors",
+    ),
+    ("eagle3", {"rope_theta": 7.0, "rope_parameters": {"rope_theta": 9.0}}, {}, "says rope_theta twice, 7.0 and 9.0"),
+    (
+        "eagle3",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+        {},
+        "says rope_type twice, 'linear' and 'default'",
+    ),
+    (
+        "eagle3",
+        {"rope_theta": None, "rope_parameters": {"full_attention": {"rope_theta": 7.0}, "sliding_attention": {}}},
+        {},
+        "rope_parameters differs between types of layers",
+    ),
+    (
+        "eagle3",
+        {"tie_word_embeddings": True, "draft_vocab_size": None},
+        {EMBEDDINGS: torch.ones(97, 32), "lm_head.weight": None, "d2t": None, "t2d": None},
+        "tie_word_embeddings and no lm_head.weight",
+    ),
+    ("eagle3", {}, {EMBEDDINGS: torch.zeros(98, 32)}, r"embed_tokens.weight is of shape \[98, 32\], not a table of 97"),
+    ("eagle3", {}, {"t2d": torch.ones(98).bool()}, r"t2d is of shape \[98\] for a vocabulary of 97"),
+    (
+        "eagle3",
+        {},
+        {"midlayer.mlp.up_proj.weight_scale": torch.ones(1)},
+        "quantised head .midlayer.mlp.up_proj.weight_scale",
+    ),
+    ("eagle3", {}, {"midlayer.mlp.up_proj.weight": lambda weight: weight.to(torch.float8_e4m3fn)}, "quantised head"),
     ("eagle3", {}, {"model.fc.weight": torch.zeros(32, 96)}, "fc.weight and .*fc.weight are the same tensor"),
     ("eagle3", {}, {"d2t": torch.zeros(len(IDS))}, "d2t is of type F32, not whole numbers"),
     ("eagle3", {}, {"d2t": lambda offsets: offsets + 5000}, "distinct ids from 0 to 96"),
@@ -129,7 +168,7 @@ FAULTS: list[tuple[str, Any, Any, str]] = [
     ("speculators", {}, None, "is an EAGLE-3 head of another program, without model.safetensors"),
     ("speculators", {"speculators_model_type": "eagle9"}, {}, "is a head of speculators of type 'eagle9'"),
     ("eagle", {"architectures": ["EagleLlamaForCausalLM"]}, None, "is an EAGLE-1/2 head of another program, without"),
-    ("eagle", {"layernorms": True}, {}, "norms around its layer"),
+    ("eagle", {"layernorms": True}, {}, "layernorms True, which is not known here"),
     ("eagle", {"vocab_size": None}, {EMBEDDINGS: torch.zeros(98, 32)}, "vocab_size: 98 against 97"),
     ("eagle", {"vocab_size": None}, {EMBEDDINGS: torch.zeros(97, 16)}, "embed_size 16, but .* has 32"),
     ("eagle", {"hidden_size": 48}, {}, "hidden_size 48, but .* has 32"),
@@ -187,6 +226,13 @@ SPELLINGS: dict[str, tuple[str, Any, dict[str, Any]]] = {
         "eagle3", renamed(lambda name: name if name[:2] in ("lm", "d2", "t2") else f"model.{name}"), {}
     ),
     "t2d alone": ("eagle3", {"d2t": None}, {}),
+    "with scales of rounded keys": ("eagle3", {"midlayer.self_attn.k_scale": torch.ones(1)}, {}),
+    "rotary options by type of layer": (
+        "eagle3", {}, {"rope_theta": None, "rope_parameters": {"full_attention": {"rope_theta": 10000.0}}}
+    ),
+    "rotary base beside its scaling": (
+        "eagle3", {}, {"rope_theta": None, "rope_scaling": {"type": "default", "rope_theta": 10000.0}}
+    ),
     "speculators' of old": (
         "eagle", renamed(lambda name: re.sub(r"^fc\.", "fusion_fc.", name.replace("layers.0.", "transformer."))),
         {"speculators_model_type": "eagle", "architectures": ["EagleSpeculator"]},
@@ -243,6 +289,16 @@ def test_embeddings_that_are_not_the_targets_are_the_heads_own(heads: Path, targ
         head = load_head(altered(heads / "eagle", tmp_path / name, None, {EMBEDDINGS: table}), target)
         assert (head.embed_tokens is not None) is (name == "own")
         torch.testing.assert_close(head.embed(IDS, target), table[IDS])
+
+
+def test_weights_of_another_name_are_to_be_renamed(heads: Path, target: Target, tmp_path: Path) -> None:
+    directory = altered(heads / "eagle3", tmp_path / "head")
+    (directory / "model.safetensors").rename(directory / "draft.safetensors")
+    with pytest.raises(CheckpointError, match="Rename its draft.safetensors to model.safetensors"):
+        load_drafter(str(directory), target)
+    shutil.copy(directory / "draft.safetensors", directory / "other.safetensors")
+    with pytest.raises(CheckpointError, match=r"needs their model.safetensors.index.json: copy it, too"):
+        load_drafter(str(directory), target)
 
 
 @pytest.mark.parametrize("legacy", [True, False])

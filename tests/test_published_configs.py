@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ import torch
 
 from fsd_core.errors import FsdError
 from fsd_infer.drafters.loading import load_drafter
-from tests.published_blocks import THETA, WINDOW, z_lab
+from tests.published_blocks import RANK, THETA, WINDOW, H, States, z_lab
 from tests.published_heads import layout
 from tests.test_published_heads import PROMPTS, TREE, drafted, target
 
 Z_LAB = "dflash of z-lab"
 SLIDING = {"sliding_window": WINDOW, "use_sliding_window": True, "layer_types": ...}
 MROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+OF_SPARK = {"projector_type": "dspark", "markov_rank": RANK, "target_layer_ids": [2, 0]}
+SPARK = {"architectures": ["DFlashDraftModel"], "dflash_config": z_lab(**OF_SPARK)["dflash_config"]}
 SAID: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # a layout, and two ways to say the same
     "M-RoPE, which block heads copy": (Z_LAB, {"rope_scaling": MROPE, "partial_rotary_factor": 0.25}, {}),
     "M-RoPE of P-EAGLE": ("p-eagle", {"rope_scaling": MROPE}, {}),
@@ -30,6 +33,19 @@ SAID: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # a layout, and
         Z_LAB, {**SLIDING, "max_window_layers": 1}, {**SLIDING, "layer_types": ["full_attention", "sliding_attention"]}
     ),
     "no window before the 28th layer": (Z_LAB, SLIDING, {}),
+    "windows by use_swa, bidirectional": (
+        Z_LAB, z_lab(use_swa=True, swa_window_size=WINDOW),
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": WINDOW, "is_causal": False},
+    ),
+    "windows by use_swa, causal": (
+        Z_LAB, z_lab(use_swa=True, swa_window_size=WINDOW, causal=True) | {"sliding_window": 9},
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": WINDOW},
+    ),
+    "windows by types, whatever use_swa says": (
+        "dflash with windows", {"dflash_config": z_lab(use_swa=True)["dflash_config"]}, {}
+    ),
+    "slots by shift_label": ("dspark of SpecForge", SPARK | z_lab(**OF_SPARK, shift_label=False),
+                             SPARK | {"sample_from_anchor": False}),
 }  # fmt: skip
 
 
@@ -41,6 +57,47 @@ def test_options_may_be_said_in_several_ways(way: str, tmp_path: Path) -> None:
         for i, each in enumerate(ways)
     )
     assert torch.equal(found.tokens, wanted.tokens) and torch.equal(found.q_logits, wanted.q_logits)
+
+
+def test_names_of_model_optimizer(tmp_path: Path) -> None:
+    """Its DSpark heads have no modules for the correction and the confidence."""
+    made = layout("dspark of SpecForge")
+    names = {name: re.sub(r"logit_head\.(markov_head\.|confidence_head\.(?=proj))", "", name) for name in made.tensors}
+    names = {name: re.sub("^proj", "confidence_proj", other) for name, other in names.items()}
+    theirs = replace(made, tensors={names[name]: value for name, value in made.tensors.items()})
+    assert {"markov_w1.weight", "confidence_proj.weight"} <= theirs.tensors.keys()
+    found, wanted = (
+        drafted(load_drafter(str(one.write(tmp_path / place)), target(), TREE), PROMPTS)
+        for place, one in (("theirs", theirs), ("usual", made))
+    )
+    assert torch.equal(found.tokens, wanted.tokens) and torch.equal(found.q_logits, wanted.q_logits)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_medusa_heads_may_draft_a_part_of_the_vocabulary(tmp_path: Path, whole: bool) -> None:
+    """By vLLM's token_map, with LM heads of these ids or of all."""
+    made, ids = layout("medusa of vLLM"), [3, 0, 1]
+    heads = {
+        name: value if whole else value[ids] for name, value in made.tensors.items() if name.startswith("lm_heads")
+    }
+    part = replace(made, tensors={**made.tensors, **heads, "token_map": torch.tensor(ids)})
+    drafter = load_drafter(str(part.write(tmp_path / "head", truncated_vocab_size=3)), target(), TREE)
+    tree, states = drafted(drafter, PROMPTS), States.of(target().model, PROMPTS[0])
+    assert tree.draft_ids is not None and tree.draft_ids.tolist() == ids
+    with torch.no_grad():
+        for drafts in ([], [1]):
+            node = next(i for i in range(tree.tokens.shape[1]) if int(tree.ancestors[0, i].sum()) == 1 + len(drafts))
+            wanted = made.estimate(states, PROMPTS[0], drafts)[ids]
+            torch.testing.assert_close(tree.q_logits[0, tree.q_index[0, node]], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_medusa_heads_may_be_lm_heads_alone(tmp_path: Path) -> None:
+    made = layout("medusa")
+    tables = {name.replace(".2.", ".0."): value for name, value in made.tensors.items() if ".linear." not in name}
+    tree = drafted(load_drafter(str(replace(made, tensors=tables).write(tmp_path)), target(), TREE), PROMPTS)
+    with torch.no_grad():
+        wanted = tables["0.0.weight"] @ States.of(target().model, PROMPTS[0]).final[-1]
+    torch.testing.assert_close(tree.q_logits[0, tree.q_index[0, 0]], wanted, rtol=1e-5, atol=1e-5)
 
 
 Changed = dict[str, Any]
@@ -55,7 +112,7 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
     ),
     "another target": ("dflash of z-lab", {"num_target_layers": 36}, "for a target of 36 layers"),
     "the embeddings": ("dflash of z-lab", z_lab(target_layer_ids=[-1, 2]), "-1\\) are not read here"),
-    "a second version": ("dflash of z-lab", z_lab(conv_kernel_size=4), "conv_kernel_size, which is not known here"),
+    "a second version": ("dflash of z-lab", z_lab(conv_kernel_size=4), "conv_kernel_size 4, which is not known here"),
     "sinks": ("dflash of z-lab", z_lab(attention_sink_bias=True), "attention_sink_bias"),
     "two values": ("dflash of z-lab", z_lab(block_size=8), "says block_size twice"),
     "no mask": ("dflash of z-lab", z_lab(mask_token_id=None), "no mask_token_id"),
@@ -70,9 +127,21 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
     "fewer steps": ("mlp speculator", {"n_predict": 2}, "unexpected"),
     "ties that differ": ("mlp speculator", {"tie_weights": True}, "its emb.1.weight differs from emb.0.weight"),
     "an unknown tensor": ("mlp speculator, tied", {}, r"unexpected \['strange.weight'\]"),
+    "a width of its states": ("mlp speculator", {"inner_dim": 7}, "inner_dim is 7 in its config.json, and 12 by"),
+    "a width of the target": ("mlp speculator", {"emb_dim": 99}, f"emb_dim is 99 in its config.json, and {H} by"),
+    "a scale of its logits": ("medusa of vLLM", {"logit_scale": 0.5}, "logit_scale 0.5, which is not known"),
+    "a reduced vocabulary": ("dflash of speculators", {"draft_vocab_size": 77}, "draft_vocab_size is 77 .* and 3 by"),
+    "a rank": ("dspark of speculators", {"markov_rank": 9}, f"markov_rank is 9 in its config.json, and {RANK} by"),
+    "the final feature": ("dflash of z-lab", z_lab(use_aux_hidden_state=False), "use_aux_hidden_state False"),
+    "two directions": ("dflash of z-lab", z_lab(causal=True) | {"is_causal": False}, "causal True and is_causal False"),
+    "two rotary bases": (
+        "dflash of z-lab", {"rope_parameters": {"rope_theta": 5.0}}, "says rope_theta twice, 10000.0 and 5.0"
+    ),
+    "two masks": ("p-eagle", {"ptd_token_id": 1}, "no token of its masks .* or several"),
+    "no proposals": ("p-eagle", {"speculators_config": {"proposal_methods": ["greedy"]}}, "not say what it proposes"),
     "no masks": ("p-eagle", {"mask_token_id": ...}, "no token of its masks"),
     "LM heads of some": ("medusa", {}, "3 with 2 LM heads"),
-    "truncated": ("medusa of vLLM", {"truncated_vocab_size": 2}, "truncated vocabulary"),
+    "truncated": ("medusa of vLLM", {"truncated_vocab_size": 2}, "drafts over 2 of 4 ids and has no token_map"),
 }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from fsd_infer.targets.precision import check_quantization, method_of, precision
 from fsd_infer.targets.weights import is_plain, weight_rows
 from fsd_train.cli import main as fsd_train
 from fsd_train.models.start import initialise_from
-from tests.families import reference, save_head, tiny_model
+from tests.families import altered, reference, save_head, tiny_model
 from tests.gguf_toys import FITTING
 from tests.kernel_toys import CPU, needs_kernels, prepare, restore
 from tests.loopback_hub import loopback_hub
@@ -217,6 +217,46 @@ def test_what_a_cpu_cannot_compute_is_refused_by_name(plain: Path) -> None:
             check_quantization(config, torch.device("cpu"))
     check_quantization({"quant_method": "mxfp4"}, torch.device("cpu"), stored=True)  # expanded
     check_quantization({"quant_method": "eetq"}, torch.device("cuda"))
+
+
+GPTQ_4 = STORED["gptq int4"][1]
+
+
+def with_fp8(end: str) -> Any:
+    """Its MLPs in fp8 with one scale each, by names that end so."""
+
+    def change(state: dict[str, Any]) -> None:
+        for name in [name for name in state if ".mlp." in name]:
+            scale = state[name].abs().max() / 448
+            state |= {name: (state[name] / scale).to(torch.float8_e4m3fn), f"{name}{end}": scale}
+
+    return change
+
+
+UNREAD: dict[str, tuple[str, Any, dict[str, Any] | None, str]] = {  # stored kind, change of tensors, config, words
+    "GPTQ without a config": ("gptq int4", (), None, "has not read their 'model.layers.0.mlp.down_proj.g_idx'"),
+    "AWQ without a config": ("awq int4", (), None, "quant_config.json"),
+    "Model-Optimizer": ("", with_fp8("_scale"), {"quant_method": "modelopt"}, "'modelopt', which transformers"),
+    "fp8 without a config": ("", with_fp8("_scale"), None, "has not read their .*weight_scale'"),
+    "fp8 by other names": ("", with_fp8("_scale"), {"quant_method": "fp8"}, "has not read their .*weight_scale'"),
+    "fp8 without scales": ("", with_fp8("_"), {"quant_method": "fp8"}, "down_proj.weight is of type F8_E4M3 without"),
+    "zeros of GPTQ's second format": (
+        "gptq int4", lambda state: [value.add_(0x11111111) for name, value in state.items() if "qzeros" in name],
+        GPTQ_4, 'their zeros are 9, not 8: set checkpoint_format in its quantization_config to "gptq_v2"',
+    ),
+    "two widths": ("gptq int4", (), GPTQ_4 | {"dynamic": {"+:.*up.*": {"bits": 8}}}, "other bits than 4 in some"),
+    "no zeros": ("awq int4", lambda state: state.pop("model.layers.0.mlp.up_proj.qzeros"), STORED["awq int4"][1],
+                 "parts of model.layers.0.mlp.up_proj are missing .*no qzeros"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", UNREAD)
+def test_numbers_of_quantised_weights_are_never_taken_for_the_weights(fault: str, plain: Path, tmp_path: Path) -> None:
+    kind, tensors, config, words = UNREAD[fault]
+    source = write(load_target(str(plain), dtype=torch.float32)[0], tmp_path / "source", kind) if kind else plain
+    directory = altered(source, tmp_path / "made", {"quantization_config": config}, tensors)
+    with pytest.raises((ModelLoadError, CheckpointError), match=words):
+        load_target(str(directory), device="cpu")
 
 
 def test_layers_packed_by_gptqmodel_are_read(repo_root: Path) -> None:

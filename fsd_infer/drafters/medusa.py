@@ -25,13 +25,15 @@ from torch.nn.functional import silu
 from fsd_core.errors import CheckpointError
 from fsd_infer.drafters.steps import HEADS, StepDrafter, filled
 from fsd_infer.heads.kinds import HYDRA, MEDUSA
-from fsd_infer.heads.weights import MEDUSA_FILE, SINGLE, Weights, check_sizes
+from fsd_infer.heads.stored_parts import check_draft_ids, check_said, check_uncomputed
+from fsd_infer.heads.weights import AGAIN, INTEGERS, MEDUSA_FILE, SINGLE, Weights, check_sizes
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
 
 # The authors' "0.1.linear.weight", under several prefixes, and vLLM's "blocks.0.layers.1.weight": head and block.
 _BLOCK = re.compile(r"(?:medusa_heads?\.|blocks\.)?(\d{1,3})\.(?:layers\.)?(\d{1,2})(?:\.linear)?\.(weight|bias)")
 _LM_HEAD = re.compile(r"(?:lm_heads\.(\d{1,3})|lm_head)\.weight")
+_TOKEN_MAP = "token_map"  # vLLM's, of a reduced vocabulary
 
 
 class ResidualBlock(nn.Module):
@@ -72,11 +74,18 @@ class MedusaHeads(nn.Module):
         super().__init__()
         firsts = [index + 2 if grounded else 1 for index in range(count)]  # what the first blocks read, in H
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(ResidualBlock(parts, size, biases[0]) for parts in (first, *[1] * (blocks - 1))))
+            nn.Sequential(*(ResidualBlock(parts, size, biases[0]) for parts in [first, *[1] * blocks][:blocks]))
             for first in firsts
         )
         self.lm_heads = nn.ModuleList(nn.Linear(size, vocabulary, bias=biases[1]) for _ in range(lm_heads))
         self.grounded = grounded
+
+    def keep_rows(self, ids: Tensor) -> None:
+        """Keep these rows [Vd] of the LM heads, of which some files have no others."""
+        for part in self.lm_heads:
+            head: Any = part
+            if len(head.weight) != len(ids):
+                head.weight = nn.Parameter(head.weight[ids.to(head.weight.device)], requires_grad=False)
 
     def logits(self, index: int, x: Tensor, target: Target) -> Tensor:
         """Return the logits [..., V] of head ``index`` for what it reads."""
@@ -95,13 +104,14 @@ class MedusaDrafter(StepDrafter):
 
     @classmethod
     def read(cls, directory: Path, config: Mapping[str, Any], target: Target, shape: TreeShape | None) -> MedusaDrafter:
-        if config.get("truncated_vocab_size") not in (None, config.get("vocab_size")):
-            raise CheckpointError(f"the Medusa heads in {directory} draft a truncated vocabulary, unknown here.")
+        check_uncomputed(config.get)
         weights = Weights(directory, single=MEDUSA_FILE if (directory / MEDUSA_FILE).is_file() else SINGLE)
         names = _names(directory, weights)
         heads = {int(name.split(".")[1]) for name in names}
         layers = {int(name.split(".")[2]) for name in names if name.startswith("blocks.")}
-        lm_heads, (vocabulary, size) = _sizes(names, weights, target)
+        lm_heads, (rows, size) = _sizes(names, weights, target)
+        ids = _draft_ids(config, weights, rows, target.vocab_size) if lm_heads else None
+        vocabulary = rows if ids is None else config.get("vocab_size", target.vocab_size)
         check_sizes(f"each of the Medusa heads in {directory}", size, vocabulary, target)
         if lm_heads not in (0, 1, len(heads)):
             raise CheckpointError(
@@ -110,8 +120,12 @@ class MedusaDrafter(StepDrafter):
             )
         with torch.device("meta"):
             biases = "blocks.0.0.linear.bias" in names, False
-            made = MedusaHeads(len(heads), len(layers), size, vocabulary, lm_heads, biases)
-        return cls(filled(made, weights, names, target), target, len(heads), shape)
+            made = MedusaHeads(len(heads), len(layers), size, rows, lm_heads, biases)
+        made = filled(made, weights, names, target)
+        if ids is None:
+            return cls(made, target, len(heads), shape)
+        made.keep_rows(ids)
+        return cls(made, target, len(heads), shape, ids.to(target.device))
 
     def begin(self, features: Tensor) -> Tensor:
         return features.new_zeros(len(features), 1, 0)
@@ -137,6 +151,7 @@ class HydraDrafter(StepDrafter):
         if kind != "mlp" or offset:
             what = f"the architecture {kind!r:.60}" if kind != "mlp" else f"a hidden_state_offset of {offset!r:.60}"
             raise CheckpointError(f'the Hydra heads in {directory} have {what}: only "mlp" heads of the final feature.')
+        check_uncomputed(config.get)
         weights = Weights(directory, _hydra_name)
         count = len({name.split(".")[1] for name in weights.shapes if name.startswith("lm_heads.")})
         blocks = len({name.split(".")[2] for name in weights.shapes if name.startswith("blocks.0.")})
@@ -172,6 +187,26 @@ def _sizes(names: Mapping[str, str], weights: Weights, target: Target) -> tuple[
     return lm_heads, (vocabulary if lm_heads else target.vocab_size, size)
 
 
+def _draft_ids(config: Mapping[str, Any], weights: Weights, rows: int, vocabulary: int) -> Tensor | None:
+    """Return the target ids [Vd] that vLLM's LM heads of so many rows draft, Vd or V of them; None: all V.
+
+    Raises CheckpointError if the ids are malformed or missing.
+    """
+    kept = config.get("truncated_vocab_size")
+    if kept in (None, config.get("vocab_size")):
+        return None
+    if _TOKEN_MAP not in weights.shapes:
+        raise CheckpointError(f"it drafts over {kept!r:.60} of {vocabulary} ids and has no {_TOKEN_MAP} of them.")
+    ids = weights.read(_TOKEN_MAP, INTEGERS).flatten().long()
+    check_said(config.get, truncated_vocab_size=len(ids))
+    check_draft_ids(ids.sort().values, vocabulary)
+    if rows not in (len(ids), vocabulary):
+        raise CheckpointError(
+            f"its LM heads have {rows} rows, and {_TOKEN_MAP} {len(ids)} of {vocabulary} ids. {AGAIN}"
+        )
+    return ids
+
+
 def _names(directory: Path, weights: Weights) -> dict[str, str]:
     """Return the stored name of each tensor of :class:`MedusaHeads`.
 
@@ -188,8 +223,6 @@ def _names(directory: Path, weights: Weights) -> dict[str, str]:
             names[f"blocks.{found[1]}.{found[2]}.linear.{found[3]}"] = stored
         elif found:
             last[f"lm_heads.{found[1]}.weight"] = stored
-        elif stored != "token_map":
+        elif stored != _TOKEN_MAP:
             raise CheckpointError(f"the Medusa heads in {directory} have {stored}, which is not known here.")
-        else:
-            raise CheckpointError(f"the Medusa heads in {directory} draft a reduced vocabulary (token_map).")
     return names | last

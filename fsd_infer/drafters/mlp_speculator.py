@@ -22,6 +22,7 @@ from torch.nn.functional import gelu
 from fsd_core.errors import CheckpointError
 from fsd_infer.drafters.steps import HEADS, StepDrafter, filled
 from fsd_infer.heads.kinds import MLP_SPECULATOR
+from fsd_infer.heads.stored_parts import check_said, check_uncomputed
 from fsd_infer.heads.weights import Weights, check_sizes
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
@@ -100,6 +101,9 @@ class MLPSpeculatorDrafter(StepDrafter):
             raise CheckpointError(f"the MLP speculator in {directory} lacks n_predict, or a tensor of its first step.")
         (vocabulary, width), size = first[0], first[1][1]
         check_sizes(f"the MLP speculator in {directory}", size, vocabulary, target)
+        check_uncomputed(config.get)
+        inner = config.get("inner_dim") or config.get("emb_dim")  # 0 stands for the same
+        check_said({**config, "inner_dim": inner}.get, vocab_size=vocabulary, emb_dim=size, inner_dim=width)
         tied = bool(config.get("tie_weights"))
         if tied:
             names = _without_repeats(weights, names, count)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_core.errors import CheckpointError
+from fsd_core.errors import CheckpointError, foreign_errors
 from fsd_infer.drafters.eagle import EagleDrafter, EagleSession
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.steps import HEADS
@@ -64,18 +64,18 @@ class ParallelEagleDrafter(EagleDrafter):
     ) -> ParallelEagleDrafter:
         """Read the head in a directory, as :meth:`StepDrafter.read`."""
         weights = Weights(directory, our_name)
-        found = [config[name] for name in _MASK_TOKENS if type(config.get(name)) is int]
+        found = {config[name] for name in _MASK_TOKENS if type(config.get(name)) is int}
         mask = weights.read(_MASK).flatten() if _MASK in weights.shapes else torch.zeros(0)
         stored = read_kind(directory, config, EAGLE_3, target)
         fused = len(stored.config.fused_layers) * stored.config.target_hidden_size
-        if not found or not 0 <= found[0] < target.vocab_size or len(mask) != fused:
+        if len(found) != 1 or not 0 <= min(found) < target.vocab_size or len(mask) != fused:
             raise CheckpointError(
                 f"the P-EAGLE head in {directory} has no token of its masks (one of {', '.join(_MASK_TOKENS)} in its "
-                f"config.json), or a {_MASK} of other than {fused} entries."
+                f"config.json), or several, or a {_MASK} of other than {fused} entries."
             )
         head = EagleHead.of_stored(stored, dtype=target.dtype)
         mask = torch.nn.functional.pad(mask, (stored.config.target_hidden_size, 0))
-        made = cls(head, target, mask.to(target.device, target.dtype), found[0], _depth_of(config), shape)
+        made = cls(head, target, mask.to(target.device, target.dtype), found.pop(), _depth_of(config), shape)
         made.public = True
         return made
 
@@ -111,6 +111,9 @@ class ParallelEagleSession(EagleSession):
 
 def _depth_of(config: Mapping[str, Any]) -> int:
     """Return how many tokens speculators' config proposes, else :data:`DEPTH`."""
-    proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    count = proposals[0].get("speculative_tokens")
+    with foreign_errors(
+        CheckpointError, "speculators_config in its config.json does not say what it proposes ({why})."
+    ):
+        proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+        count = proposals[0].get("speculative_tokens")
     return count if type(count) is int and count > 0 else DEPTH

@@ -30,7 +30,7 @@ from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.heads.hub import find
-from fsd_infer.heads.weights import Weights, fill
+from fsd_infer.heads.weights import Weights, fill, naming
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree
@@ -123,7 +123,8 @@ def load_published(name: str | Path, target: Target, tree: TreeShape | None) -> 
     found = find(name, HEADS)
     if found is None:
         return None
-    made: Drafter = HEADS.get(found.kind).read(found.directory, found.config, target, tree)
+    with naming(found.directory):
+        made: Drafter = HEADS.get(found.kind).read(found.directory, found.config, target, tree)
     made.directory = found.directory
     return made
 

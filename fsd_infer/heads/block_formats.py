@@ -24,13 +24,15 @@ from fsd_infer.heads.blocks import BlockConfig, BlockHead
 from fsd_infer.heads.stored_parts import (
     EMBEDDINGS,
     LM_HEAD,
+    check_said,
+    check_uncomputed,
     layer_count,
     plain_layer,
     read_draft_ids,
     shares_table,
     target_layers,
 )
-from fsd_infer.heads.weights import Weights, check_sizes, fill
+from fsd_infer.heads.weights import Weights, check_sizes, fill, is_unused
 from fsd_infer.targets.target import Target
 
 _TOP = "transformer_layer_config"
@@ -43,14 +45,10 @@ _RENAMED = {
     "midlayer.": "layers.0.",
     "encoder.fc.": "fc.",
     "encoder.output_norm_enc.": "hidden_norm.",
+    **{f"{name}.": f"markov_head.{name}." for name in ("markov_w1", "markov_w2", "gate_proj", "joint_proj")},
+    "confidence_proj.": "confidence_head.proj.",  # this and the last four: Model-Optimizer
 }
-# the target's tensors and buffers, which some files repeat
-_IGNORED = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
-# options that change what is computed, and the values that change nothing
-_HARMLESS: dict[str, tuple[Any, ...]] = {
-    "conv_kernel_size": (None, 0), "selector_rank": (None, 0), "attention_sink_bias": (None, False),
-    "attention_value_scale": (None, 1), "output_multiplier": (None, 1), "is_neox_style": (None, True),
-}  # fmt: skip
+_IGNORED = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")  # the target's, which some files repeat
 
 
 def read_block_head(directory: Path, config: Mapping[str, Any], target: Target) -> tuple[BlockHead, Tensor | None]:
@@ -69,11 +67,8 @@ def read_block_head(directory: Path, config: Mapping[str, Any], target: Target) 
         VocabularyMismatchError: a head for another vocabulary.
     """
     weights = Weights(directory, _name)
-    names = {name for name in weights.shapes if not name.endswith(_IGNORED)}
-    try:
-        made, order, ids = _described(_Options(config), weights, names, target)
-    except CheckpointError as error:
-        raise CheckpointError(f"{directory}: {error}") from error
+    names = {name for name in weights.shapes if not name.endswith(_IGNORED) and not is_unused(name)}
+    made, order, ids = _described(_Options(config), weights, names, target)
     check_sizes(f"the block head in {directory}", made.target_size, made.vocab_size, target)
     with torch.device("meta"):
         head = BlockHead(made)
@@ -90,7 +85,7 @@ class _Options:
     def __init__(self, config: Mapping[str, Any]) -> None:
         nested, layer = config.get("dflash_config") or {}, config.get(_TOP) or config
         if not isinstance(nested, Mapping) or not isinstance(layer, Mapping):
-            raise CheckpointError(f"dflash_config or {_TOP} in its config.json is no object.")
+            raise CheckpointError(f"dflash_config or {_TOP} in its config.json is not an object.")
         self._parts, self.layer = (nested, config, layer), layer
         told = f"{config.get('architectures')} {config.get('speculators_model_type')} {config.get('model_type')}"
         self.classes, self.of_speculators = told, "speculators_model_type" in config
@@ -118,9 +113,7 @@ def _described(
     options: _Options, weights: Weights, names: Collection[str], target: Target
 ) -> tuple[BlockConfig, list[int], Tensor | None]:
     """Return the head's config, the order of the layers as stored, and its draft ids."""
-    for name, harmless in _HARMLESS.items():
-        if options.get(name) not in harmless:
-            raise CheckpointError(f"its config.json has {name}, which is not known here. Use another head.")
+    check_uncomputed(options.get)
     if "gemma" in options.classes.lower():
         raise CheckpointError("its layers are Gemma's; block heads of Qwen3 layers alone are read here.")
     layer = plain_layer(options.layer, "qwen3", mrope=False)
@@ -134,6 +127,7 @@ def _described(
         )
     vocabulary, model = options.whole("vocab_size", target.vocab_size, 1), target.model
     ids = read_draft_ids(weights, vocabulary)
+    check_said(options.get, draft_vocab_size=vocabulary if ids is None else len(ids))
     own_embeds = EMBEDDINGS in names and not shares_table(weights, EMBEDDINGS, model.get_input_embeddings())
     own_head = LM_HEAD in names and (
         ids is not None or not shares_table(weights, LM_HEAD, model.get_output_embeddings())
@@ -159,8 +153,10 @@ def _fills_in(options: _Options, names: Collection[str]) -> bool:
             "a DSpark head of speculators must say sample_from_anchor, whose default differs between programs: add "
             "the value it was trained with to its config.json (speculators' own default is true)."
         )
+    if (shifted := options.get("shift_label")) is not None:
+        return not shifted
     if _GRU in names:
-        return not options.get("shift_label", False)
+        return True
     if "DSpark" in classes or options.get("projector_type") == "dspark" or _MARKOV in names:
         return False
     if "DFlash" in classes or "dflash" in classes or "MuseGlimmerAssistant" in classes:
@@ -207,19 +203,24 @@ def _mask_token(options: _Options, vocabulary: int) -> int:
 
 
 def _attention(options: _Options, count: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
-    """Return each layer's window, and whether it is causal: by default those with a window are."""
-    if options.get("use_swa"):
-        return (options.whole("swa_window_size", least=1),) * count, (False,) * count
+    """Return each layer's window, and whether it is causal: by default those are whose type says that they slide.
+
+    If no type does, ``use_swa`` makes all slide, as in Model-Optimizer's heads and MiMo's.
+    """
     first = options.whole("max_window_layers", 28) if options.get("use_sliding_window") else count  # as Qwen3's configs
     usual = [f"{'sliding' if i >= first and options.get('sliding_window') else 'full'}_attention" for i in range(count)]
     types = options.get("layer_types", usual)
     if not isinstance(types, list) or len(types) != count or set(types) - {"full_attention", "sliding_attention"}:
         raise CheckpointError(f"layer_types in config.json are not those of {count} full or sliding layers.")
-    slides = [kind == "sliding_attention" for kind in types]
-    window = options.whole("sliding_window", least=1) if any(slides) else None
-    said = options.get("causal", options.get("is_causal"))
+    named = [kind == "sliding_attention" for kind in types]
+    slides = named if any(named) or not options.get("use_swa") else [True] * count
+    window = options.whole("swa_window_size", options.get("sliding_window"), least=1) if any(slides) else None
+    said, other = options.get("causal"), options.get("is_causal")
+    if None not in (said, other) and said != other:
+        raise CheckpointError(f"its config.json says causal {said!r:.60} and is_causal {other!r:.60}.")
+    said = other if said is None else said
     both = options.get("sliding_window_non_causal") or "MuseGlimmerAssistant" in options.classes
-    causal = tuple(bool(said) if said is not None else slide and not both for slide in slides)
+    causal = tuple(bool(said) if said is not None else slide and not both for slide in named)
     return tuple(window if slide else None for slide in slides), causal
 
 
@@ -238,6 +239,7 @@ def _correction(options: _Options, width: int, shapes: Mapping[str, tuple[int, .
         if said != kind:
             raise CheckpointError(f"markov_head_type is {said!r:.60}, and its tensors are those of a {kind} head.")
         made = {"correction": kind, "rank": shapes[_MARKOV][1]}
+        check_said(options.get, markov_rank=made["rank"])
     elif options.get("markov_rank") or options.get("projector_type") == "domino":
         raise CheckpointError("its config.json names a correction whose tensors are missing.")
     if _CONFIDENCE in shapes:

@@ -9,8 +9,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsd_core.errors import CheckpointError
@@ -23,6 +22,8 @@ from fsd_infer.heads.stored_parts import (
     LM_HEAD,
     T2D,
     StoredHead,
+    check_said,
+    check_uncomputed,
     layer_count,
     plain_layer,
     read_draft_ids,
@@ -30,7 +31,7 @@ from fsd_infer.heads.stored_parts import (
     shares_table,
     target_layers,
 )
-from fsd_infer.heads.weights import Weights
+from fsd_infer.heads.weights import AGAIN, Weights, is_unused
 
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 # Names of config fields; all others are the same, except those of the layer.
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 EAGLE3_FIELDS = ("target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-# the target's tensors in speculators' training checkpoints, what P-EAGLE adds, and buffers of old attention modules
-_IGNORED = re.compile(r"d2t|t2d|draft_ids|mask_hidden|verifier_(lm_head|norm)\.weight|.*\.rotary_emb\.inv_freq")
+# the target's tensors in speculators' training checkpoints, and what P-EAGLE adds
+_IGNORED = {"d2t", "t2d", "draft_ids", "mask_hidden", "verifier_lm_head.weight", "verifier_norm.weight"}
 
 
 def eagle_head(config: Mapping[str, Any], weights: Weights, target: Target | None) -> StoredHead:
@@ -60,11 +61,12 @@ def eagle_head(config: Mapping[str, Any], weights: Weights, target: Target | Non
     biased = {name for name in ("q", "o") if f"{FIRST_LAYER}self_attn.{name}_proj.bias" in shapes}
     layer = plain_layer(described, "qwen2" if biased == {"q"} else "llama")
     own = EMBEDDINGS in shapes and target is not None and not _shared(weights, target)
-    names = {name for name in shapes if not _IGNORED.fullmatch(name)} - (set() if own else {EMBEDDINGS})
+    names = _parameters(shapes) - (set() if own else {EMBEDDINGS})
     if target is not None and shares_table(weights, LM_HEAD, target.model.get_output_embeddings()):
         names.remove(LM_HEAD)
     bias = "fc.bias" in names and (config.get("bias") is not False or bool(weights.read("fc.bias").any()))
     vocabulary, embed_size = _table(described, shapes, layer["hidden_size"])
+    check_said(config.get, draft_vocab_size=vocabulary)
     sizes = {"hidden_size": layer["hidden_size"], "vocab_size": vocabulary, "embed_size": embed_size}
     count = layer_count(described.get("num_hidden_layers"), names)
     options: dict[str, Any] = {"layout": "eagle", "num_layers": count, "fc_bias": bias, "own_embeddings": own}
@@ -78,7 +80,7 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
     described = _described(config)
     nested = config.get("eagle_config") or {}
     if not isinstance(nested, Mapping):
-        raise CheckpointError("eagle_config is no mapping.")
+        raise CheckpointError("eagle_config is not a mapping.")
     if nested.get("use_aux_hidden_state") is False:
         raise CheckpointError(
             "it reads the target's final features alone (use_aux_hidden_state), by no layout known here. Use another."
@@ -89,7 +91,7 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
             "trained with."
         )
     shapes = weights.shapes
-    names = {name for name in shapes if not _IGNORED.fullmatch(name)}
+    names = _parameters(shapes)
     kind = described.get("model_type")
     # speculators copies the target's M-RoPE into the config and trains on tokens' positions in the text all the same
     mrope = "speculators_model_type" not in config
@@ -100,6 +102,7 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
     options["target_hidden_size"] = width
     vocabulary, _ = _table(described, shapes, layer["hidden_size"])
     ids = read_draft_ids(weights, vocabulary)
+    check_said(config.get, draft_vocab_size=vocabulary if ids is None else len(ids))
     draft_ids = None if ids is None or len(ids) == vocabulary else ids.sort().values
     order = None if ids is None or bool((ids.diff() > 0).all()) else ids.argsort()
     head = EagleConfig(
@@ -115,8 +118,18 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
         target={"hidden_size": width, "vocab_size": vocabulary},
         **options,
     )
+    if head.own_embeddings and not head.own_lm_head and described.get("tie_word_embeddings"):
+        raise CheckpointError(
+            f"it has {EMBEDDINGS} of its own, tie_word_embeddings and no {LM_HEAD}, which some programs take for a "
+            "copy of the former and others for the target's: add it to the weights."
+        )
     names -= set() if head.own_embeddings else {EMBEDDINGS}
     return StoredHead(head, weights, {name: name for name in names}, draft_ids, order)
+
+
+def _parameters(names: Iterable[str]) -> set[str]:
+    """Return the names of the head's own parameters."""
+    return {name for name in names if name not in _IGNORED and not is_unused(name)}
 
 
 def _fused_width(shapes: Mapping[str, tuple[int, ...]], ids: Any, width: Any, hidden_size: int) -> tuple[int, int]:
@@ -140,13 +153,8 @@ def _described(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config of the layers. Raises CheckpointError if they compute what no head's layers do here."""
     described = config.get("transformer_layer_config", config)
     if not isinstance(described, Mapping):
-        raise CheckpointError("transformer_layer_config is no mapping.")
-    if config.get("layernorms"):
-        raise CheckpointError("it has norms around its layer (layernorms), unknown here. Use a head without.")
-    if config.get("logit_scale") not in (None, 1):
-        raise CheckpointError(
-            f"it has a logit_scale of {config['logit_scale']!r:.60}, unknown here. Use a head without."
-        )
+        raise CheckpointError("transformer_layer_config is not a mapping.")
+    check_uncomputed(config.get)
     window, types = described.get("sliding_window"), described.get("layer_types")
     slides = "sliding_attention" in types if isinstance(types, list) else described.get("use_sliding_window")
     if slides and window and window < (described.get("max_position_embeddings") or window + 1):
@@ -159,11 +167,12 @@ def _described(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _table(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], width: int) -> tuple[Any, int]:
     """Return (V, width of the embeddings) from the tensors or the config."""
-    table = shapes.get(EMBEDDINGS)
+    table, said, drafted = shapes.get(EMBEDDINGS), config.get("vocab_size"), shapes.get(T2D, ())
     if table is None:
-        return shapes[T2D][0] if len(shapes.get(T2D, ())) == 1 else config.get("vocab_size"), width
-    if len(table) != 2:
-        raise CheckpointError(f"{EMBEDDINGS} is of shape {list(table)}, which is no table.")
+        return drafted[0] if said is None and len(drafted) == 1 else said, width
+    if len(table) != 2 or said not in (None, table[0]):
+        rows = "a table" if said is None else f"a table of {said!r:.60} rows (vocab_size)"
+        raise CheckpointError(f"{EMBEDDINGS} is of shape {list(table)}, not {rows}. {AGAIN}")
     return table[0], table[1]
 
 

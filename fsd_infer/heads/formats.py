@@ -24,7 +24,17 @@ from fsd_infer.heads.stored_parts import (
     layer_count,
     our_name,
 )
-from fsd_infer.heads.weights import AGAIN, INTEGERS, PICKLE, SINGLE, Weights, has_weights, names_in_pickle
+from fsd_infer.heads.weights import (
+    AGAIN,
+    INDEX,
+    INTEGERS,
+    PICKLE,
+    SINGLE,
+    Weights,
+    has_weights,
+    names_in_pickle,
+    naming,
+)
 from fsd_infer.targets.checks import is_mtp_alone
 
 if TYPE_CHECKING:
@@ -55,15 +65,11 @@ def read_head(directory: Path, target: Target | None) -> StoredHead:
 def read_kind(directory: Path, config: Mapping[str, Any], kind: str, target: Target | None) -> StoredHead:
     """Read the head of that kind in a directory, perhaps beside more. Errors as of :func:`read_head`."""
     weights = Weights(directory, str if kind in (OURS, OLD) else our_name)
-    try:
+    with naming(directory):
         if kind in (OURS, OLD):
             stored = _own(config if kind == OURS else _of_old(config), weights)
         else:
             stored = (eagle3_head if kind == EAGLE_3 else eagle_head)(flat(config), weights, target)
-    except CheckpointError as error:
-        if str(directory) in str(error):
-            raise
-        raise CheckpointError(f"{directory / CONFIG}: {error}") from error
     if target is not None:
         _check_target(directory, stored.config.target or {}, target)
     return stored
@@ -156,7 +162,17 @@ def _check_program(directory: Path, config: Mapping[str, Any], kind: str) -> Non
         )
     if not has_weights(directory):
         fault = f"{directory} is an {kind} head of another program, without {SINGLE}"
-        raise CheckpointError(f"{fault}. {unpickle(f'{directory}/')}")
+        raise CheckpointError(f"{fault}. {weights_advice(directory)}")
+
+
+def weights_advice(directory: Path, pickle: str = PICKLE) -> str:
+    """Return advice on how to give a directory the weights of a head that it lacks or has under another name."""
+    names = sorted(file.name for file in directory.glob("*.safetensors"))
+    if len(names) == 1:
+        return f"Rename its {names[0]} to {SINGLE}."
+    if names:
+        return f"It has {len(names)} files, {names[0]} to {names[-1]}, and needs their {INDEX}: copy it, too."
+    return unpickle(f"{directory}/", pickle)
 
 
 def unpickle(directory: str = "", file: str = PICKLE) -> str:

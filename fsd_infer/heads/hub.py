@@ -13,7 +13,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from fsd_core.errors import CheckpointError
 from fsd_core.files import read_weight_map
 from fsd_core.hub import check_mistyped, hub_errors, is_hub_id, load_whole
-from fsd_infer.heads.formats import kind_in, read_config, unpickle
+from fsd_infer.heads.formats import kind_in, read_config, unpickle, weights_advice
 from fsd_infer.heads.kinds import EAGLES, HYDRA, MEDUSA, kind_of
 from fsd_infer.heads.stored_parts import CONFIG
 from fsd_infer.heads.weights import AGAIN, INDEX, MEDUSA_FILE, PICKLE, SINGLE, Weights, has_weights
@@ -65,7 +65,7 @@ def _in_directory(directory: Path, kinds: Container[str]) -> FoundHead | None:
     # of EAGLE's, whoever reads the head says what it lacks
     if kind not in EAGLES and not has_weights(directory) and not (directory / _singles(kind)[0]).is_file():
         pickles = sorted(file.name for file in directory.glob("*") if file.suffix in (".bin", ".pt", ".pth"))
-        advice = unpickle(f"{directory}/", pickles[0] if pickles else PICKLES.get(kind, PICKLE))
+        advice = weights_advice(directory, pickles[0] if pickles else PICKLES.get(kind, PICKLE))
         raise CheckpointError(f"{directory} is a {kind} head without {SINGLE}. {advice}")
     return FoundHead(kind, directory, config)
 

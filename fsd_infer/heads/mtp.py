@@ -19,8 +19,8 @@ from transformers.utils import cached_file
 from fsd_core.errors import ModelLoadError
 from fsd_core.files import read_json
 from fsd_infer.heads.mtp_layouts import OWN_DIRECTORY, Layout, family_layout, layout_of, separate_layout
-from fsd_infer.heads.weights import FLOATS, FP8, KINDS, Weights, has_weights
-from fsd_infer.targets.checks import is_mtp_alone, mtp_names
+from fsd_infer.heads.weights import FLOATS, FP8, KINDS, Weights, has_weights, is_unused
+from fsd_infer.targets.checks import QUANTISED, is_mtp_alone, mtp_names
 from fsd_infer.targets.target import Target
 
 logger = logging.getLogger(__name__)
@@ -28,12 +28,7 @@ EMBEDDINGS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"  # copies of the t
 MTP_ADVICE = '. Fetch the checkpoint again, or name another drafter than "mtp".'
 
 
-_QUANTISED = re.compile(
-    r"\.(qweight|qzeros|scales|g_idx|weight_(packed|shape|zero_point|g_idx|global_scale)|.*_scale|.*absmax|.*quant_\w+)$"
-)
 _SCALES = ("_scale_inv", "_scale")
-# buffers of old attention modules, and scales of fp8 activations, keys and values: what is computed here is wider
-_UNUSED = re.compile(r".*(\.rotary_emb\.inv_freq|\.(input|output|activation|[qkv])_scale)")
 _FIRST_LAYER = re.compile(r"((?:(?:model|language_model)\.)+)layers\.0\.")
 _EXPERT = re.compile(r"(.*(?:mlp|mixer)\.experts)\.(gate_up|up|down)_proj$")
 
@@ -116,7 +111,7 @@ class MtpFiles:
                     yield fault
         known = used | {part + scale for part in used for scale in _SCALES} | {EMBEDDINGS, LM_HEAD}
         for (number, ours), name in self._stored.items():
-            if number in (None, self._first + layer) and ours not in known and not _UNUSED.fullmatch(ours):
+            if number in (None, self._first + layer) and ours not in known and not is_unused(ours):
                 yield self._error(name, f"{name} has no place in an MTP layer of {self.target.config.model_type}")
 
     def _parts(self, ours: str, value: Tensor, layer: int) -> list[tuple[str, tuple[int, ...]]]:
@@ -140,7 +135,7 @@ class MtpFiles:
     def _refuse_quantised(self, ours: str, layer: int) -> None:
         beside = ours.rpartition(".")[0]
         for (number, other), name in self._stored.items():
-            if number in (None, self._first + layer) and other.startswith(beside) and _QUANTISED.search(other):
+            if number in (None, self._first + layer) and other.startswith(beside) and QUANTISED.search(other):
                 raise self._quantised(name)
 
     def _quantised(self, name: str) -> ModelLoadError:

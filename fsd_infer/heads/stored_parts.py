@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from fsd_core.errors import CheckpointError, shortened
+from fsd_core.errors import CheckpointError, foreign_errors
 from fsd_infer.heads.config import EagleConfig, check_layer
 from fsd_infer.heads.layers import LAYER_FIELDS, MROPE, layer_of
-from fsd_infer.heads.weights import BOOLEANS, INTEGERS, Weights, read_state
+from fsd_infer.heads.weights import AGAIN, BOOLEANS, INTEGERS, Weights, read_state
 from fsd_infer.targets.weights import weight_rows
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,12 @@ DRAFT_IDS, EMBEDDINGS, LM_HEAD, D2T, T2D = "draft_ids", "embed_tokens.weight", "
 PARTIAL = "partial_rotary_factor"  # copied from targets
 # parts of layers that heads have elsewhere, by what tensors' names contain
 _UNREAD = {".kv_b_proj.": "latent attention", ".experts.": "experts", ".sinks": "attention sinks"}
+# options that change what is computed, and the values that change nothing
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "conv_kernel_size": (None, 0), "selector_rank": (None, 0), "attention_sink_bias": (None, False),
+    "attention_value_scale": (None, 1), "output_multiplier": (None, 1), "is_neox_style": (None, True),
+    "logit_scale": (None, 1), "layernorms": (None, False), "use_aux_hidden_state": (None, True),
+}  # fmt: skip
 _BEGINNINGS = ("model.", "draft_model.")
 _RENAMED = {MIDLAYER: FIRST_LAYER, "transformer.": FIRST_LAYER, "fusion_fc.": "fc."}  # the last two: old speculators
 
@@ -82,16 +88,47 @@ def said_option(name: str, config: Mapping[str, Any], nested: Mapping[str, Any])
     return inner if top is None else top
 
 
-def _plain_rope(rope: Any) -> Any:
-    """Return rotary options as of tokens that have one position each, which turns all of a head's dimensions."""
-    if not isinstance(rope, Mapping):
-        return rope
-    multi = "mrope_section" in rope
-    plain = {name: value for name, value in rope.items() if name not in (PARTIAL, *MROPE, *(["type"] * multi))}
-    if multi:
-        kind = rope.get("rope_type") or rope.get("type")
-        plain["rope_type"] = "default" if kind == "mrope" else kind
-    return plain
+def check_said(option: Callable[[str], Any], **sizes: int) -> None:
+    """Raise CheckpointError for a config that states other sizes than these of tensors; ``option`` returns one."""
+    for name, size in sizes.items():
+        if (said := option(name)) not in (None, size):
+            raise CheckpointError(
+                f"{name} is {said!r:.60} in its config.json, and {size} by its tensors: use config and weights of one "
+                "export."
+            )
+
+
+def check_uncomputed(option: Callable[[str], Any]) -> None:
+    """Raise CheckpointError for a config with options that no head computes here; ``option`` returns one by name."""
+    for name, harmless in _HARMLESS.items():
+        if (said := option(name)) not in harmless:
+            raise CheckpointError(
+                f"its config.json has {name} {said!r:.60}, which is not known here. Use another head."
+            )
+
+
+def _ropes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config's rotary options, whether ``rope_theta``, ``rope_scaling`` or ``rope_parameters`` has them.
+
+    Raises CheckpointError if they contradict each other, or differ between types of layers.
+    """
+    parts = [{"rope_theta": config.get("rope_theta")}]
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = config.get(name) or {}
+        if not isinstance(rope, Mapping):
+            raise CheckpointError(f"{name} is {rope!r:.60}, not a mapping.")
+        of_types = [options for options in rope.values() if isinstance(options, Mapping)]
+        if any(options != of_types[0] for options in of_types):
+            raise CheckpointError(f"{name} differs between types of layers, and all turn alike here. Use another head.")
+        rope = dict(of_types[0] if of_types else rope)
+        old = rope.pop("type", None)
+        kind = rope.get("rope_type") or old
+        parts.append({**rope, "rope_type": "default" if kind == "mrope" else kind})
+    made: dict[str, Any] = {}
+    for name, value in (pair for part in parts for pair in part.items() if pair[1] is not None):
+        if made.setdefault(name, value) != value:
+            raise CheckpointError(f"its config.json says {name} twice, {made[name]!r:.60} and {value!r:.60}.")
+    return made
 
 
 def plain_layer(config: Mapping[str, Any], kind: str, mrope: bool = True) -> dict[str, Any]:
@@ -103,21 +140,21 @@ def plain_layer(config: Mapping[str, Any], kind: str, mrope: bool = True) -> dic
         mrope: whether M-RoPE that the config names holds. Some heads are trained on tokens' positions in the text,
             whatever they copied of their target's config.
     """
-    known = {name: config[name] for name in (*LAYER_FIELDS, "rope_theta", "rope_scaling") if name in config}
-    ropes = {name: known[name] for name in ("rope_parameters", "rope_scaling") if name in known}
-    known |= {name: _plain_rope(rope) for name, rope in ropes.items()}
-    shares = [said[PARTIAL] for said in (config, *ropes.values()) if isinstance(said, Mapping) and PARTIAL in said]
-    if any(share not in (None, 1) for share in shares):
+    rope = _ropes(config)
+    multi = {name: rope.pop(name) for name in MROPE if name in rope}
+    if any(share not in (None, 1) for share in (config.get(PARTIAL), rope.pop(PARTIAL, None))):
         logger.warning("the head turns all of its dimensions, as programs train it: its %s is not used.", PARTIAL)
-    try:
+    known = {name: config[name] for name in LAYER_FIELDS if name in config and name != "rope_parameters"}
+    known |= {"rope_parameters": {"rope_type": "default", **rope}} if rope else {}
+    fault = (
+        "it does not describe a Llama layer ({why})."  # transformers may fail in any way on another program's values
+    )
+    with foreign_errors(CheckpointError, fault):
         if "hidden_size" not in known:
             raise ValueError("it has no hidden_size")
         check_layer({"hidden_size": known["hidden_size"], "model_type": kind}, known["hidden_size"])
         layer = layer_of(AutoConfig.for_model(kind, **known))
-    except Exception as error:  # transformers may fail in any way on another program's values
-        raise CheckpointError(f"it does not describe a Llama layer ({shortened(error)}).") from error
-    for rope in (rope for rope in ropes.values() if mrope and isinstance(rope, Mapping)):
-        layer["rope_parameters"] |= {name: rope[name] for name in MROPE if name in rope}
+    layer["rope_parameters"] |= multi if mrope else {}
     check_layer(layer, known["hidden_size"])
     return layer
 
@@ -177,7 +214,9 @@ def read_draft_ids(weights: Weights, vocabulary: Any) -> Tensor | None:
     check_draft_ids(ids.sort().values, vocabulary)
     if T2D in shapes:
         drafted = weights.read(T2D, BOOLEANS).bool()
-        if drafted.shape != (vocabulary,) or int(drafted.sum()) != rows or not bool(drafted[ids].all()):
+        if drafted.shape != (vocabulary,):
+            raise CheckpointError(f"t2d is of shape {list(drafted.shape)} for a vocabulary of {vocabulary}. {AGAIN}")
+        if int(drafted.sum()) != rows or not bool(drafted[ids].all()):
             raise CheckpointError("d2t and t2d name different ids. Export the head again.")
     return None if torch.equal(ids, torch.arange(vocabulary)) else ids
 

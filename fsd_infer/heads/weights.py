@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from fsd_core.errors import CheckpointError, VocabularyMismatchError
 from fsd_core.files import open_safetensors, read_weight_map
+from fsd_infer.targets.checks import QUANTISED, ROUNDINGS
 
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 SINGLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 MEDUSA_FILE = "medusa_lm_head.safetensors"  # for text-generation-inference, perhaps beside a target's own files
 AGAIN = "Copy or export the drafter again."
-FLOATS, INTEGERS, BOOLEANS = "floating-point numbers: quantised heads are not read", "whole numbers", "booleans"
+FLOATS, INTEGERS, BOOLEANS = "floating-point numbers", "whole numbers", "booleans"
 FP8 = "numbers of 8 bits"
 KINDS = {
     FLOATS: ("F64", "F32", "F16", "BF16"),
@@ -73,12 +75,21 @@ class Weights:
     def read(self, name: str, wanted: str = FLOATS) -> Tensor:
         """Read a tensor. Raises CheckpointError unless it is of the wanted kind: FLOATS, INTEGERS, BOOLEANS or FP8."""
         if self.dtypes[name] not in KINDS[wanted]:
+            if wanted == FLOATS:
+                self.refuse_quantised(self.stored[name])
             raise CheckpointError(
                 f"{self.files[name]}: {self.stored[name]} is of type {self.dtypes[name]}, not {wanted}. {AGAIN}"
             )
         with open_safetensors(self.files[name], AGAIN) as file:
             tensor: Tensor = file.get_tensor(self.stored[name])
         return tensor
+
+    def refuse_quantised(self, stored: str) -> NoReturn:
+        """Raise CheckpointError for a head with this tensor of a quantised weight."""
+        raise CheckpointError(
+            f"{self.directory} is a quantised head ({stored}), and heads are read unquantised: use the checkpoint in "
+            "bf16 or fp16 that it was made from."
+        )
 
 
 def fill(module: nn.Module, weights: Weights, names: Mapping[str, str], dtype: torch.dtype) -> None:
@@ -112,6 +123,8 @@ def read_state(weights: Weights, names: Mapping[str, str], wanted: Mapping[str, 
     missing, surplus = shapes.keys() - names.keys(), names.keys() - shapes.keys()
     wrong = [name for name in shapes.keys() - missing if weights.shapes[names[name]] != shapes[name]]
     if missing or surplus or wrong:
+        if scales := sorted(name for name in weights.stored.values() if QUANTISED.search(name)):
+            weights.refuse_quantised(scales[0])
         raise CheckpointError(
             f"the weights in {weights.directory} do not fit its config.json: missing {sorted(missing)}, unexpected "
             f"{sorted(surplus)}, wrong shape {sorted(wrong)}."
@@ -145,6 +158,22 @@ def check_sizes(what: str, size: int, vocabulary: int, target: Target) -> None:
         raise VocabularyMismatchError(
             f"{what} drafts over {vocabulary} tokens, and {target.name} has {target.vocab_size}. Use a head for it."
         )
+
+
+@contextmanager
+def naming(directory: Path) -> Iterator[None]:
+    """Name a head's directory in each CheckpointError raised within the block that does not name it."""
+    try:
+        yield
+    except CheckpointError as error:
+        if str(directory) in str(error):
+            raise
+        raise CheckpointError(f"{directory}: {error}") from error
+
+
+def is_unused(name: str) -> bool:
+    """Whether a tensor changes nothing: a buffer of old attention modules, or a scale of rounded activations."""
+    return name.endswith("rotary_emb.inv_freq") or ROUNDINGS.fullmatch(name) is not None
 
 
 def has_weights(directory: Path) -> bool:

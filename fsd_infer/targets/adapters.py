@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsd_core.errors import CheckpointError, ModelLoadError, shortened
+from fsd_core.errors import CheckpointError, ModelLoadError, imported, shortened
 from fsd_core.files import open_safetensors, read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -60,7 +60,7 @@ def read_adapter_config(directory: str | Path, beside: bool = False) -> dict[str
     path = Path(directory).expanduser() / ADAPTER_CONFIG
     config = read_json(path, "Copy or export the adapter again.", CheckpointError)
     if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is no JSON object: copy or export the adapter again.")
+        raise CheckpointError(f"{path} is not a JSON object: copy or export the adapter again.")
     base, rank, alpha = config.get("base_model_name_or_path"), config.get("r"), config.get("lora_alpha")
     if not isinstance(base, str) or not base:
         raise CheckpointError(f"{path} does not name the base model of the adapter: set base_model_name_or_path.")
@@ -130,11 +130,13 @@ def put_beside(model: Any, adapters: Mapping[str, str | Path]) -> None:
     Raises ModelLoadError: files are missing or damaged, an adapter changes more than layers' outputs, or peft is not
     installed or refuses it.
     """
+    peft = imported("peft", "an adapter beside the weights", "train", ModelLoadError)
     for name, directory in adapters.items():
         try:
             read_adapter_config(directory, beside=True)
             tensors = _without_copies(model, adapter_tensors(directory))
-            model.load_adapter(str(Path(directory).expanduser()), adapter_name=name)
+            config = peft.PeftConfig.from_pretrained(str(Path(directory).expanduser()))
+            peft.inject_adapter_in_model(config, model, name)
             _fill(model, name, tensors)
         except Exception as error:  # peft builds layers from files: any kind of error may occur
             raise ModelLoadError(f"the adapter {name}={directory} cannot be loaded: {shortened(error)}") from error
@@ -145,7 +147,8 @@ def put_beside(model: Any, adapters: Mapping[str, str | Path]) -> None:
 def _without_copies(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return an adapter's tensors without the copies of the base's tables that peft saves beside an adapter of them.
 
-    Raises CheckpointError for tables that differ from the model's: the adapter was trained with others.
+    Raises CheckpointError for tables that differ from the model's: the adapter was trained with others. And
+    ModelLoadError for whole weights, which no LoRA has.
     """
     kept = dict(tensors)
     for key in [key for key in tensors if key.endswith(".base_layer.weight")]:
@@ -153,12 +156,17 @@ def _without_copies(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> di
         own, copy = getattr(table, "base_layer", table).weight, kept.pop(key)
         if own.shape != copy.shape or not torch.equal(own.detach().cpu(), copy.to(own.dtype)):
             raise CheckpointError(f"{key} differs from the base's: merge the adapter with peft (merge_and_unload).")
+    if whole := [key for key in kept if ".lora_" not in key]:
+        raise ModelLoadError(
+            f"the adapter has {whole[0]!r} as a whole (a vocabulary of another size, or modules_to_save), not as a "
+            "LoRA. Merge it with peft (merge_and_unload, save_pretrained) and give the merged model's directory."
+        )
     return kept
 
 
 @torch.no_grad()
 def _fill(model: nn.Module, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy an adapter's tensors into peft's layers, since transformers leaves some at random values with a log line.
+    """Copy an adapter's tensors into peft's layers, which are new.
 
     Raises CheckpointError for tensors without a place, and for places without a tensor.
     """
@@ -270,8 +278,9 @@ def merge_adapter(model: nn.Module, directory: str | Path) -> None:
     config = read_adapter_config(directory)
     rank, alpha = int(config["r"]), float(config["lora_alpha"])
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-    tensors: dict[str, Any] = adapter_tensors(directory)
+    tensors: dict[str, Any] = _without_copies(model, adapter_tensors(directory))
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     if embedded := [name for name in tensors if ".lora_embedding_" in name]:
         raise ModelLoadError(
             f"{directory} adapts an embedding ({embedded[0]!r}), which is not merged here. Merge it with peft "
@@ -283,6 +292,11 @@ def merge_adapter(model: nn.Module, directory: str | Path) -> None:
         prefix = f"base_model.model.{module}"
         down, up = (tensors.pop(f"{prefix}.lora_{part}.weight", None) for part in "AB")  # [r, in], [out, r]
         weight: Any = layers[module].weight if module in layers else None
+        if id(weight) in tables:
+            raise ModelLoadError(
+                f"{directory} adapts {module}, whose weight is the embeddings', too, and would change them. Load it "
+                "beside the weights (adapters={name: directory})."
+            )
         missing = any(part is None for part in (up, down, weight))
         if missing or [*up.shape, *down.shape] != [len(weight), rank, rank, weight.shape[1]]:
             raise CheckpointError(
@@ -297,7 +311,10 @@ def adapter_tensors(directory: str | Path) -> dict[str, torch.Tensor]:
     """Read an adapter's weights by name. Raises CheckpointError: missing, damaged or empty."""
     path = Path(directory).expanduser() / ADAPTER_WEIGHTS
     if not path.is_file():
-        raise CheckpointError(f"{directory} has no {ADAPTER_WEIGHTS}: it is not a complete adapter.")
+        raise CheckpointError(
+            f"{directory} has no {ADAPTER_WEIGHTS}: it is not a complete adapter. Load one in adapter_model.bin with "
+            "peft, and save it again."
+        )
     with open_safetensors(path, "Copy or export the adapter again.") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     if not tensors:

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,13 @@ _LAYER = re.compile(r"(?:(?:model|language_model|backbone|transformer)\.)*layers
 _JOINS = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head)\.")  # parts of an MTP layer among the model's
 _TABLE = re.compile(r"(^|\.)(embed_tokens|embeddings|lm_head)\.weight$")
 _NOT_COUNTS = ("per_layer", "max_window_layers")  # sizes of Gemma 4; Qwen's first layer with a window, by default 28
+# what lies beside the numbers of a quantised weight, by the ends of tensors' names
+QUANTISED = re.compile(
+    r"\.(qweight|qzeros|scales|g_idx|SCB|.*(weight|_proj)_(packed|shape|zero_point|g_idx|(global_)?scale(_inv|_2)?)|"
+    r".*absmax|.*quant_\w+)$"
+)
+# scales of fp8 activations, keys and values, without which no number is wrong
+ROUNDINGS = re.compile(r".*\.(input|output|activation|[qkv])_scale$")
 _COUNTS = {"get_query_offset"}, {"update_indexer", "get_seq_length"}  # what such code asks of a cache
 _DOGE_IS_CAUSAL = (5, 18)  # first version of transformers whose Doge has a causal mask under sdpa, too
 _CAUSAL_ANYWAY = {"gpt_neox", "gpt_neox_japanese"}  # their configs have an is_decoder that nothing reads
@@ -52,24 +59,37 @@ def check_directory(directory: Path) -> None:
             f"{directory} has no safetensors weights. Other formats can run code and are not loaded; convert the "
             "weights with save_pretrained of transformers."
         )
-    names = list[str]()
+    types = dict[str, str]()
     for shard in shards:
         if not shard.is_file():
             raise CheckpointError(f"{shard} is missing although {index.name} names it; copy the model again.")
         with open_safetensors(shard, "Copy or fetch it again.") as file:
-            names += file.keys()
-    _check_layers(directory / "config.json", names)
+            types |= {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}
+    _check_layers(directory / "config.json", types)
     generation = directory / "generation_config.json"  # transformers decodes without one that it cannot read
     advice = "Copy the model again, or delete this file."
     if generation.is_file() and not isinstance(read_json(generation, advice, CheckpointError), dict):
-        raise CheckpointError(f"{generation} is no JSON object. {advice}")
+        raise CheckpointError(f"{generation} is not a JSON object. {advice}")
 
 
-def _check_layers(path: Path, names: Sequence[str]) -> None:
-    """Raise for MTP layers without a model, and for a config with more layers than tensors, which would be built."""
-    config, tensors = read_json(path, "Copy the model again.", CheckpointError), len(names)
+def _check_layers(path: Path, types: Mapping[str, str]) -> None:
+    """Raise for MTP layers without a model, for a config with more layers than tensors, and for fp8 without scales.
+
+    transformers would build the layers, and take the fp8 numbers for the weights.
+
+    Args:
+        path: of the config.
+        types: safetensors' type of each tensor.
+    """
+    config, names, tensors = read_json(path, "Copy the model again.", CheckpointError), types.keys(), len(types)
     if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is no JSON object: it is not the config of a model.")
+        raise CheckpointError(f"{path} is not a JSON object: it is not the config of a model.")
+    bare = [name for name, kind in types.items() if kind.startswith("F8") and not _has_scale(name, names)]
+    if bare and "E8M0" not in types[bare[0]] and _method(config) == "fp8":
+        raise CheckpointError(
+            f"{path.parent}: {bare[0]} is of type {types[bare[0]]} without {bare[0]}_scale_inv, and config.json says "
+            "that its weights are fp8 with scales. Fetch it again."
+        )
     if is_mtp_alone(names, config):
         raise CheckpointError(
             f"{path.parent} holds the MTP layers of a model alone, not the model: name the model as target, and this "
@@ -82,6 +102,14 @@ def _check_layers(path: Path, names: Sequence[str]) -> None:
             raise CheckpointError(f"{path}: {name} is {value:g}, but there are {tensors} tensors; copy it again.")
         if name == "num_hidden_layers" and isinstance(value, int) and value < 1:
             raise CheckpointError(f"{path}: {name} is {value}: a model has at least one; copy the model again.")
+
+
+def _has_scale(name: str, names: Collection[str]) -> bool:
+    return f"{name}_scale_inv" in names or f"{name}_scale" in names
+
+
+def _method(config: Mapping[str, Any]) -> Any:
+    return (config.get("quantization_config") or {}).get("quant_method")
 
 
 def check_numbers(values: Any, where: str) -> None:
@@ -158,6 +186,12 @@ def check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> N
     layers = len(getattr(model.get_decoder(), "layers", ()))
     of_mtp = set(mtp_names(unused, layers)) if layers else set()  # fsd_infer.drafters.mtp has them
     unused = [name for name in unused if name not in of_mtp]
+    if quantised := [name for name in unused if QUANTISED.search(name)]:
+        raise ModelLoadError(
+            f"{source}: its weights are quantised, and transformers has not read their {quantised[0]!r}. If its "
+            "config.json has no quantization_config, copy it there, with its quant_method, from the file where some "
+            "programs keep it (quantize_config.json, quant_config.json); else use another checkpoint."
+        )
     for name, stored, wanted in sorted(info["mismatched_keys"]):
         raise ModelLoadError(
             f"{source}: {name} has the shape {list(stored)}, but {type(model).__name__} needs {list(wanted)}. Check "

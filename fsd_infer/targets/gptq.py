@@ -37,8 +37,14 @@ def check_form(config: Mapping[str, Any]) -> None:
     form = config.get("checkpoint_format") or config.get("format") or config.get("version") or _forms(method)[0]
     if str(form).lower() not in _forms(method) or bits not in ((4, 8) if method == "gptq" else (4,)):
         raise ModelLoadError(
-            f"weights are quantised by {method!r} in format {str(form)!r} with {bits} bits, which a CPU cannot read: "
+            f"weights are quantised by {method!r} in format {str(form)!r} with {bits!r} bits, which a CPU cannot read: "
             "use GPTQ with 4 or 8 bits, AWQ in format 'gemm' with 4 bits, or another device."
+        )
+    rules = [rule for rule in (config.get("dynamic") or {}).values() if isinstance(rule, Mapping)]
+    if any(rule.get("bits", bits) != bits for rule in rules):
+        raise ModelLoadError(
+            f"weights are quantised by {method!r} with other bits than {bits} in some layers (dynamic), which a CPU "
+            "cannot read: use a checkpoint of one width, or another device."
         )
 
 
@@ -128,7 +134,10 @@ def expand(
         parts = {name: state.pop(f"{layer}.{name}", None) for name in _PARTS}
         fault = f"{source}: the parts of {layer} are missing or do not fit each other ({{why}}). Fetch it again."
         with foreign_errors(CheckpointError, fault):
+            if lost_parts := [name for name in _PARTS[:3] if parts[name] is None]:
+                raise ValueError(f"no {', '.join(lost_parts)}")
             codes, zeros, scales, group = _read(parts, facts)
+            _check_zeros(zeros, facts, source)
             if len(scales) != len(zeros) or scales.shape != zeros.shape or codes.shape[1] != scales.shape[1]:
                 raise ValueError(f"{list(codes.shape)}, {list(zeros.shape)}, {list(scales.shape)}")
             state[f"{layer}.weight"] = ((codes - zeros[group]) * scales[group]).t().to(dtype).contiguous()
@@ -151,6 +160,18 @@ def _read(parts: Mapping[str, Any], facts: Mapping[str, Any]) -> tuple[Tensor, T
         zeros = zeros + 1  # the first format stores one less
     group = _groups(parts["g_idx"], facts, len(codes), len(scales))
     return (codes & most).float(), (zeros & most).float(), scales, group
+
+
+def _check_zeros(zeros: Tensor, facts: Mapping[str, Any], source: str) -> None:
+    """Raise CheckpointError for symmetric GPTQ weights whose zeros are one off: those of the other format."""
+    middle = 2 ** (int(facts.get("bits", 4)) - 1)
+    if facts["quant_method"] == "gptq" and facts.get("sym") is True:
+        for form, off in (("gptq_v2", 1), ("gptq", -1)):
+            if bool((zeros == middle + off).all()):
+                raise CheckpointError(
+                    f"{source}: its weights are symmetric (sym), and their zeros are {middle + off}, not {middle}: set "
+                    f'checkpoint_format in its quantization_config to "{form}".'
+                )
 
 
 def _groups(stored: Tensor | None, facts: Mapping[str, Any], inputs: int, groups: int) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from fsd_core.errors import ModelLoadError
 from fsd_core.functional import is_host
@@ -62,6 +63,11 @@ def check_quantization(config: Any, device: torch.device, stored: bool = True) -
         stored: the weights are quantised in their files, not at load.
     """
     method, quantization = method_of(config), _quantization(config)
+    if method is not None and method not in ("bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING):
+        raise ModelLoadError(
+            f"weights are quantised by {method!r}, which transformers does not read: use an unquantised checkpoint, or "
+            "one of compressed-tensors."
+        )
     if not is_host(device) or method is None:
         return
     if method == "torchao" and _torchao_kind(quantization.get("quant_type")) == "Int4WeightOnlyConfig":
