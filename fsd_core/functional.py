@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import UnknownNameError
-from fsd_core.registry import did_you_mean
+from fsd_core.registry import unknown_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,10 +48,7 @@ def register(name: str, device: str, kernel: Callable[..., Any]) -> None:
         UnknownNameError: no function of this name can be replaced.
     """
     if name not in KERNELS:
-        raise UnknownNameError(
-            f"no function {name!r} takes a kernel.{did_you_mean(name, KERNELS)} Those that do: "
-            f"{', '.join(sorted(KERNELS))}."
-        )
+        raise UnknownNameError(unknown_name("function with kernels", name, sorted(KERNELS)))
     KERNELS[name][device] = kernel
 
 

@@ -63,9 +63,8 @@ class Registry(Generic[T]):
 
     def unknown(self, name: str) -> str:
         """Return the error about a name that no entry has."""
-        hint = did_you_mean(name, self._entries)
         yours = f" For a {self.kind} of your own, import its module: --import MODULE." if self.takes_yours else ""
-        return f"unknown {self.kind} {name!r}.{hint} Known: {', '.join(sorted(self._entries))}.{yours}"
+        return unknown_name(self.kind, name, sorted(self._entries)) + yours
 
     def names(self) -> list[str]:
         return sorted(self._entries)
@@ -75,6 +74,12 @@ class Registry(Generic[T]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """Return the error about a name that is none of the known ones of its kind, which it lists."""
+    known = list(known)
+    return f"unknown {kind} {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}."
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

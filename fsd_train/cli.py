@@ -10,7 +10,7 @@ from functools import partial
 
 from fsd_core.console import BAD_INPUT, load_plugins, needed, run
 from fsd_core.errors import UnknownNameError
-from fsd_core.registry import did_you_mean
+from fsd_core.registry import unknown_name
 from fsd_train.commands.command_lines import COMMANDS, PARSERS
 from fsd_train.commands.recipe_keys import check
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(name: str, words: list[str]) -> int:
     if name not in HELP:
-        raise UnknownNameError(f"unknown command {name!r}.{did_you_mean(name, HELP)} Known: {', '.join(HELP)}.")
+        raise UnknownNameError(unknown_name("command", name, HELP))
     if name in PARSERS:
         args = PARSERS[name]().parse_args(words)  # --help and mistakes end here, before heavy imports
         load_plugins(getattr(args, "imports", None) or ())

@@ -44,6 +44,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}, BOT]}, "turn 0 (user) has an image"),
     "images beside": ({**GOOD, "images": ["a.png"]}, "the row has an image"),
     "template options": ({**GOOD, "tools": "{"}, "`tools` is not JSON"),
+    "deep template options": ({**GOOD, "tools": "[" * 99999}, "`tools` is not JSON (RecursionError"),
+    "columns of other names": ({"Question": "a", "reply": "b"}, "text. It has 'Question', 'reply'."),
     "no ids": ({"prompt_ids": [], "response_ids": [1]}, "`prompt_ids` must be a list of token ids"),
     "text for ids": ({"prompt_ids": "1 2", "response_ids": [1]}, "`prompt_ids` must be a list of token ids"),
     "id out of range": ({"prompt_ids": [1], "response_ids": [9999]}, "token id 9999 is outside"),

@@ -15,7 +15,7 @@ from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters import BlockDrafter, DraftRequest
 from fsd_infer.drafters.loading import load_drafter
 from fsd_train.cli import main as cli
-from fsd_train.data.features import open_cache
+from fsd_train.data.features import FeatureStore, open_cache
 from fsd_train.losses.base import LossOutput
 from fsd_train.losses.confidence import with_confidence
 from fsd_train.models import BlockModule, BlockOptions
@@ -132,7 +132,7 @@ def test_a_fit_learns_and_its_export_decodes_exactly(
     assert config["training"]["steps"] == 30 and layout == f"{config['speculators_model_type']} of speculators"
 
 
-def test_the_recipe_trains_and_exports(toys: Path, tmp_path: Path) -> None:
+def test_the_recipe_trains_and_exports(toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = yaml.safe_load(DSPARK.read_text(encoding="utf-8"))
     recipe["trainer"] |= {"max_steps": 4, "val_check_interval": 4, "precision": "32-true", "accelerator": "cpu"}
     recipe["trainer"]["logger"]["init_args"]["save_dir"] = str(tmp_path / "logs")
@@ -141,12 +141,25 @@ def test_the_recipe_trains_and_exports(toys: Path, tmp_path: Path) -> None:
     export |= {"directory": str(tmp_path / "head"), "every_n_train_steps": 2}
     recipe["model"]["init_args"] |= {"target": str(toys / "target"), "draft_vocab_size": 40}
     recipe["model"]["init_args"]["head"]["layers"] = [0, 1]
-    recipe["data"] |= {"train_files": [str(toys / "answers.jsonl")], "features": None, "validation_fraction": 0.2}
+    features = {"features": str(tmp_path / "features"), "batch_tokens": 256}
+    recipe["data"] |= {"train_files": [str(toys / "answers.jsonl")], "validation_fraction": 0.2, **features}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    assert cli(["fit", "--config", str(tmp_path / "recipe.yaml")]) == 0
+    for command in ("estimate", "cache-features", "fit"):
+        assert cli([command, "--config", str(tmp_path / "recipe.yaml")]) == 0
+    assert FeatureStore(tmp_path / "features").layers == [0, 1]
+    assert cli(["estimate", "--on-paper", "--config", str(tmp_path / "recipe.yaml")]) == 2
+    assert cli(["export", str(tmp_path / "head"), str(tmp_path / "other"), "--to", "vllm"]) == 2
+    said = capsys.readouterr().err
+    assert "trains no EAGLE head, and only those are estimated" in said and "that is one of kind block" in said
     target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
     assert load_drafter(str(tmp_path / "head"), target, None).describe()["block_size"] == 6
     assert logged(tmp_path / "logs", "val_loss")
+
+
+def test_losses_of_features_are_refused(toys: Path) -> None:
+    assert type(BlockModule(str(toys / "target")).loss).__name__ == "DivergenceLoss"
+    with pytest.raises(DataError, match="a block head's states are no features. Set w_feature to 0"):
+        make(toys, loss="eagle")
 
 
 def test_features_that_lack_a_layer_are_refused(toys: Path) -> None:

@@ -23,13 +23,14 @@ from fsd_infer.drafters import EagleDrafter
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.cli import main as cli
 from fsd_train.commands import overfit as module
+from fsd_train.commands.doctor import some_rows
 from fsd_train.commands.head_checks import Doctor, runs_of
 from fsd_train.data import AnswersDataModule, FeatureStore, cache_features
 from tests.families import altered, load_head
 from tests.head_toys import EAGLE3, FSD, WIDTH, make_target, train, write_answers
 from tests.openai_server import Behaviour, serving
 from tests.test_prompts import marked
-from tests.text_toys import CHATML, tiny_tokenizer
+from tests.text_toys import CHATML, tiny_tokenizer, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -284,6 +285,26 @@ def test_the_stage_that_loses_what_was_learnt_is_named(
     assert [check for check in named if check not in ("export", "decoding")] == [stage], found
     assert fix in found[stage]["fix"] and "decoding" in wrong(found), found
     assert "export" not in wrong(found) or fix in found["export"]["fix"], found
+
+
+def test_what_was_not_learnt_is_not_laid_to_decoding() -> None:
+    fine = module.Finding("dtype", True, "")
+    doctor: Any = SimpleNamespace(
+        check_feeding=list, check_dtype=lambda _: fine, check_positions=lambda: fine,
+        decoded=lambda *_: ([], [0.05, 0.0, 0.0, 0.0], []), feeding=SimpleNamespace(agreement=lambda _: 0.04),
+    )  # fmt: skip
+    for learnt, fix in ((0.04, "first that of training above"), (1.0, "first that of export above")):
+        *_, decoding = module._check_head(doctor, learnt, 24, torch.bfloat16)
+        assert (decoding.check, decoding.ok, decoding.fix) == ("decoding", False, fix)
+
+
+def test_messages_beside_ids_are_not_said_to_be_unread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"messages": [{"role": "user", "content": "it"}], "prompt_ids": [5, 6], "response_ids": [7, 8]}
+    rows: Any = SimpleNamespace(
+        data=write_rows(tmp_path / "a.jsonl", [row]), strict=True, max_length=9, rows=1, json=None
+    )
+    assert some_rows(rows, SimpleNamespace(tokenizer=tiny_tokenizer(), vocab_size=99)) == [row]  # type: ignore[arg-type]
+    assert not capsys.readouterr().err
 
 
 def test_a_head_that_learnt_nothing_has_no_wrong_vocabulary_map(world: Path) -> None:

@@ -71,6 +71,7 @@ def one_line_or_well(argv: list[str], said: str = "", ends: Callable[[list[str]]
     return status
 
 
+VALIDATED = ["--trainer.limit_val_batches", "1", "--trainer.val_check_interval", "1", "--trainer.max_steps", "2"]
 NAMED: dict[str, tuple[list[str], str]] = {
     "key of the model": (["--model.lrr", "3"], "there is no --model.lrr"),
     "key of the head": (["--model.head.finl_norm", "true"], "finl_norm"),
@@ -128,6 +129,25 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "text for a share": (["--data.validation_fraction", "x"], "expected a number >= 0 and < 1, got 'x'."),
     "no depth": (["--model.unroll_steps", "0"], "unroll_steps: expected a whole number >= 1 and <= 7, got 0."),
     "one file": (["--data.train_files", "a.jsonl"], "data.train_files: expected a list, got a.jsonl."),
+    "number or null": (["--model.draft_vocab_size", "0"], "expected a whole number > 0 or null, got 0."),
+    "one of some words": (["--model.head.layout", "eagle9"], "expected one of 'fsd', 'eagle', 'eagle3', got"),
+    "type of a loss": (["--config", "loss.yaml"], "loss: expected a class_path with init_args or text, got 5."),
+    "argument of a loss, its type": (
+        ["--model.loss", "fsd_train.losses.FsdLoss", "--model.loss.softness", "0"], "softness: expected a number > 0",
+    ),
+    "argument of a loss, its words": (
+        ["--model.loss", "fsd_train.losses.LKLoss", "--model.loss.form", "logg"], "expected one of 'adaptive', 'log'",
+    ),
+    "option of another optimizer": (
+        ["--model.optimizer", "torch.optim.SGD", "--model.optimizer.betas", "[0.9, 0.9]"], "betas",
+    ),
+    "option of a callback": (["--config", "other-option.yaml"], "callbacks: this class has no option 'prompt_count'."),
+    "class of a callback": (["--config", "no-class.yaml"], "trainer.callbacks: Problem with given class_path"),
+    "steps between points": (["--config", "curve.yaml"], "every_n_train_steps: expected a whole number > 0, got 0."),
+    "schedule by a metric": (
+        ["--model.lr_scheduler", "torch.optim.lr_scheduler.ReduceLROnPlateau"], "model.lr_scheduler: ReduceLROnPlateau",
+    ),
+    "metric that is not there": (["--config", "stopping.yaml", *VALIDATED], "trainer.callbacks: Early stopping"),
     "null steps": (["--model.unroll_steps", "null"], "model.unroll_steps is null"),
     "null of a callback": (
         ["--config", "prompts.yaml"], "trainer.callbacks.prompts is null: give a value, or leave it out, which",
@@ -176,8 +196,8 @@ def read_only(line: TrainCLI, argv: list[str]) -> tuple[int, str, str]:
 # refused before the options are parsed, or not before target and rows are read
 BY_THE_WHOLE_COMMAND = {
     "key of the model", "section", "range", "infinite", "precision of weights", "target", "answers", "length of rows",
-    "features", "configuration", "shipped recipe", "no time", "validation interval", "draft vocabulary", "no answers",
-    "nothing held out",
+    "features", "configuration", "shipped recipe", "schedule by a metric", "metric that is not there", "no time",
+    "validation interval", "draft vocabulary", "no answers", "nothing held out",
 }  # fmt: skip
 
 
@@ -185,8 +205,14 @@ BY_THE_WHOLE_COMMAND = {
 def test_mistakes_are_named(name: str, toys: Path, here: Path, command_line: TrainCLI) -> None:
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe(toys, here / "run")))
     Path("null.yaml").write_text("data: {batch_tokens: null}")
-    decoded = {"class_path": "DecodedTau", "init_args": {"prompts": None}}
-    Path("prompts.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": [decoded]}}))
+    Path("loss.yaml").write_text("model: {loss: 5}")
+    for file, kind, options in (
+        ("prompts", "DecodedTau", {"prompts": None}), ("other-option", "DecodedTau", {"prompt_count": 3}),
+        ("no-class", "fsd_train.callbacks.Nope", {}), ("curve", "LossCurve", {"every_n_train_steps": 0}),
+        ("stopping", "EarlyStopping", {"monitor": "val_los"}),
+    ):  # fmt: skip
+        callbacks = [{"class_path": kind, "init_args": options}]
+        Path(f"{file}.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}}))
     Path("empty.jsonl").touch()
     write_rows(Path("long.jsonl"), [{"prompt_ids": [3 + row, 7], "response_ids": [5] * 200} for row in range(3)])
     Path("one.jsonl").write_text((toys / "answers.jsonl").read_text().splitlines()[0] + "\n")

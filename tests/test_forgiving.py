@@ -191,7 +191,7 @@ def test_a_loss_without_one_value_per_row_or_without_a_gradient_says_so(monkeypa
 
 
 def test_a_kernel_of_an_unknown_function_is_refused() -> None:
-    with pytest.raises(UnknownNameError, match="Did you mean 'row_max'. Those that do: .*topk_logprobs"):
+    with pytest.raises(UnknownNameError, match="Did you mean 'row_max'. Known: .*topk_logprobs"):
         register("row_mx", "xpu", max)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsd_core.divergence import divergence
-from fsd_core.errors import DataError
+from fsd_core.errors import FsdError
 from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters import LMDrafter
 from fsd_infer.drafters.itself import Itself
@@ -20,8 +20,8 @@ from fsd_train.callbacks import DecodedTau, ExportHead
 from fsd_train.cli import main as cli
 from fsd_train.models import LMModule
 from tests import train_toys
-from tests.families import reference
-from tests.train_toys import VOCAB, assert_same, fit_command, in_recipe, save_toy_target
+from tests.families import reference, tiny_head, tiny_model
+from tests.train_toys import VOCAB, assert_same, fit_command, in_recipe, save_toy_target, toy_target
 from tests.train_toys import options as module_options
 
 STEPS = 4
@@ -207,12 +207,17 @@ WRONG = [
     ({"lora": LORA, "drafter": LAYER}, "Leave model.lora out"),
     ({"drafter": f"{LAYER}:bits=3"}, "Leave bits out"),
     ({"loss_vocab_size": 40}, "answer_counts"),
+    ({"lora": {"r": 0}}, "model.lora: `r` should be a positive integer"),
+    ({"drafter": "recurrent"}, "recurrent has recurrent layers, with which a small LM does not draft"),
+    ({"drafter": "head"}, "head is a draft head. Start from it with fsd_train.models.EagleModule"),
 ]
 
 
 @pytest.mark.parametrize(("options", "problem"), WRONG)
-def test_bad_options_are_named(options: dict[str, Any], problem: str, toys: Path) -> None:
-    with pytest.raises(DataError, match=problem):
+def test_bad_options_are_named(options: dict[str, Any], problem: str, toys: Path, here: Path) -> None:
+    tiny_model("mamba2", vocab_size=VOCAB).save_pretrained("recurrent")
+    tiny_head(toy_target()).head.save_pretrained(Path("head"), torch.bfloat16)
+    with pytest.raises(FsdError, match=problem):
         make(toys, **options).configure_model()
 
 

@@ -130,6 +130,22 @@ def test_recipes_are_read_one_over_the_other_and_options_last(tmp_path: Path) ->
     assert read("--output_dir=3", *words[:2])[0]["default_root_dir"] == "3"
 
 
+def test_each_callback_has_its_own_arguments_alone(tmp_path: Path) -> None:
+    """Where a recipe replaces one, the others move up in the list; where a later one replaces the list, all do."""
+    tau = {"monitor": "val_tau", "mode": "max", "dirpath": "mine"}
+    own = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": tau}
+    first = written(tmp_path, {**SHORT, "trainer": {"callbacks": own}})
+    defaults, callbacks = read("--config", written(tmp_path, SHORT, "defaults.yaml"))[1], read("--config", first)[1]
+    assert list(callbacks) == ["ExportHead", "DecodedTau", "LossCurve", "TokenRate", "ModelCheckpoint"]
+    assert {name: defaults[name] for name in list(callbacks)[:-1]} == dict(list(callbacks.items())[:-1])
+    assert callbacks["ModelCheckpoint"]["filename"] is None, "it is not the defaults' one"
+    curve = {"class_path": "fsd_train.callbacks.LossCurve", "init_args": {"path": "mine.png"}}
+    long = written(tmp_path, {"trainer": {"callbacks": [own, curve]}, "model": {"target": "x"}}, "long.yaml")
+    for begin in (["--config", first], ["--config", long]):
+        later = written(tmp_path, {"trainer": {"callbacks": [curve]}}, "later.yaml")
+        assert read(*begin, "--config", later, "--data.train_files", "[x]")[1]["LossCurve"]["every_n_train_steps"] == 10
+
+
 def test_output_dir_moves_a_run_that_is_written_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     long = json.loads(json.dumps(read_recipe(written(tmp_path, SHORT)).trainer))
     own = {"class_path": "fsd_train.callbacks.LossCurve", "init_args": {"path": "elsewhere/curves.png"}}

@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import NotRequired, TypedDict
 
-from fsd_core.errors import DataError
+from fsd_core.errors import DataError, foreign_errors
 from fsd_core.files import STRICT_JSON
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -28,6 +28,7 @@ THOUGHTS = (THOUGHT, "reasoning", "thinking")  # how rows and chat templates cal
 IMAGES = ("image", "images")  # columns beside a conversation
 TOOLS = "tools"  # column that the chat template may read
 WEIGHT = "weight"  # 0: training leaves an assistant turn out
+_SHOWN = 8  # fields named of a row without a prompt
 
 
 class Message(TypedDict):
@@ -267,10 +268,8 @@ def _parsed(row: Mapping[str, Any], name: str, kind: type) -> Any:
     """Return a field's list or object, also from JSON text; an empty one if the field is missing."""
     value = row.get(name)
     if isinstance(value, str):
-        try:
+        with foreign_errors(DataError, f"`{name}` is not JSON ({{why}})."):
             value = json.loads(value)
-        except ValueError as error:
-            raise DataError(f"`{name}` is not JSON ({error}).") from error
     if value is None:
         return kind()
     if not isinstance(value, kind):
@@ -349,7 +348,10 @@ def _prompt(row: Mapping[str, Any], where: str) -> list[Message]:
             added = "" if row.get(name) is None else _text(row[name], where, name)
             text = f"{text.rstrip()}\n\n{added}" if added else text
         return [{"role": "user", "content": text}]
-    raise DataError(f"{where}: no prompt. Give one of the fields messages, conversations, {', '.join(TEXTS)}.")
+    found = ", ".join(f"'{name:.40}'" for name in list(row)[:_SHOWN])
+    raise DataError(
+        f"{where}: no prompt. Give one of the fields messages, conversations, {', '.join(TEXTS)}. It has {found}."
+    )
 
 
 def _answer(value: Any, where: str, field: str) -> list[Message]:

@@ -27,6 +27,7 @@ from fsd_core.text.row_check import RowCheck, RowFields
 LONGEST_LINE = 2**28  # bytes
 _ADVICE = "Write one JSON object per line, in UTF-8."
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_UNREAD = (".arrow", ".feather", ".bz2", ".xz", ".zst", ".zip", ".tar", ".xlsx", ".yaml", ".yml")
 _SPLIT = re.compile(r"(train|validation|valid|val|dev|test|eval)(?![a-z])")
 
 
@@ -110,6 +111,8 @@ def _same(values: Any) -> Any:
 def _text_rows(path: Path) -> Iterator[_Item]:
     """Yield the rows of a file of text, which is read once, because it may be a pipe."""
     suffix, lines = Path(path.name.removesuffix(".gz")).suffix, _lines(path)
+    if suffix in _UNREAD:
+        raise DataError(f"{path}: files of this kind are not read. Unpack it, or write .jsonl, .csv or .parquet.")
     begun = []
     for line, raw in lines:
         begun.append((line, raw))
@@ -187,6 +190,7 @@ def _table_rows(path: Path, lines: Iterable[tuple[int, bytes]], delimiter: str) 
     rows = csv.DictReader(texts, delimiter=delimiter, strict=True)
     try:
         names = rows.fieldnames or []
+        _table_row(dict(zip(names, names)), f"{path}:1")
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise DataError(f"{path}:1: two columns are called {twice!r:.60}. Rename one.")
         for values in rows:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsd_core.errors import DataError
+from fsd_core.errors import DataError, foreign_errors
 from fsd_core.text.conversations import THOUGHT, THOUGHTS, TOOLS, WEIGHT, Message
 
 WORD = "Rhubarb"  # no template contains it
@@ -51,10 +51,9 @@ class TemplateForm:
 def template_of(tokenizer: Any, options: Mapping[str, Any] | None = None) -> str:
     """Return the chat template that transformers uses with these options. Raises DataError if none can be chosen."""
     given = options or {}
-    try:
+    # several templates without a default, or options of another type
+    with foreign_errors(DataError, "this tokenizer has no chat template for such rows ({why}). Name one `default`."):
         return str(tokenizer.get_chat_template(given.get("chat_template"), given.get("tools")))
-    except Exception as error:  # several templates without a default, or options of another type
-        raise DataError(f"this tokenizer has no chat template for such rows ({error}). Name one `default`.") from error
 
 
 def form_of(tokenizer: Any, options: Mapping[str, Any] | None = None) -> TemplateForm:

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from fsd_train.callbacks.decoded import Curves, DecodedTau
 from fsd_train.callbacks.export import log_dir
 from fsd_train.checkpoints import callbacks_of
+from fsd_train.types import PositiveInt
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class LossCurve(Curves):
         every_n_train_steps: steps between training points.
     """
 
-    def __init__(self, path: str | None = None, every_n_train_steps: int = 10) -> None:
+    def __init__(self, path: str | None = None, every_n_train_steps: PositiveInt = 10) -> None:
         super().__init__()
         self.path = path
         self.every_n_train_steps = every_n_train_steps

@@ -19,6 +19,7 @@ from fsd_infer.heads.stored_parts import CONFIG
 from fsd_train.callbacks.safety import check_finite
 from fsd_train.checkpoints import RECORD, callbacks_of, differing
 from fsd_train.strategies import whole_head
+from fsd_train.types import PositiveInt
 
 _TRAINING = "training"  # the record of the training, in configs of exported heads
 _OF_DRAFTS = {_TRAINING, "speculators_model_type"}  # in configs of exported drafters, and of no model
@@ -36,7 +37,7 @@ class ExportHead(Callback):
             so that it always holds a usable head.
     """
 
-    def __init__(self, directory: str | None = None, every_n_train_steps: int | None = None) -> None:
+    def __init__(self, directory: str | None = None, every_n_train_steps: PositiveInt | None = None) -> None:
         self.directory = directory
         self.every_n_train_steps = every_n_train_steps
         self._last = 0

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from fsd_bench.roofline import peak_of
 from fsd_train.data.packs import on_host
+from fsd_train.types import PositiveInt
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +149,9 @@ def advice(trainer: Trainer, module: Any) -> list[str]:
             f"the warm-up has {warmup} steps and the run {steps:.0f}, so the learning rate never peaks. Lower "
             f"model.lr_scheduler's warmup_steps to about {max(1, round(steps / 20))}."
         )
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    if not any(group.get("initial_lr", 1.0) for group in groups):
+        warnings.append("the learning rate is 0, so nothing is trained. Raise model.optimizer's lr.")
     epochs = _epochs(trainer)
     if MAX_EPOCHS < epochs < math.inf:
         enough = max(1, round(steps * MAX_EPOCHS / epochs))
@@ -173,7 +177,7 @@ class TokenRate(Callback):
         window: number of batches.
     """
 
-    def __init__(self, window: int = 20) -> None:
+    def __init__(self, window: PositiveInt = 20) -> None:
         self.window = window
         self._reset()
         self._start: float | None = None

@@ -19,15 +19,17 @@ from fsd_train.commands.fit import read_recipe, target_kwargs_of
 from fsd_train.data.answers import conclude, read_answers
 from fsd_train.data.features import cache_features, token_bytes
 from fsd_train.data.images import ImageReader
+from fsd_train.models.block import BlockOptions
 from fsd_train.models.head_options import HeadOptions
 
 
 def complete(args: argparse.Namespace) -> None:
     """Complete options from the recipe; ``head``: options of its head. Raises DataError for one that is missing."""
-    args.head = HeadOptions()
+    args.head: HeadOptions | BlockOptions = HeadOptions()
     if args.config is not None:
         recipe = read_recipe(args.config)
-        data, args.head = recipe.data, HeadOptions(**recipe.model.get("head") or {})
+        data, kind = recipe.data, BlockOptions if "blocks" in recipe.model else HeadOptions
+        args.head = kind(**recipe.model.get("head") or {})
         args.target = args.target or recipe.model["target"]
         args.data = args.data or [*data["train_files"], *(data["validation_files"] or [])]
         args.target_kwargs = target_kwargs_of(recipe, args.target_kwargs)

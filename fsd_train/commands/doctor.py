@@ -18,6 +18,7 @@ import torch
 from fsd_core.errors import FsdError
 from fsd_core.files import writable, write_json
 from fsd_core.openai_client import Server
+from fsd_core.text.conversations import row_questions
 from fsd_core.text.row_check import RowCheck, listing_of
 from fsd_core.text.rows import read_rows
 from fsd_infer.heads.head import EagleHead
@@ -92,6 +93,7 @@ def some_rows(args: argparse.Namespace, target: Target) -> list[dict[str, Any]]:
                 sequences = encode_row(row.values, target.tokenizer, row.where)
                 check_id(max(max(ids) for ids, _ in sequences), row.where, target.vocab_size)
                 shortest = min(len(ids) for ids, _ in sequences)
+                row_questions(row.values, row.where)  # compared with the ids beside them
             if shortest <= args.max_length:
                 yield row.values
 

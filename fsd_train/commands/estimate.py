@@ -24,8 +24,8 @@ from fsd_core.tables import table
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
 from fsd_train.commands.fit import Recipe, head_module, quiet, read_recipe, run_errors
-from fsd_train.commands.sizing import BatchSize, facts_of, feature_bytes, step_memory
-from fsd_train.data.features import check_disk
+from fsd_train.commands.sizing import BatchSize, facts_of, step_memory
+from fsd_train.data.features import check_disk, token_bytes
 from fsd_train.data.module import AnswersDataModule
 from fsd_train.models.eagle import EagleModule
 
@@ -77,12 +77,12 @@ def estimate(recipe: Recipe) -> list[Line]:
     assert data.train_set is not None
     tokens = sum(data.train_set.lengths)
     lines = [("rows", f"{len(data.train_set)}, {tokens} tokens", "of the recipe's files")]
+    module, step = _train(recipe, data)
     if cache is not None:
-        each = feature_bytes(_head(recipe, facts.target))
+        each = token_bytes(module.target)
         parent = next(parent for parent in cache.absolute().parents if parent.is_dir())
         check_disk(parent, tokens * each)
         lines.append(("disk for features", size(tokens * each), f"{each} B a token"))
-    module, step = _train(recipe, data)
     length = min(data.max_length, max(data.train_set.lengths))
     answered = round(data.batch_tokens * data.train_set.answer_tokens / tokens)
     batch = BatchSize(data.batch_tokens, length, module.unroll_steps, answered)
@@ -172,9 +172,12 @@ def on_paper(recipe: Recipe, name: str | None = None) -> str:
         name: another target, such as a shape of ``planned_target``.
 
     Raises:
+        DataError: the recipe is of another module than :class:`.EagleModule`.
         ModelLoadError: the target's config cannot be found or used.
         CheckpointError: an option of the head.
     """
+    if "layout" not in (recipe.model.get("head") or {}):
+        raise DataError(f"{recipe.path} trains no EAGLE head, and only those are estimated on paper. Omit --on-paper.")
     name = name or recipe.model["target"]
     facts = facts_of(name)
     head = _head(recipe, facts.target)

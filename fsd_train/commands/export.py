@@ -24,6 +24,7 @@ from fsd_infer.heads.formats import read_config
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.hub import find_head
 from fsd_infer.heads.kinds import MTP, kind_of
+from fsd_infer.heads.stored_parts import CONFIG
 from fsd_infer.heads.weights import has_weights
 from fsd_infer.targets.loading import load_config, resolve_target
 from fsd_infer.targets.target import Target
@@ -100,7 +101,9 @@ def main(args: argparse.Namespace) -> int:
     found = None if args.source.endswith(".ckpt") else find_head(args.source)
     if found is not None or Path(args.source).is_dir():
         if found is None:
-            raise DataError(f"{args.source} is not a head: it has no config.json of one. Give a head or a .ckpt file.")
+            kind = kind_of(read_config(Path(args.source))) if (Path(args.source) / CONFIG).is_file() else None
+            why = "it has no config.json of one" if kind is None else f"that is one of kind {kind}"
+            raise DataError(f"{args.source} is not an EAGLE head: {why}. Give such a head, or a .ckpt file.")
         if Path(args.output).resolve() == found.resolve():
             raise DataError(f"{args.output} is the source of the export. Give another directory.")
         head = found

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 
 CPU_PROCESSES = 8  # devices that a CPU of fewer cores may be asked for, to try a run out
 MAX_SAID = 800  # characters shown of a library's message
+_TUNER = "lightning.pytorch.tuner"  # of Lightning's callbacks LearningRateFinder and BatchSizeFinder
 HEAD = ("--model", "fsd_train.models.EagleModule")  # class of a model section without class_path
 # beginnings of Lightning's messages that ask for no action and have no setting and no category of their own
 _IDLE_WARNINGS = (
@@ -53,7 +55,9 @@ class RecipeParser(LightningArgumentParser):
     """Parser that raises an error instead of printing its usage and exiting."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise FsdError(in_words(one_line(message))[:MAX_SAID]) from ex
+        # the parser of the section that holds an unknown option names the section
+        kind = ValueError if message.startswith("Option ") else FsdError
+        raise kind(in_words(one_line(message))[:MAX_SAID]) from ex
 
 
 class TrainCLI(LightningCLI):
@@ -298,7 +302,7 @@ def config_errors() -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name is not None:
             raise  # the command line names the package to install
-        raise_ours(error, DataError(f"the configuration: {one_line(str(error))[:MAX_SAID]}"))
+        raise_ours(error, DataError(f"the configuration: {in_words(one_line(str(error)))[:MAX_SAID]}"))
 
 
 @contextmanager
@@ -316,7 +320,10 @@ def run_errors() -> Iterator[None]:
                 f"another process of this run has ended, or did not answer in time ({one_line(str(error))[:300]}). See "
                 "its output, and resume the last checkpoint with --ckpt_path."
             ) from error
-        raise_ours(error, None)
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        of_callbacks = str(frame.f_globals.get("__name__")).startswith(("lightning.pytorch.callbacks", _TUNER))
+        said = DataError(f"trainer.callbacks: {one_line(str(error))[:MAX_SAID]}") if of_callbacks else None
+        raise_ours(error, said)
 
 
 def raise_ours(error: Exception, otherwise: FsdError | None) -> NoReturn:

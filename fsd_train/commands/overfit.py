@@ -220,8 +220,8 @@ def _check_head(doctor: Doctor, learnt: float, tokens: int, dtype: torch.dtype) 
     share = math.prod(accepted[:STEPS]) ** (1 / len(accepted[:STEPS]))
     says = "accepted by position in decoding: " + " ".join(f"{value:.0%}" for value in accepted)
     fix = "report it: decoding feeds the head in another way than training"
-    if lost or suspects:
-        fix = f"first that of {suspects[0].check if suspects else 'export'} above"
+    if lost or suspects or learnt < LEARNT:
+        fix = f"first that of {suspects[0].check if suspects else 'export' if lost else 'training'} above"
     return [*findings, Finding("decoding", share >= LEARNT, says, "" if share >= LEARNT else fix)]
 
 

@@ -20,7 +20,7 @@ from fsd_core.registry import did_you_mean
 from fsd_train.repository import find_recipe
 
 HERE = Path(__file__).resolve().parent.parent
-TOP = {"seed_everything", "trainer", "model", "data", "ckpt_path", "overwrite", "optimizer", "lr_scheduler"}
+TOP = {"seed_everything", "trainer", "model", "data", "ckpt_path", "overwrite"}
 # keys that fsd_train.commands.short_recipe writes out
 SHORT = {
     "output_dir": "directory of the run: checkpoints, head, best head, logs and curves, with their callbacks",
@@ -154,9 +154,9 @@ class _Reader(yaml.SafeLoader):
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Return a recipe's keys and values; {} for a file that is missing or holds no mapping.
+    """Return a recipe's keys and values; {} for a file that is missing.
 
-    Raises FsdError for malformed YAML, and for a key that is there twice.
+    Raises FsdError for malformed YAML, one without sections, and for a key that is there twice.
     """
     if not os.path.isfile(path):  # said elsewhere
         return {}
@@ -164,7 +164,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         found = yaml.load(Path(path).read_text(encoding="utf-8"), _Reader)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise FsdError(f"{path} is not a recipe: {one_line(str(error))[:300]}.") from error
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        raise FsdError(f"{path} is not a recipe: it has no sections (model, data). See recipes/template.yaml.")
+    return found
 
 
 def _unknown(recipe: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str]]:

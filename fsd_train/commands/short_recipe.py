@@ -33,8 +33,9 @@ def expanded(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return what recipes that are read one after the other stand for: one of defaults, then each without short keys.
 
     What recipes say themselves of trainer and callbacks takes precedence over the defaults; the callbacks of a recipe
-    after the one with ``output_dir`` replace them, as lists of later recipes do. A later ``output_dir``
-    moves what an earlier recipe writes to the directory of its run; other directories stay, and a warning names them.
+    after the one with ``output_dir`` replace them, as lists of later recipes do: only the last list is passed on. A
+    later ``output_dir`` moves what an earlier recipe writes to the directory of its run; other directories stay, and a
+    warning names them.
 
     Raises:
         FsdError: a value of the wrong type.
@@ -54,7 +55,11 @@ def expanded(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         raise FsdError("save_steps needs output_dir: give both, or a ModelCheckpoint in trainer.callbacks.")
     if "warmup_ratio" in given:
         defaults["model"] = {"lr_scheduler": {"class_path": SCHEDULE}}
-    return [defaults, *made]
+    layers = [defaults, *made]
+    # the parser would give each callback the arguments of what stands at its place in an earlier list
+    for trainer in [each["trainer"] for each in layers if "callbacks" in each.get("trainer", {})][:-1]:
+        del trainer["callbacks"]
+    return layers
 
 
 def written_out(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -84,7 +89,7 @@ def written_out(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             words.append([word])
     for recipe in recipes.values():
         modules += _modules(recipe.get("import"))
-    if given or any(recipe.keys() & WRITTEN_OUT for recipe in recipes.values()):
+    if given or len(recipes) > 1 or any(recipe.keys() & WRITTEN_OUT for recipe in recipes.values()):
         defaults, *made, last, _ = expanded([*recipes.values(), given, _accumulated(argv)])
         for place, layer, recipe in zip(recipes, made, recipes.values()):
             words[place] = _config(layer) if layer != recipe else words[place]

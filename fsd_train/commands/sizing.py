@@ -11,12 +11,14 @@ from torch import Tensor
 from fsd_bench.estimate import planned_head
 from fsd_bench.planned import EXPERTS, ModelSizes, count_weights, planned_target, sizes_of
 from fsd_bench.roofline import MemoryItem
-from fsd_core.errors import DataError
+from fsd_core.text.image_rows import has_row_images
+from fsd_core.text.row_check import RowCheck
+from fsd_core.text.rows import read_rows
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
 from fsd_train.losses.rows import default_chunk_size
+from fsd_train.repository import find
 
-_ASKS = "data.tokenizer"  # in the reasons why rows of text or with images cannot be used
 SMALL = 1024  # largest hidden size for training on a CPU, where the LM head dominates the cost of drafts
 COVERAGE = 0.99
 DRAFT_VOCABULARIES = (4096, 8192, 16000, 32000)
@@ -143,13 +145,11 @@ def covering_vocabulary(counts: Tensor) -> tuple[int | None, float]:
     return (enough[0], shares[enough[0]]) if enough else (None, 1.0)
 
 
-def _asks_for_tokenizer(data: Any) -> bool:
-    """Whether any row that cannot be used is text; also if too few can be used to go on."""
-    try:
-        data.setup()
-    except DataError:
-        return True
-    return any(_ASKS in bad.reason for bad in data.row_check.bad)
+def _is_text(files: Sequence[str]) -> bool:
+    """Whether any row is text or has images, which a tokenizer must read. Stops at the first such row."""
+    rows = (row.values for path in files for row in read_rows(find(path), RowCheck()))
+    ids = ("prompt_ids", "response_ids")
+    return any(has_row_images(row) or all(row.get(name) is None for name in ids) for row in rows)
 
 
 def fit_to_data(facts: TrainingFacts, choices: Choices, files: Sequence[str]) -> Choices:
@@ -160,13 +160,9 @@ def fit_to_data(facts: TrainingFacts, choices: Choices, files: Sequence[str]) ->
     from fsd_train.data import AnswersDataModule
 
     options: dict[str, Any] = {"validation_fraction": 0.0, "max_length": facts.positions or 4 * choices.max_length}
-    data, tokenizer = AnswersDataModule(list(files), strict=True, **options), False
-    try:
-        data.setup()
-    except DataError as error:
-        tokenizer = _ASKS in str(error) or _asks_for_tokenizer(AnswersDataModule(list(files), **options))
-        data = AnswersDataModule(list(files), tokenizer=facts.name if tokenizer else None, **options)
-        data.setup()
+    tokenizer = _is_text(files)
+    data = AnswersDataModule(list(files), tokenizer=facts.name if tokenizer else None, **options)
+    data.setup()
     assert data.train_set is not None
     lengths = sorted(data.train_set.lengths)
     usual = lengths[int(0.99 * (len(lengths) - 1))]

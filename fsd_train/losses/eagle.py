@@ -1,8 +1,6 @@
 """The loss of EAGLE-1/2: match the target's features and its distributions over the draft vocabulary."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from dataclasses import dataclass  # recipes are checked by its types, which must not be postponed
 
 import torch
 from torch import Tensor

@@ -1,9 +1,7 @@
 """Expected accepted length under the fuzzy rule. Derivation: docs/losses.md."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass  # recipes are checked by its types, which must not be postponed
 
 import torch
 from torch import Tensor

@@ -1,8 +1,6 @@
 """LK losses (arXiv 2602.23881): acceptance rate as a loss whose gradient does not vanish at the start."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from dataclasses import dataclass  # recipes are checked by its types, which must not be postponed
 from typing import Literal
 
 import torch

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import AdamW
 
+from fsd_core.errors import DataError
 from fsd_core.files import disk_errors, replacing, write_text
 from fsd_core.tensors import to_device
 from fsd_infer.drafters import BlockDrafter, TreeShape
@@ -28,7 +29,7 @@ from fsd_infer.heads.layers import llama_layer
 from fsd_infer.heads.weights import SINGLE
 from fsd_infer.targets.target import Target
 from fsd_train.data.packs import on_host
-from fsd_train.losses import DraftBatch, LMHead
+from fsd_train.losses import DraftBatch, LMHead, Loss, has_feature_term
 from fsd_train.losses.base import TINY, LossIndex
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.start import choose_draft_ids
@@ -59,7 +60,7 @@ class BlockOptions:
     intermediate_size: PositiveInt | None = None
     mask_token_id: NonNegativeInt | None = None
 
-    def read_layers(self, target: Target) -> list[int]:
+    def capture_layers(self, target: Target) -> list[int]:
         """Return the target's layers that the head reads, ascending."""
         count, depth = max(self.num_layers, 2), int(target.config.num_hidden_layers)
         spread = {min(round(1 + i * max(depth - 4, 0) / (count - 1)), depth - 1) for i in range(count)}
@@ -74,8 +75,8 @@ class BlockOptions:
         plain = self.markov == "none"
         sure = None if not self.confidence else "state" if plain else "state+token"
         return BlockConfig(
-            layer, self.num_layers, tuple(self.read_layers(target)), target.hidden_size, target.vocab_size, block_size,
-            mask, fills_in=False, windows=(None,) * self.num_layers, causal=(False,) * self.num_layers,
+            layer, self.num_layers, tuple(self.capture_layers(target)), target.hidden_size, target.vocab_size,
+            block_size, mask, fills_in=False, windows=(None,) * self.num_layers, causal=(False,) * self.num_layers,
             draft_vocab_size=vocabulary, correction=None if plain else self.markov,
             rank=0 if plain else self.rank, confidence=sure,
         )  # fmt: skip
@@ -94,8 +95,12 @@ class BlockModule(DistillationModule):
         blocks: blocks per batch, at random roots.
         draft_vocab_size: as of :class:`fsd_train.models.EagleModule`; None: the whole vocabulary.
         decay: base of the weight decay^k of slot k.
+        loss: name of a registered loss without feature term, or a loss.
         optimizer: as of :class:`DistillationModule`.
         training: further options of :class:`DistillationModule`, without ``unroll_steps`` and ``eval_steps``.
+
+    Raises:
+        DataError: the loss compares features, which the head does not estimate.
     """
 
     head: BlockHead
@@ -108,14 +113,15 @@ class BlockModule(DistillationModule):
         blocks: PositiveInt = 64,
         draft_vocab_size: PositiveInt | None = None,
         decay: Share = 0.8,
+        loss: Loss | str = "kl_pq",
         optimizer: OptimizerCallable = lambda params: AdamW(params, lr=1e-3, weight_decay=0.0),
         **training: Any,
     ) -> None:
-        super().__init__(
-            target, optimizer=optimizer, unroll_steps=block_size, eval_steps=block_size, step_decay=decay, **training
-        )
+        super().__init__(target, loss, block_size, decay, optimizer=optimizer, eval_steps=block_size, **training)
         self.options, self.block_size, self.blocks = head, block_size, blocks
         self.draft_vocab_size = draft_vocab_size
+        if has_feature_term(self.loss):
+            raise DataError("a block head's states are no features. Set w_feature to 0 in the loss's init_args.")
         self.save_hyperparameters()
 
     # setting up ----------------------------------------------------------------------------------------------------
@@ -163,7 +169,7 @@ class BlockModule(DistillationModule):
 
     def _load_target(self) -> Target:
         target = super()._load_target()
-        self._capture_layers(target, self.options.read_layers(target))
+        self._capture_layers(target, self.options.capture_layers(target))
         return target
 
     # steps ---------------------------------------------------------------------------------------------------------

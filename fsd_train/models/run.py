@@ -12,8 +12,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from fsd_core.errors import DataError
+from fsd_core.errors import DataError, foreign_errors
 from fsd_train.callbacks.safety import CheckResume, StopOnNonFinite
 from fsd_train.checkpoints import callbacks_of, count_for
 from fsd_train.models.optim import WarmupCosine
@@ -88,15 +89,13 @@ class RunModule(LightningModule):
                 kind = "vectors" if parameter.ndim != 2 else "tables" if id(parameter) in tables else "matrices"
                 groups[kind].append(parameter)
         options: dict[str, dict[str, Any]] = {"tables": {"table": True}, "vectors": {"weight_decay": 0.0}}
-        try:
-            optimizer = self.optimizer_of(
-                [{"params": params, **options.get(kind, {})} for kind, params in groups.items() if params]
-            )
+        parts = [{"params": params, **options.get(kind, {})} for kind, params in groups.items() if params]
+        with foreign_errors(DataError, "model.optimizer: {why}"):
+            optimizer = self.optimizer_of(parts)
+        with foreign_errors(DataError, "model.lr_scheduler: {why}"):
             scheduler = self.scheduler_of(optimizer)
-        except DataError:
-            raise
-        except (ValueError, TypeError) as error:
-            raise DataError(f"model.optimizer: {error}") from error
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise DataError("model.lr_scheduler: ReduceLROnPlateau follows a metric. Give one that follows steps.")
         if not all(math.isfinite(group.get("lr", 0.0)) for group in optimizer.param_groups):
             raise DataError(f"model.optimizer: Invalid learning rate: {optimizer.param_groups[0]['lr']}")
         if isinstance(scheduler, WarmupCosine):

@@ -14,10 +14,14 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from fsd_core.errors import DataError, ModelLoadError
+from fsd_core.errors import DataError, ModelLoadError, foreign_errors, imported
 from fsd_core.files import disk_errors, write_text
 from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.lm import check_same_vocabulary
+from fsd_infer.heads.formats import read_config
+from fsd_infer.heads.kinds import kind_of
+from fsd_infer.heads.stored_parts import CONFIG
+from fsd_infer.recurrent.mixers import recurrent_layers
 from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.masks import fixed_positions
 from fsd_infer.targets.target import Target, layer_list
@@ -58,7 +62,7 @@ class SmallLM(nn.Module):
 
     Raises:
         VocabularyMismatchError: the vocabularies differ.
-        ModelLoadError: the model cannot be loaded, or peft is missing.
+        ModelLoadError: the model cannot be loaded, cannot draft, or peft is missing.
         DataError: an unknown LoRA option, or a part of the target that cannot be trained.
     """
 
@@ -77,7 +81,13 @@ class SmallLM(nn.Module):
             part = _part_of(source, lora, load_target_copy)
             model, self.tokenizer = part.model, part.tokenizer
         else:
+            _check_kind(source)
             model, self.tokenizer = load_target(source, dtype=torch.float32, device="cpu")
+        if recurrent_layers(model):
+            raise ModelLoadError(
+                f"model.drafter {source} has recurrent layers, with which a small LM does not draft. Train one without "
+                "such layers, or a head."
+            )
         self.name = source
         self.config = model.config.get_text_config(decoder=True)
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
@@ -221,6 +231,15 @@ class SmallLM(nn.Module):
             )
 
 
+def _check_kind(source: str) -> None:
+    """Raise ModelLoadError if ``source`` is the directory of a draft head."""
+    if (Path(source) / CONFIG).is_file() and kind_of(read_config(Path(source))) is not None:
+        raise ModelLoadError(
+            f"model.drafter {source} is a draft head. Start from it with fsd_train.models.EagleModule and "
+            "model.initial_head, or give a small LM."
+        )
+
+
 def _part_of(source: str, lora: Mapping[str, Any] | None, load_target_copy: Callable[[torch.dtype], Target]) -> Target:
     """Return some layers of another copy of the target, with tensors of their own."""
     itself = Itself.parse(source)
@@ -233,14 +252,12 @@ def _part_of(source: str, lora: Mapping[str, Any] | None, load_target_copy: Call
 
 def _adapted(model: Any, source: str, lora: Mapping[str, Any]) -> Any:
     """Add a new LoRA adapter, whose saved config names ``source`` as base model."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ModelLoadError("model.lora needs peft: pip install fsd-toolkit[train].") from error
+    peft = imported("peft", "model.lora", "train", ModelLoadError)
     options = {**LORA_DEFAULTS, **lora}
-    unknown = sorted(set(options) - set(inspect.signature(LoraConfig).parameters))
+    unknown = sorted(set(options) - set(inspect.signature(peft.LoraConfig).parameters))
     if unknown:
         raise DataError(f"model.lora has no option {', '.join(unknown)}. See peft.LoraConfig.")
-    adapted = get_peft_model(model, LoraConfig(**options))
+    with foreign_errors(DataError, "model.lora: {why}"):
+        adapted = peft.get_peft_model(model, peft.LoraConfig(**options))
     adapted.peft_config["default"].base_model_name_or_path = source
     return adapted
