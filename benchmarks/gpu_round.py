@@ -259,7 +259,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     parts = [name for name in args.parts.split(",") if name]
     unknown = [name for name in parts if name not in PARTS]
     if unknown:
-        raise FsdError(f"{unknown[0]} is no part: {', '.join(PARTS)}.")
+        raise FsdError(f"{unknown[0]} is not one of the parts {', '.join(PARTS)}.")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise FsdError("this machine has no CUDA device: --device cpu --shape DIRECTORY runs a toy.")
     known = json.loads(args.json.read_text(encoding="utf-8")) if args.json is not None and args.json.is_file() else {}

@@ -24,7 +24,7 @@ class Workplace:
                 old.unlink()
 
     def link(self, path: str | Path) -> str:
-        """Link to a path and return the link's name. A name that is no existing path is returned unchanged.
+        """Link to a path and return the link's name. A name that is not an existing path is returned unchanged.
 
         Raises:
             FsdError: another path has the same last part.

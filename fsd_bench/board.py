@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import Template
 
 from fsd_bench.base import typed
+from fsd_bench.intervals import is_single
 from fsd_core.errors import DataError
 from fsd_core.files import misshapen, read_json, write_text
 
@@ -95,6 +96,7 @@ def _of_record(source: str, record: Mapping[str, Any]) -> Iterator[BoardRow]:
     task = prompts if isinstance(prompts, str) else ", ".join(prompts)
     for name, facts in record["methods"].items():
         compared = ((ratios.get(baseline) or {}).get(name) or {}).get("tokens_per_second") or {}
+        bounds = {} if is_single(compared) else compared
         drafter = facts.get("drafter") or {}
         yield BoardRow(
             source=source,
@@ -109,8 +111,8 @@ def _of_record(source: str, record: Mapping[str, Any]) -> Iterator[BoardRow]:
             tokens_per_second=facts.get("tokens_per_second"),
             baseline=baseline,
             ratio=1.0 if name == baseline else compared.get("median"),
-            low=compared.get("low"),
-            high=compared.get("high"),
+            low=bounds.get("low"),
+            high=bounds.get("high"),
             acceptance_length=facts.get("tau"),
             score=None if facts.get("score") is None else 100 * facts["score"],
             command=str(environment.get("command") or ""),

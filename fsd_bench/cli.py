@@ -227,7 +227,7 @@ def _estimate_options(parser: argparse.ArgumentParser) -> None:
     )
     add_counts(
         parser,
-        ("--draft-vocab", 32000, "token ids that a head drafts"),
+        ("--draft-vocab", None, "token ids that a head drafts (default: 32000, or the target's)"),
         BATCH,
         ("--context", 1024, "tokens before the round"),
     )

@@ -154,13 +154,18 @@ def estimate(args: argparse.Namespace) -> int:
     from fsd_infer.heads.hub import find_head
     from fsd_infer.trees.shape import BONUS_SHAPES, DEFAULT_SHAPES, TreeShape
 
+    if args.tree == "auto":
+        raise FsdError("--tree auto has no shape to estimate: give DEPTH,WIDTH,NODES.")
     tree = None if args.tree is None else TreeShape.parse(args.tree)
     target = planned_target(args.target, read_changes(args.set))
     request: dict[str, Any] = dict(
         batch=args.batch_size, context=args.context, new=args.max_new_tokens, graphs=args.cuda_graphs
     )
     if args.drafter is not None and find_head(args.drafter) is None:
-        drafter = lm_on_paper(target, args.drafter)
+        try:
+            drafter = lm_on_paper(target, args.drafter)
+        except FsdError as error:  # in the words of targets
+            raise FsdError(f"--drafter is neither a head nor a small LM: {error}") from error
     elif args.drafter is not None:
         head = EagleHead.from_pretrained(args.drafter)
         drafter, width = head_on_paper(target, head), head.config.target_hidden_size
@@ -170,7 +175,9 @@ def estimate(args: argparse.Namespace) -> int:
                 "target that this head was trained for."
             )
     else:
-        vocabulary = min(args.draft_vocab, target.vocab_size)
+        if args.draft_vocab is not None and args.draft_vocab > target.vocab_size:
+            raise FsdError(f"--draft-vocab: {args.target} has {target.vocab_size} tokens: give no more.")
+        vocabulary = args.draft_vocab or min(32_000, target.vocab_size)
         drafter = head_on_paper(target, planned_head(target, layout=args.layout, draft_vocab_size=vocabulary))
     planned = Planned(target, drafter, **request)
     print(estimate_text(planned, tree or DEFAULT_SHAPES["cuda"], tree or BONUS_SHAPES["cuda"]))

@@ -30,6 +30,7 @@ import torch
 
 from fsd_bench.planned import EXPERTS, count_weights, planned_target, sizes_of
 from fsd_bench.roofline import FORWARD_GRAPHS, Hardware, MemoryItem, Work, device_rows, seconds
+from fsd_core.errors import ModelLoadError, foreign_errors
 from fsd_infer.device.cuda_graphs import shared_slots
 from fsd_infer.drafters.itself import GROUP, PREFIX, Itself
 from fsd_infer.heads.config import EagleConfig
@@ -42,14 +43,17 @@ LOGITS = 2 + 4 + 4  # bytes per log-probability: bf16 read, fp32 written and rea
 
 
 def planned_head(target: Target, **options: Any) -> EagleHead:
-    """Make a head without values. Takes the options of :meth:`EagleConfig.for_target`, and raises its errors."""
+    """Make a head without values. Takes the options of :meth:`EagleConfig.for_target`, and raises its errors.
+
+    Also raises ModelLoadError for sizes that transformers' layers refuse.
+    """
     config = EagleConfig.for_target(target, **options)
-    with torch.device("meta"):
+    with foreign_errors(ModelLoadError, f"no head can be planned for {target.name}: {{why}}"), torch.device("meta"):
         return EagleHead(config).to(torch.bfloat16)
 
 
 def weights_read(target: Target) -> int:
-    """Return the number of weights that a forward reads: all but input embeddings that are no LM head."""
+    """Return the number of weights that a forward reads: all but input embeddings that are not the LM head."""
     table, head = target.model.get_input_embeddings().weight, target.model.get_output_embeddings().weight
     return count_weights(target.model) - (0 if table is head else table.numel())
 

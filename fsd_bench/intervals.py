@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,9 @@ def interval(values: Sequence[float], seed: int = 0) -> dict[str, Any]:
 
 
 def bootstrap_interval(samples: Sequence[Any], statistic: Callable[..., Any], seed: int) -> tuple[float, float]:
-    """Return the interval of ``statistic(*samples, axis)``, resampled together. A single observation is its own."""
+    """Return the interval of ``statistic(*samples, axis)``, resampled together. A single one is its own, see
+    :func:`is_single`.
+    """
     if len(samples[0]) == 1:
         value = float(statistic(*map(np.asarray, samples), axis=-1))
         return value, value
@@ -67,16 +69,24 @@ def _of_means(key: str, combine: Callable[..., Any], own: Pairs, other: Pairs | 
 
 
 def mean_text(values: dict[str, Any] | None, scale: float = 1.0, digits: int = 1, signed: bool = False) -> str:
-    """Format a :func:`mean_interval` as "mean [low, high]"; "-" for None."""
+    """Format a :func:`mean_interval` as "mean [low, high]", of a single prompt "mean [n = 1]"; "-" for None."""
     if values is None:
         return "-"
-    sign = "+" if signed else ""
-    mean, low, high = (f"{scale * values[key] + 0.0:{sign}.{digits}f}" for key in ("mean", "low", "high"))
-    return f"{mean} [{low}, {high}]"
+    return _text(values, "mean", scale, f"{'+' if signed else ''}.{digits}f")
 
 
 def ratio_text(values: dict[str, Any] | None, centre: str = "ratio") -> str:
-    """Format a :func:`ratio_interval`, or an :func:`interval` with ``centre="median"``; "-" without a value."""
+    """Format a :func:`ratio_interval` likewise, or an :func:`interval` with ``centre="median"``."""
     if values is None or values[centre] is None:
         return "-"
-    return f"{values[centre]:.2f} [{values['low']:.2f}, {values['high']:.2f}]"
+    return _text(values, centre, 1.0, ".2f")
+
+
+def _text(values: dict[str, Any], centre: str, scale: float, form: str) -> str:
+    middle, low, high = (f"{scale * values[key] + 0.0:{form}}" for key in (centre, "low", "high"))
+    return f"{middle} [n = 1]" if is_single(values) else f"{middle} [{low}, {high}]"
+
+
+def is_single(values: Mapping[str, Any]) -> bool:
+    """Return whether an interval is of one observation, which says nothing of others."""
+    return values.get("prompts", values.get("pairs")) == 1

@@ -32,7 +32,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fsd_core.errors import DataError, FsdError
-from fsd_core.registry import Registry
+from fsd_core.registry import Registry, did_you_mean
+from fsd_core.text.conversations import PROMPT_FIELDS
 
 Values = Mapping[str, Any]
 Layout = Callable[[Values], dict[str, Any]]
@@ -40,6 +41,7 @@ LAYOUTS: Registry[Layout] = Registry("layout")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 BOXED = "Reason step by step, and put your final answer within \\boxed{}."
 LETTER = "Reason step by step. End with a line that says ANSWER: and the letter of your choice."
+OURS = ("answer", "reference", "category", "scored_by", "letters", "tools", "image", "images", *PROMPT_FIELDS)
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # SPEED-Bench, where a source's licence forbids copies
 
 
@@ -57,11 +59,22 @@ def layout_of(name: str | None, fields: Mapping[str, str] | None = None) -> Layo
 
 
 def renamed(fields: Mapping[str, str]) -> Layout:
-    """Return a layout that gives a file's fields our names: {"prompt": "Frage"}. Other fields keep theirs."""
+    """Return a layout that gives a file's fields our names: {"prompt": "Frage"}. Other fields keep theirs.
+
+    Raises:
+        FsdError: a name that is not one of ours.
+    """
+
+    for ours in fields:
+        if ours not in OURS:
+            raise FsdError(
+                f"--field {ours}=...: this is not a name of ours.{did_you_mean(ours, OURS)} Known: {', '.join(OURS)}."
+            )
 
     def convert(row: Values) -> dict[str, Any]:
-        for theirs in fields.values():
-            _need(row, theirs)
+        for ours, theirs in fields.items():
+            if row.get(theirs) in (None, ""):
+                raise DataError(f"no field {theirs}, which --field {ours}={theirs} names. It has {', '.join(row)}.")
         others = {key: row[key] for key in row if key not in fields.values()}
         return others | {ours: row[theirs] for ours, theirs in fields.items()}
 

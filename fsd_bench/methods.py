@@ -26,8 +26,10 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fsd_bench.base import MeasuredAnswer, Method, TimedRun
@@ -37,7 +39,7 @@ from fsd_bench.models import Models
 from fsd_bench.process import ProcessMethod
 from fsd_bench.server import Server, ServerMethod
 from fsd_core.errors import FsdError, UnknownNameError
-from fsd_core.registry import Registry, read_int
+from fsd_core.registry import Registry, did_you_mean, read_int
 from fsd_infer.drafters import TreeShape
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.rules import RULES, parse_rule
@@ -171,6 +173,18 @@ def _server(spec: MethodSpec) -> tuple[Server, str | None]:
     return Server(url), model or None
 
 
+def _served(spec: MethodSpec, models: Models) -> Method:
+    method = ServerMethod(spec.name, *_server(spec))
+    target = models.options.target
+    if Path(method.model).name.lower() != Path(target).name.lower():
+        print(
+            f"notice: server {method.server.url} serves {method.model!r} and gets token ids of {target!r}: its figures "
+            "count only if both have one tokenizer.",
+            file=sys.stderr,
+        )
+    return method
+
+
 def _words(spec: MethodSpec) -> list[str]:
     try:
         words = shlex.split(spec.argument)
@@ -188,7 +202,7 @@ for _name, _kind in {
     "hf-beams": _generate("num_beams", 2, MAX_BEAMS),
     "beams": MethodKind(_beam_search, _beams, takes_drafter=True),
     "hf-assisted": MethodKind(_assisted, _assistant),
-    "server": MethodKind(lambda spec, models: ServerMethod(spec.name, *_server(spec)), _server),
+    "server": MethodKind(_served, _server),
     "command": MethodKind(lambda spec, models: ProcessMethod(spec.name, _words(spec)), _words, own_process=True),
 }.items():
     METHODS.register(_name)(_kind)
@@ -219,7 +233,7 @@ def _parse(text: str) -> MethodSpec:
     kind = re.split("[:@]", rest, maxsplit=1)[0]
     if kind not in METHODS and kind not in RULES:
         known = [*METHODS.names(), *RULES.names()]
-        raise UnknownNameError(f"unknown method {rest!r}. Known: {', '.join(known)}.")
+        raise UnknownNameError(f"unknown method {rest!r}.{did_you_mean(kind, known)} Known: {', '.join(known)}.")
     if not _takes_drafter(kind):
         if rest[len(kind) : len(kind) + 1] == "@":
             raise FsdError(f"method {rest!r}: {kind} takes no drafter; a rule does, e.g. exact@none.")

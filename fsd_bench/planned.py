@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from fsd_core.errors import FsdError, ModelLoadError, shortened
+from fsd_core.errors import FsdError, ModelLoadError, foreign_errors
+from fsd_core.registry import read_int
 from fsd_infer.heads.layers import llama_layer
 from fsd_infer.targets.kinds import auto_class
 from fsd_infer.targets.loading import attention_for, explained, load_config
@@ -40,7 +41,8 @@ def planned_target(name: str, changes: Mapping[str, int] | None = None) -> Targe
         ModelLoadError: no such config, or a model that cannot verify a draft tree.
     """
     directory = Path(name).expanduser()
-    try:
+    # a config can make any part of transformers fail
+    with foreign_errors(ModelLoadError, f"no model can be planned from the config of {name}: {{why}}"):
         if name in SHAPES:
             config = AutoConfig.for_model(**SHAPES[name])
         elif (directory / "config.json").is_file():
@@ -59,10 +61,6 @@ def planned_target(name: str, changes: Mapping[str, int] | None = None) -> Targe
             model = kind.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
         target = Target(model, name=name)
         _ = target.layer_windows  # refuses other kinds of layers
-    except FsdError:
-        raise
-    except Exception as error:  # a config can make any part of transformers fail
-        raise ModelLoadError(f"no model can be planned from the config of {name}: {shortened(error)}") from error
     return target
 
 
@@ -117,8 +115,12 @@ def count_weights(module: nn.Module) -> int:
 
 
 def read_changes(changes: Sequence[str]) -> dict[str, int]:
-    """Parse "KEY=NUMBER" texts. Raises FsdError for another text."""
-    try:
-        return {key: int(value) for key, value in (text.split("=") for text in changes)}
-    except ValueError:
-        raise FsdError(f"--set takes KEY=NUMBER, e.g. num_hidden_layers=8; got {' '.join(changes)}.") from None
+    """Parse "KEY=NUMBER" texts, of numbers from 1. Raises FsdError for another text."""
+    found = {}
+    for text in changes:
+        key, equals, number = text.partition("=")
+        value = read_int(number)
+        if not key or value is None or value < 1:
+            raise FsdError(f"--set takes KEY=NUMBER with a number from 1, e.g. num_hidden_layers=8; got {text}.")
+        found[key] = value
+    return found

@@ -16,7 +16,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,6 +28,7 @@ from fsd_core.errors import FsdError
 from fsd_core.files import parse_json
 
 STOP_SECONDS = 20.0
+PATIENCE = 60.0  # until we say what we wait for: a model may load for long
 
 
 class ProcessMethod(Method):
@@ -55,11 +58,17 @@ class ProcessMethod(Method):
         except OSError as error:
             self._process = None
             raise FsdError(f"method {name!r}: {command[0]} cannot be started ({error}).") from error
+        said = f"notice: method {name!r} waits for its process, which says {{}} on a line when it is ready."
+        timer = threading.Timer(PATIENCE, print, (said,), {"file": sys.stderr})
+        timer.daemon = True
+        timer.start()
         try:
             self._read()
         except BaseException:  # an interrupt must not leave it running either
             self.close()
             raise
+        finally:
+            timer.cancel()
         self.load_seconds = time.perf_counter() - start
 
     def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
@@ -103,8 +112,8 @@ class ProcessMethod(Method):
         if not line:
             status = self._process.wait()
             self._said.seek(0)
-            said = [text.strip() for text in self._said if text.strip()]
-            raise FsdError(f"method {self.name!r}: its process ended with status {status}: {said[-1] if said else ''}")
+            said = [text.strip() for text in self._said if text.strip()] or ["it wrote nothing to standard error."]
+            raise FsdError(f"method {self.name!r}: its process ended with status {status}: {said[-1]}")
         answer = parse_json(
             line.encode(), f"method {self.name!r}", "Its process must answer in lines of JSON.", FsdError
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -79,7 +80,10 @@ def _speed_table(record: dict[str, Any]) -> str:
     answers = next(iter(record["methods"].values()))["answers"]
     blocks = (record.get("settings") or {}).get("isolate")
     unit = "prompt" if blocks is None else "block"
-    note = f"{answers} prompts" + ("" if blocks is None else f" in {blocks} blocks, each in its own process")
+    note = f"{answers} prompt{'s' * (answers != 1)}"
+    if blocks is not None:
+        filled = min(blocks, math.ceil(answers / (record["settings"].get("batch_size") or 1)))
+        note += f" in {filled} block{'s' * (filled != 1)}, each in its own process"
     note += f"; medians over {unit}s; tok/s counts prefill, ratios compare tok/s {unit} by {unit}"
     return "speed\n" + fitted_tables(headers, rows) + "\n" + note
 

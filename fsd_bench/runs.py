@@ -144,7 +144,7 @@ class RunFile:
             if isinstance(error, KeyboardInterrupt):
                 print(kept, file=sys.stderr)
             else:
-                error.args = (f"{error} {kept}",)
+                error.args = (f"{str(error).removesuffix('.')}. {kept}",)
             raise
 
 

@@ -70,11 +70,14 @@ class ServerMethod(Method):
                     ids[at] += new or []
                     texts[at] += text
                     if choice.get("finish_reason"):
-                        reasons[at] = "stop" if choice["finish_reason"] == "stop" else "length"
+                        reasons[at] = choice["finish_reason"]
             except (AttributeError, IndexError, TypeError, ValueError) as error:
                 said = f"server {self.server.url} sent no event of the OpenAI API: {error!r:.200}."
                 raise ServerError(said) from error
         seconds = time.perf_counter() - start
+        if "abort" in reasons:  # as vLLM and ours say it
+            raise ServerError(f"server {self.server.url} aborted an answer: is it stopping?")
+        reasons = ["stop" if why == "stop" else "length" for why in reasons]
         if sends_ids and all(ids):
             answers = [
                 MeasuredAnswer(tokens, None, None, finish_reason=why) for tokens, why in zip(ids, reasons, strict=True)

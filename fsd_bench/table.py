@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fsd_bench.intervals import is_single
 from fsd_bench.layouts import LAYOUTS
 from fsd_bench.runner import run
 from fsd_bench.settings import RunOptions
@@ -229,7 +230,7 @@ def _interval(found: Mapping[str, Any] | None, key: str, scale: float, digits: i
     value, low, high = (
         "?" if found[name] is None else f"{scale * found[name]:.{digits}f}" for name in (key, "low", "high")
     )
-    return f"{value} ({low}–{high})"
+    return f"{value} (n = 1)" if is_single(found) else f"{value} ({low}–{high})"
 
 
 def _plain_text(value: Any) -> str:

@@ -16,12 +16,15 @@ from transformers import AutoModelForCausalLM
 from fsd_bench import MeasuredAnswer, ServerError, TimedRun, build_record, likelihood, parse_methods, run
 from fsd_bench.base import Comparison
 from fsd_bench.cli import main
+from fsd_bench.intervals import mean_text, ratio_text
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.record import BenchPrompt
 from fsd_bench.report import bench_table, brief_table
 from fsd_bench.runner import partial_path
 from fsd_bench.runs import RunFile, Trial, read_run
 from fsd_bench.server import Server, ServerMethod
+from fsd_bench.settings import RunOptions
+from fsd_bench.sweep.settings import SweepOptions
 from fsd_core.console import TerminatedError
 from fsd_infer import FsdError, Target, TreeShape
 from fsd_infer.trees import policy
@@ -207,7 +210,8 @@ def test_a_method_is_read_from_its_text() -> None:
 
 
 WRONG = {
-    "exat": "unknown method 'exat'", "exact@": "name the drafter after '@'", "plain@none": "plain takes no drafter",
+    "exat": "unknown method 'exat'. Did you mean 'exact'",
+    "exact@": "name the drafter after '@'", "plain@none": "plain takes no drafter",
     "hf-generate:3": "takes no parameters", "hf-lookup:x": "give a number from 1 to 1024, e.g. hf-lookup:8",
     "hf-assisted": "name the assistant model", "hf-assisted:#3": "name the assistant model",
     "hf-assisted:a#b": "give 1 to 64 drafts, e.g. hf-assisted:DIRECTORY#4",
@@ -241,10 +245,39 @@ def test_drafters_of_their_own_and_an_assistant(toy: Toy) -> None:
     assert set(record["ratios"]["exact"]) == {"none", "again", "assisted", "plain", "two"}
 
 
-def test_server_gets_the_same_tokens_and_is_measured_alike(toy: Toy, greedy: Behaviour) -> None:
+def test_lists_and_names_that_are_none_are_told(toy: Toy) -> None:
+    """Python would take a text apart letter by letter."""
+    for wrong in ({"methods": "plain"}, {"methods": ["plain"], "baselines": "plain"}):
+        with pytest.raises(FsdError, match=r"^(methods|baselines) is a list: give \['plain'\]"):
+            RunOptions(toy.prompts, **wrong).check()  # type: ignore[arg-type]
+    with pytest.raises(FsdError, match="^prompts is a list"):
+        SweepOptions(toy.prompts, ["tilted"]).check()  # type: ignore[arg-type]
+    for fields, message in (
+        ({"prompts": "x"}, "Did you mean 'prompt'"),
+        ({"prompt": "x"}, "--field prompt=x names. It has"),
+    ):
+        with pytest.raises(FsdError, match=message):
+            toy_run(toy, ["plain"], fields=fields)
+
+
+def test_an_interval_of_one_prompt_says_so(toy: Toy) -> None:
+    record = toy_run(toy, ["plain", "exact"], limit=1)
+    one = record["ratios"]["plain"]["exact"]["tokens_per_second"]
+    assert one["pairs"] == 1 and ratio_text(one, "median") == f"{one['median']:.2f} [n = 1]"
+    assert f" {one['median']:.2f} [n = 1]" in bench_table(record) and "\n1 prompt; " in bench_table(record)
+    two = {**one, "pairs": 2}
+    assert ratio_text(two, "median") == f"{one['median']:.2f} [{one['low']:.2f}, {one['high']:.2f}]"
+    assert mean_text({"mean": 0.5, "low": 0.5, "high": 0.5, "prompts": 1}, 100) == "50.0 [n = 1]"
+
+
+def test_server_gets_the_same_tokens_and_is_measured_alike(
+    toy: Toy, greedy: Behaviour, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may have another tokenizer, which its protocol does not tell: another name is said aloud."""
     with serving(greedy) as url:
         methods = ["plain", f"theirs=server:{url}#toy"]
         record = toy_run(toy, methods, repeat=2, warmup=True, log_likelihood=True, baselines=["theirs"])
+    assert f"serves 'toy' and gets token ids of '{toy.target}'" in capsys.readouterr().err
     plain, theirs = record["methods"]["plain"], record["methods"]["theirs"]
     assert plain["identical_to_baseline"] == 1.0 and record["baseline"] == "theirs"
     for key in ("answer_tokens", "finished_fraction"):
@@ -280,6 +313,16 @@ def test_events_of_another_form_are_named(odd: dict[str, Any], monkeypatch: pyte
         method = ServerMethod("s", Server(url))
         monkeypatch.setattr(method.server, "stream", lambda *arguments: iter([odd]))
         with pytest.raises(ServerError, match="sent no event of the OpenAI API"):
+            method.answer([[1, 2]], {"max_new_tokens": 4, "do_sample": False}, 0)
+
+
+def test_an_aborted_answer_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is stopped cuts answers short, which would count as answers of full length."""
+    cut = {"choices": [{"text": "x", "token_ids": [1], "finish_reason": "abort"}], "usage": {"completion_tokens": 1}}
+    with serving(Behaviour(made_up)) as url:
+        method = ServerMethod("s", Server(url))
+        monkeypatch.setattr(method.server, "stream", lambda *arguments: iter([cut]))
+        with pytest.raises(ServerError, match="aborted an answer: is it stopping"):
             method.answer([[1, 2]], {"max_new_tokens": 4, "do_sample": False}, 0)
 
 

@@ -20,7 +20,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 from benchmarks import compare, first_gpu, gpu_round, padded, peers
 from benchmarks.peers import HERE
 from benchmarks.peers.gguf_files import converted
-from fsd_bench import METHODS, parse_methods, run
+from fsd_bench import METHODS, parse_methods, process, run
 from fsd_bench.cli import build_parser, main
 from fsd_bench.planned import count_weights
 from fsd_bench.process import ProcessMethod
@@ -96,6 +96,8 @@ def test_a_peer_that_cannot_do_what_is_asked_says_why(fake: peers.Peer, tmp_path
         parse_methods(["fake:q4"])
     with pytest.raises(FsdError, match="method 'x': no/such/program cannot be started"):
         ProcessMethod("x", ["no/such/program"])
+    with pytest.raises(FsdError, match="ended with status 3: it wrote nothing"):
+        ProcessMethod("x", [sys.executable, "-c", "raise SystemExit(3)"])
     method = ProcessMethod("fake", [sys.executable, fake.script])
     with pytest.raises(FsdError, match="--batch-size 1"):
         method.answer([[1], [2]], {"max_new_tokens": 2}, 0)
@@ -104,6 +106,16 @@ def test_a_peer_that_cannot_do_what_is_asked_says_why(fake: peers.Peer, tmp_path
     run = method.answer([[7]], {"max_new_tokens": 2, "schema": {"type": "integer"}}, 0)
     assert run.answers[0].tokens == [40, 41], "a question's schema reaches the engine"
     method.close()
+
+
+def test_a_program_that_says_nothing_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`command:cat` waits for a question, and we for its first line."""
+    monkeypatch.setattr(process, "PATIENCE", 0.0)
+    late = "import time; time.sleep(1); print('{}', flush=True); input()"
+    ProcessMethod("late", [sys.executable, "-c", late]).close()
+    assert "method 'late' waits for its process, which says {} on a line" in capsys.readouterr().err
 
 
 def test_gguf_files_hold_the_numbers_that_the_packed_ones_stand_for(tmp_path: Path) -> None:

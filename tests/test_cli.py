@@ -76,19 +76,27 @@ BAD = {
     "streamed beams": (["--num-beams", "2", "--stream"], "--stream shows one answer as it grows"),
     "no beams": (["--beam-options", "depth=4"], "needs beams: add --num-beams"),
     "greedy and narrow": (["--num-beams", "2", "--beam-options", "join_every=4"], "a temperature above 0"),
-    "empty prompt": (["--prompt", ""], "the prompt is empty"),
-    "long prompt": (["--prompt", "the cat " * 200], "context of 256 tokens"),
+    "empty prompt": ([], "the prompt is empty"),
+    "long prompt": ([], "context of 256 tokens"),
     "sampling as an option": (["--options", '{"do_sample": true}'], "use --temperature"),
+    "rule as an option": (["--options", '{"rule": "tilted"}'], "--options: rule has an option of its own: use --rule."),
+    "two prompts": (["--prompt", "another"], "--prompt: given twice, but a run answers one prompt"),
+    "no page": (["--overwrite"], "--overwrite replaces the page of --html"),
+    "colours of nothing": (["--color", "always"], "add --show-accepted"),
+    "figures and none": (["--stats", "--quiet"], "--quiet: not allowed with argument --stats"),
     "unknown option": (["--options", '{"no_such": 1}'], "unknown option 'no_such'"),
     "no file": (["--prompt-file", "none.txt"], "not allowed with argument --prompt"),
     "stream and json": (["--stream", "--json"], "--json"),
 }
 
 
+BAD_PROMPTS = {"empty prompt": "", "long prompt": "the cat " * 200}
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_ends_in_one_line(name: str, toy: Toy) -> None:
     extra, message = BAD[name]
-    status, out, err = generate(toy, *extra)
+    status, out, err = generate(toy, *extra, prompt=BAD_PROMPTS.get(name, PROMPT))
     assert status == 2 and out == ""
     assert err.startswith("fsd-infer") and err.count("\n") == 1 and message in err
     if name == "unknown rule":

@@ -250,8 +250,16 @@ def test_decoding_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert infer([*small, "--cuda-graphs", "--batch-size", "2"]) == 0
     said = capsys.readouterr().out
     assert "graph's pool" in said and re.search(r"^RTX 4090 +1 ", said, re.M) and "H200 data sheet" in said
-    assert infer([*small, "--set", "layers"]) == 2
-    assert "--set takes KEY=NUMBER" in capsys.readouterr().err
+    for wrong, message in (
+        (["--set", "layers"], "--set takes KEY=NUMBER"),
+        (["--set", "num_hidden_layers=0"], "--set takes KEY=NUMBER with a number from 1"),
+        (["--set", "hidden_size=63"], "no head can be planned for"),
+        (["--draft-vocab", "99999999"], "--draft-vocab: "),
+        (["--drafter", "none-such"], "--drafter is neither a head nor a small LM: unknown"),
+        (["--tree", "auto"], "--tree auto has no shape to estimate"),
+    ):
+        assert infer([*small, *wrong]) == 2
+        assert message in capsys.readouterr().err
     foreign = shipped_drafter("smollm2-135m")
     assert infer(["estimate", "--target", str(tmp_path), "--drafter", str(foreign)]) == 2
     assert "reads features of width 576" in capsys.readouterr().err

@@ -90,7 +90,7 @@ def score(doc: Mapping[str, Any], results: Sequence[str], kind: str = "auto") ->
     row = PromptRow("", messages, "", "task", doc["line"], values)  # type: ignore[arg-type]
     is_text = "answer" not in values
     reference = read_references([row], "rouge" if is_text else kind)[0]
-    assert reference is not None, "rows without one are no documents"
+    assert reference is not None, "rows without one are not documents"
     words = results[0].split()
     copied = copied_ngrams(doc["prompt"].split(), words) or 0.0
     return {

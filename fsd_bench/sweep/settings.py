@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsd_bench.models import ModelOptions, Models
+from fsd_bench.models import ModelOptions, Models, check_lists
 from fsd_bench.prompts import spread_rows
 from fsd_bench.score import AUTO, check_score
 from fsd_core.errors import FsdError
@@ -106,6 +106,7 @@ class SweepOptions(ModelOptions):
     def check(self) -> None:
         """Raise FsdError for options that can be refused before anything is loaded."""
         super().check()
+        check_lists(self, "prompts", "rules")
         self.settings()
         if not self.prompts:
             raise FsdError("no file of prompts: name at least one.")

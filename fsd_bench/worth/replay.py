@@ -213,7 +213,7 @@ class Replay:
             steps.append((nats, lossy))
             if leaf or not drafted or token in self.eos or len(steps) == seen.room:
                 return steps
-        raise AssertionError("a round ends with a token that is no draft")
+        raise AssertionError("a round ends with a token that is not a draft")
 
 
 def walk(seen: ExactRound, parts: Iterable[Part]) -> dict[Part, list[Emitted]]:

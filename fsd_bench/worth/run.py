@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsd_bench.models import ModelOptions
+from fsd_bench.models import ModelOptions, check_lists
 from fsd_bench.prompts import Encoder, encode_rows, spread_rows, without_copies
 from fsd_bench.worth.forecasts import forecast
 from fsd_bench.worth.result import COSTS, Forecast, ForecastRow
@@ -48,6 +48,7 @@ class WorthOptions(ModelOptions):
     def check(self) -> None:
         """Raise FsdError for options that can be refused before anything is loaded."""
         super().check()
+        check_lists(self, "rules")
         if isinstance(self.tree, str):
             raise FsdError(f"worth decodes with a named tree and cuts it: give a shape for tree {self.tree}.")
         for rule in self.rules:
@@ -104,7 +105,8 @@ def brief_text(found: Forecast, options: WorthOptions) -> str:
         words += ["--rule", row.rule, "--tree", f"{shape.depth},{shape.width},{shape.nodes}"]
         words[-1] += f",{shape.stop_below:g}" if shape.stop_below else ""
     command = " ".join(shlex.quote(str(word)) for word in words)
-    return f"{verdict(found)}\n\n  {command} --prompt '...'\n\n(--details prints the forecast of each rule)"
+    seen = f"forecast from {found.rounds} rounds of exact; --details prints it for each rule"
+    return f"{verdict(found)}\n\n  {command} --prompt '...'\n\n({seen})"
 
 
 def _scores_text(found: Forecast) -> str:

@@ -29,6 +29,13 @@ SHARED = (  # the parameters of LossyRule, in their order
     "nats per request, n-grams tested exactly, a phase of the text, exact tokens at the answer's beginning and at each "
     "sentence's, drawn nodes"
 )
+OWN = {  # fields of --options' objects that have an option of their own
+    **{name: f"--{name.replace('_', '-')}" for name in (
+        "rule", "quality", "seed", "max_new_tokens", "temperature", "top_p", "top_k", "num_beams",
+    )},
+    "do_sample": "--temperature", "guide": "--schema or --regex", "beams": "--beam-options",
+    "apply_chat_template": "--raw", "max_cache_bytes": "--max-cache-gib",
+}  # fmt: skip
 LONGEST_PROMPT = 2**27  # characters: a device or a pipe may never end
 
 
@@ -124,6 +131,10 @@ def fuzzy_config(args: argparse.Namespace) -> FuzzyConfig:
     for option in ("stream", "show_accepted", "html") if args.num_beams > 1 else ():
         if getattr(args, option):
             raise FsdError(f"--{option.replace('_', '-')} shows one answer as it grows: leave --num-beams out.")
+    if args.overwrite and args.html is None:
+        raise FsdError("--overwrite replaces the page of --html: name it, or leave --overwrite out.")
+    if args.color == "always" and not args.show_accepted:
+        raise FsdError("--color always needs tokens by source: add --show-accepted, or leave it out.")
     for option in ("top_p", "top_k"):
         if args.temperature == 0 and getattr(args, option) is not None:
             raise FsdError(f"--{option.replace('_', '-')} has no effect at temperature 0: add --temperature.")
@@ -141,10 +152,9 @@ def _further(options: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of --options. Raises FsdError for one that is unknown or has an option of its own."""
     from fsd_infer.request.options import split_options
 
-    for name in ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "num_beams"):
-        if name in options:
-            own = "--temperature" if name == "do_sample" else f"--{name.replace('_', '-')}"
-            raise FsdError(f"--options: {name} has an option of its own: use {own}.")
+    for name in options:
+        if name in OWN:
+            raise FsdError(f"--options: {name} has an option of its own: use {OWN[name]}.")
     return split_options(options)[0]
 
 

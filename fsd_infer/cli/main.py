@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
+from typing import Any
 
 from fsd_core.completion import HELP, add_completion, commands_of, script
 from fsd_core.console import ConsoleParser, run_parsed
@@ -81,10 +82,25 @@ def completion(args: argparse.Namespace) -> int:
     return 0
 
 
+class Once(argparse.Action):
+    """Stores a value, and refuses a second one, of which argparse would keep only the last."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, name: Any = None
+    ) -> None:
+        if getattr(namespace, self.dest) is not None:
+            raise argparse.ArgumentError(
+                self, "given twice, but a run answers one prompt: fsd-bench run takes a file of many"
+            )
+        setattr(namespace, self.dest, value)
+
+
 def _generate_options(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", metavar="TEXT", help="the prompt")
-    source.add_argument("--prompt-file", metavar="FILE", help='read the prompt from a file, "-": from standard input')
+    source.add_argument("--prompt", action=Once, metavar="TEXT", help="the prompt")
+    source.add_argument(
+        "--prompt-file", action=Once, metavar="FILE", help='read the prompt from a file, "-": from standard input'
+    )
     parser.add_argument(
         "--image", action="append", metavar="FILE",
         help="image that the prompt shows, of a target that sees; may be given several times",
@@ -135,7 +151,7 @@ def _request_options(parser: argparse.ArgumentParser) -> None:
 def _output_options(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output").add_mutually_exclusive_group()
     add_flags(
-        parser,
+        parser.add_mutually_exclusive_group(),
         ("--stats", "print all figures of the answer on standard error, not only two lines"),
         ("--quiet", "print the answer and nothing else, but errors"),
     )

@@ -111,16 +111,11 @@ def tried(maker: str, text: str, options: list[Any], read_log: Callable[[], str]
         read_log: reads what llguidance has written.
 
     Returns:
-        {"grammar": as llguidance serialises it}, {"malformed": a whole message} or {"problem": why no answer follows}.
+        {"grammar": as llguidance serialises it}, or {"problem": why no answer follows}.
     """
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
     bounds, *more = options
-    if maker == "grammar_from_json_schema":
-        try:
-            json.loads(text)
-        except ValueError as error:
-            return {"malformed": f"the schema is not JSON: {error}."}
     try:
         made = getattr(LLMatcher, maker)(text, *more)
         words = Bytes(text if maker == "grammar_from_lark" else "")
@@ -162,7 +157,7 @@ def answer_all() -> None:
             found = tried(maker, text, options, log_reader())
         except RecursionError:
             found = {"problem": TOO_DEEP}
-        except BaseException as error:  # panics of Rust are no Exceptions
+        except BaseException as error:  # panics of Rust are not Exceptions
             found = {"problem": f"{type(error).__name__}: {error}"}
         sys.stdout.buffer.write(json.dumps(found).encode() + b"\n")
         sys.stdout.buffer.flush()

@@ -49,8 +49,6 @@ def serialised(maker: str, text: str, what: str, options: str = "") -> str:
     if len(text) > MAX_TEXT:
         raise FsdError(f"the {what} has {len(text):,} characters, more than {MAX_TEXT:,}: give a shorter one.")
     found = _CHILD.answer([maker, text, [LIMITS, *([json.loads(options)] if options else [])]])
-    if "malformed" in found:
-        raise FsdError(found["malformed"])
     if "problem" in found:
         raise FsdError(f"the {what} cannot be followed: {reason(found['problem'])}")
     return found["grammar"]

@@ -169,7 +169,7 @@ class Follower:
         matcher: llguidance's, in its first state.
         vocab_size: V.
         eos: tokens that end an answer.
-        strict: the text before a tree is the answer; False: it may be a beam that is no answer.
+        strict: the text before a tree is the answer; False: it may be a beam that is not an answer.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, eos: frozenset[int], strict: bool = True) -> None:

@@ -234,7 +234,7 @@ def with_defaults(fields: dict[str, Any], stated: Mapping[str, Any]) -> dict[str
 
 
 def check_numbers(values: Mapping[str, Any]) -> None:
-    """Raise FsdError for fields that are no numbers, out of bounds, or so large that they take all memory or time.
+    """Raise FsdError for fields that are not numbers, out of bounds, or so large that they take all memory or time.
 
     Text for a flag counts as true in Python, "false" too.
     """

@@ -143,7 +143,7 @@ class Service:
         return Stream(events(), partial(self.release, [job]))
 
     async def malformed(self, request: Request, error: Exception) -> JSONResponse:
-        """Answer a body that is no valid request."""
+        """Answer a body that is not a valid request."""
         assert isinstance(error, RequestValidationError)
         self.metrics.requests.labels("malformed").inc()
         message, field = explain(error)

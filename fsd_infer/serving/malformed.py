@@ -1,4 +1,4 @@
-"""What is wrong with a body that is no valid request, in the words of OpenAI's API."""
+"""What is wrong with a body that is not a valid request, in the words of OpenAI's API."""
 
 from __future__ import annotations
 

@@ -239,8 +239,10 @@ def read_answers(
         (training, validation)
 
     Raises:
-        DataError: there is no row, or what ``check`` raises (with file and line or row number).
+        DataError: a single path, no row, or what ``check`` raises (with file and line or row number).
     """
+    if isinstance(paths, (str, Path)):
+        raise DataError(f"paths is a list of files: give [{str(paths)!r}] in place of {str(paths)!r}.")
     named, check = ", ".join(map(str, paths)), check or RowCheck(strict=True)
     before, left_out = check.read, 0
     placed: list[_Sided] = []
