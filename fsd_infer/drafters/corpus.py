@@ -69,8 +69,7 @@ def open_corpus(name: str | os.PathLike[str], target: Target) -> SuffixStore:
 def _index_of(name: str) -> Path:
     if is_hub_name(name):
         return cache_dir() / "memory" / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}{SUFFIX}"
-    whole = Path(os.path.abspath(name))
-    return whole.with_name(whole.name + SUFFIX)
+    return Path(os.path.abspath(name) + SUFFIX)
 
 
 def _state(source: Path, index: Path) -> str:
