@@ -116,7 +116,7 @@ def test_what_cannot_be_held(kind: GGMLQuantizationType) -> None:
         stored[7, SCALES[kind.name][-1] : SCALES[kind.name][-1] + 2] = (bits & 255, bits >> 8)
         with torch.device("meta"):
             layer = nn.Linear(block, 64, bias=False, dtype=torch.bfloat16)
-        with pytest.raises(ValueError, match="1 scales that are no finite numbers"):
+        with pytest.raises(ValueError, match="1 scales that are not finite numbers"):
             Packed(layer, QuantizedWeight(int(kind), stored))
     with torch.device("meta"):
         other = nn.Linear(16, 64, bias=False, dtype=torch.bfloat16)
@@ -219,5 +219,5 @@ def test_files_that_are_cut_or_wrong(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
     row = bytes(read_gguf(path)[1]["blk.1.ffn_up.weight"].data[3])
     broken.write_bytes(content.replace(row, b"\xff" * len(row)))
-    with pytest.raises(ModelLoadError, match="1.mlp.up_proj.weight of the GGUF file has 16 scales that are no fin"):
+    with pytest.raises(ModelLoadError, match="1.mlp.up_proj.weight of the GGUF file has 16 scales that are not fin"):
         FuzzyDecoder.from_pretrained(broken, "none", device="cpu")

@@ -115,7 +115,7 @@ DAMAGED = {  # a target's file: what is written to it, what is said
     ),
     "generation_config.json": (
         "[1]",
-        "generation_config.json is no JSON object. Copy the model again, or delete this file.",
+        "generation_config.json is not a JSON object. Copy the model again, or delete this file.",
     ),
     "tokenizer.json": ("{", "double quotes: line 1 column 2 (char 1) Check its files: tokenizer.json"),
 }

@@ -123,7 +123,7 @@ def test_an_index_that_is_not_right_is_refused_in_a_line(tmp_path: Path, target:
         assert "\n" not in str(refused.value) and str(index) in str(refused.value)
     index.unlink()
     index.mkdir()
-    with pytest.raises(FsdError, match="is no file, where the corpus's index belongs"):
+    with pytest.raises(FsdError, match="is not a file, where the corpus's index belongs"):
         open_corpus(file, target)
     with pytest.raises(FsdError, match="no rows"):
         open_corpus(save_rows(tmp_path / "empty.jsonl", []), target)
@@ -176,7 +176,11 @@ def test_a_pipe_is_no_corpus(tmp_path: Path, target: Target) -> None:
     for pipe in (tmp_path / "pipe.jsonl", tmp_path / "folder" / "said.parquet", tmp_path / f"said.jsonl{SUFFIX}"):
         os.mkfifo(pipe)
     save_rows(tmp_path / "said.jsonl", ROWS)
-    for name, message in (("pipe.jsonl", "is a pipe"), ("folder", "parquet is a pipe"), ("said.jsonl", "is no file")):
+    for name, message in (
+        ("pipe.jsonl", "is a pipe"),
+        ("folder", "parquet is a pipe"),
+        ("said.jsonl", "is not a file"),
+    ):
         with pytest.raises(FsdError, match=message):
             open_corpus(tmp_path / name, target)
 

@@ -87,7 +87,7 @@ def test_an_answer_prints_as_what_one_looks_for(decoder: FuzzyDecoder) -> None:
 
 LOADS: list[tuple[dict[str, Any], str]] = [
     ({"load_in_4bit": True}, r'give quantization_config=\{"quant_method": "bitsandbytes", "load_in_4bit": True\}'),
-    ({"load_in_8bit": True}, "load_in_8bit is no argument for a target"),
+    ({"load_in_8bit": True}, "load_in_8bit is not an argument for a target"),
     ({"device_map": "gpu"}, "device 'gpu' cannot be used here"),
     ({"device_map": {"": "gpu"}}, "device 'gpu' cannot be used here"),
     ({"device_map": "cpu", "device": "cpu"}, "device is cpu and device_map is cpu: give one of them"),

@@ -152,7 +152,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"block_count": 0}, "block_count is 0"),
     ({"block_count": 10**6}, "layers, but"),
     ({"embedding_length": None}, "embedding_length is missing"),
-    ({"eot_token_id": 10**6}, "eot_token_id is 1000000, which is no token"),
+    ({"eot_token_id": 10**6}, "eot_token_id is 1000000, which is not a token"),
     ({"bos_token_id": len(TOKENS)}, "bos_token_id is"),
     ({"token_list": [*TOKENS, "more"], "token_types": [1] * (len(TOKENS) + 1)}, "tokens, but"),
     ({"token_list": TOKENS[:-1]}, "tokens, but"),

@@ -237,7 +237,7 @@ def test_a_layer_with_tables_of_its_own_drafts_by_them(
     embeds = "model.layers.2.embed_tokens.weight"
     own = changed(*glm, tmp_path, lambda state: state.update({HEAD: other, embeds: state[embeds].flip(0)}))
     drafter = MtpDrafter.of(own, TreeShape.chain(3))
-    assert f"drafts by {HEAD}, which is no copy" in caplog.text and f"drafts by {embeds}" in caplog.text
+    assert f"drafts by {HEAD}, which is not a copy" in caplog.text and f"drafts by {embeds}" in caplog.text
     head = drafter.head
     text = torch.tensor(PROMPTS[:1])
     causal = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]

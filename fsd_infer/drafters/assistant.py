@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from fsd_core import functional
-from fsd_core.errors import CheckpointError, ModelLoadError
+from fsd_core.errors import CheckpointError, ModelLoadError, foreign_errors
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.steps import HEADS, FeatureReader, FeatureSession, StepDrafter
@@ -116,7 +116,7 @@ class AssistantDrafter(StepDrafter):
         shape: see :class:`StepDrafter`.
 
     Raises:
-        ModelLoadError: a target that is no Gemma 4, or whose keys the assistant cannot read.
+        ModelLoadError: a target that is not a Gemma 4, or whose keys the assistant cannot read.
         CheckpointError: a head for other features.
         VocabularyMismatchError: a head for another vocabulary.
     """
@@ -135,12 +135,10 @@ class AssistantDrafter(StepDrafter):
     def read(
         cls, directory: Path, config: Mapping[str, Any], target: Target, shape: TreeShape | None
     ) -> AssistantDrafter:
-        try:
+        with foreign_errors(CheckpointError, f"the Gemma-4 assistant in {directory} cannot be loaded: {{why}}"):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 directory, dtype=target.dtype, use_safetensors=True, output_loading_info=True, local_files_only=True
             )
-        except (ValueError, KeyError, RuntimeError, OSError) as error:  # of configs and files
-            raise CheckpointError(f"the Gemma-4 assistant in {directory} cannot be loaded: {error}") from error
         head, info = loaded
         faults = {name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
         if any(faults.values()):

@@ -98,7 +98,7 @@ def _state_of(file: Path, found: os.stat_result) -> str:
 
 def _facts_of(index: Path) -> dict[str, str]:
     if not index.is_file():
-        raise CheckpointError(f"{index} is no file, where the corpus's index belongs. {_ADVICE}")
+        raise CheckpointError(f"{index} is not a file, where the corpus's index belongs. {_ADVICE}")
     with open_safetensors(index, _ADVICE) as file:
         return file.metadata() or {}
 

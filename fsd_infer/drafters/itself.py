@@ -86,8 +86,6 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
         if None in ends or not 1 <= len(ends) <= 2 or not 0 <= ends[0] <= ends[-1] < MAX_LAYERS:  # type: ignore[operator]
             raise FsdError(f"{name}: {part!r} is neither a layer nor a range of layers; {_FORM}.")
         numbers += range(ends[0], ends[-1] + 1)  # type: ignore[operator, arg-type]
-    if numbers != sorted(set(numbers)):
-        raise FsdError(f"{name}: give each layer once and in ascending order.")
     return tuple(numbers)
 
 
@@ -136,12 +134,8 @@ def with_rounded_weights(target: Target, bits: int, name: str) -> Target:
 
     Norms, biases, routers of experts, embeddings and LM head stay.
 
-    Raises:
-        FsdError: bits out of range.
-        ModelLoadError: weights that are quantised already, or sharded over processes.
+    Raises ModelLoadError for weights that are quantised already, or sharded over processes.
     """
-    if not 2 <= bits <= 8:
-        raise FsdError(f"{name}: bits go from 2 to 8.")
     if target.is_sharded or getattr(target.config, "quantization_config", None):
         raise ModelLoadError(f"{name}: {target.name} is quantised or sharded already; only whole weights are rounded.")
     model = _copy_of(target, name)

@@ -117,7 +117,7 @@ class MtpHead(nn.Module):
         return "sliding_attention" in self._kinds or len(self.layers) > 1
 
     def _layer_mask(self, index: int, mask: Any, positions: Tensor, cache: Any) -> Any:
-        """Return a layer's mask. Masks of packed rows are no tensors: their attention knows the layer's window."""
+        """Return a layer's mask. Masks of packed rows are not tensors: their attention knows the layer's window."""
         has_window = self._kinds[index] == "sliding_attention"
         if not index and not has_window or not isinstance(mask, Tensor):
             return mask
@@ -195,7 +195,7 @@ def _planned(target: Target, files: MtpFiles) -> MtpHead:
 
 
 def _own_tables(target: Target, files: MtpFiles, index: int) -> dict[str, Tensor]:
-    """Read a layer's embeddings and LM head where they are no copies of the target's."""
+    """Read a layer's embeddings and LM head where they are not copies of the target's."""
     made, ids = {}, torch.linspace(0, target.vocab_size - 1, min(_COMPARED, target.vocab_size)).long()
     rows = ids.to(target.device)
     for ours, known in ((EMBEDDINGS, target.embed(rows)), (LM_HEAD, target.lm_head_rows(rows)[0])):
@@ -205,7 +205,7 @@ def _own_tables(target: Target, files: MtpFiles, index: int) -> dict[str, Tensor
         table = files.table(name)
         if not torch.allclose(table[ids].to(known), known, rtol=0.05, atol=0.01 * float(known.abs().max())):
             made[ours] = table.to(known)
-            logger.warning("%s: the MTP layer drafts by %s, which is no copy of the target's.", target.name, name)
+            logger.warning("%s: the MTP layer drafts by %s, which is not a copy of the target's.", target.name, name)
     if EMBEDDINGS in made and index:
         raise ModelLoadError(f"{target.name}: of several MTP layers, all have to share their embeddings.")
     return made

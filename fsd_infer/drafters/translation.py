@@ -28,7 +28,7 @@ class Vocabulary:
     Attributes:
         special: names of special tokens by id.
         raw: bytes by id of the other tokens, those without bytes left out.
-        first: the first token of each string of bytes that is no byte token of SentencePiece, if there is one.
+        first: the first token of each string of bytes that is not a byte token of SentencePiece, if there is one.
     """
 
     def __init__(self, tokenizer: Any, size: int) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fsd_core.tensors import to_device
+from fsd_core.tensors import is_host, to_device
 from fsd_infer.targets.target import Target
 
 MIN_ROOM = 16  # further ids for which recorded rounds have room
@@ -94,7 +94,7 @@ class ContextVocabulary:
 
     @property
     def extra_rows(self) -> Tensor | None:
-        """[X, H] in fp32, the rows of the further ids of the LM head."""
+        """[X, H], on a CPU in fp32, the rows of the further ids of the LM head."""
         further = self._read()
         return None if further is None else further.lm_head.weight
 
@@ -126,8 +126,7 @@ class ContextVocabulary:
         """Take what :meth:`host_inputs` returned; see :meth:`DraftSession.set_host_inputs`."""
         self._host_inputs = None
         if marked is not None:
-            ids, head = torch.cat([self._draft_ids, marked[0]]), self._target.reduced_lm_head(marked[0])
-            self._host_inputs = _Further(ids, head, marked[1:, None].bool())
+            self._host_inputs = self._of(marked[0], marked[1:, None].bool())
 
     def _read(self) -> _Further | None:
         """Return the further ids on the device; None if there are none."""
@@ -135,9 +134,15 @@ class ContextVocabulary:
             return self._host_inputs
         if self._further is None:
             ids = to_device(torch.tensor(list(self._extra)), self._draft_ids.device)
-            head = self._target.reduced_lm_head(ids).float()  # bf16 takes longer on a CPU, for so few rows
-            self._further = _Further(torch.cat([self._draft_ids, ids]), head, self._foreign())
+            self._further = self._of(ids, self._foreign())
         return self._further
+
+    def _of(self, ids: Tensor, foreign: Tensor | None) -> _Further:
+        """Return these further ids [X], on the device."""
+        head = self._target.reduced_lm_head(ids)
+        if is_host(ids.device):  # where bf16 takes longer, for so few rows
+            head = head.float()
+        return _Further(torch.cat([self._draft_ids, ids]), head, foreign)
 
     def _foreign(self) -> Tensor | None:
         foreign = ~self._own[:, None]

@@ -97,7 +97,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{directory} has no {CONFIG}: a drafter is a directory with {CONFIG} and weights.")
     if path.stat().st_size > MAX_BYTES:
-        raise CheckpointError(f"{path} has {path.stat().st_size / 1e6:.0f} MB: this is no config of a drafter. {AGAIN}")
+        raise CheckpointError(f"{path} has {path.stat().st_size / 1e6:.0f} MB, which no drafter's config has. {AGAIN}")
     config = read_json(path, AGAIN, CheckpointError)
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} holds {type(config).__name__}, not an object with options. {AGAIN}")

@@ -46,7 +46,7 @@ class Layout:
         return made
 
     def part(self, stored: str) -> tuple[int | None, str] | None:
-        """Return the layer's number (None: all) and our name of a tensor; None if it is no MTP tensor."""
+        """Return the layer's number (None: all) and our name of a tensor; None if it is not an MTP tensor."""
         for pattern, ours in self._patterns:
             found = pattern.match(stored)
             if found is not None:

@@ -254,7 +254,7 @@ def unwrapped(model: Any) -> Any:
     kinds = [str(config.peft_type) for config in configs.values() if getattr(config, "is_prompt_learning", False)]
     if kinds:
         raise ModelLoadError(
-            f"{', '.join(kinds)}: its trained parameters are no part of the layers, so drafts cannot be verified with "
+            f"{', '.join(kinds)}: its trained parameters are not part of the layers, so drafts cannot be verified with "
             "it. Use a LoRA."
         )
     return model.get_base_model()

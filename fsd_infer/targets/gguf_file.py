@@ -83,7 +83,7 @@ class _GGUFReader:
         listed = [self._tensor() for _ in range(tensors)]
         alignment = known.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & alignment - 1:
-            raise ValueError(f"alignment {alignment!r:.40}, which is no power of two")
+            raise ValueError(f"alignment {alignment!r:.40}, which is not a power of two")
         start = -(-self.at // alignment) * alignment
         return known, self._placed(listed, start, alignment)
 

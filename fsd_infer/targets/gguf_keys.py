@@ -216,7 +216,7 @@ def _name_strange(facts: Mapping[str, Any], known: Collection[str], source: Any)
 
 
 def _check_others(facts: Mapping[str, Any], source: Any) -> None:
-    """Raise ModelLoadError for a part of a file, for a file that is no model, and for token ids out of range."""
+    """Raise ModelLoadError for a part of a file, for a file that is not a model, and for token ids out of range."""
     parts = facts.get("split.count", 1)
     if not _is_number(parts) or parts > 1:
         raise ModelLoadError(f"{source} is one of {parts} parts. Merge them with llama-gguf-split first.")
@@ -229,7 +229,7 @@ def _check_others(facts: Mapping[str, Any], source: Any) -> None:
     for name, value in facts.items():
         if name.startswith("tokenizer.ggml.") and name.endswith("_token_id"):
             if not is_whole(value, 0, LONGEST if tokens is None else len(tokens) - 1):
-                raise ModelLoadError(f"{source}: {name} is {value!r:.40}, which is no token. Fetch the file again.")
+                raise ModelLoadError(f"{source}: {name} is {value!r:.40}, which is not a token. Fetch the file again.")
 
 
 def end_ids(facts: Mapping[str, Any]) -> list[int]:

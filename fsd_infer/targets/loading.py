@@ -229,7 +229,7 @@ def load_target(
             for weights that do not fill the model.
     """
     for name in _OURS.keys() & model_kwargs.keys():
-        raise ModelLoadError(f"{name} is no argument for a target: {_OURS[name]}.")
+        raise ModelLoadError(f"{name} is not an argument for a target: {_OURS[name]}.")
     place, kind = parse_device(take_device(device, model_kwargs)), parse_dtype(dtype)
     keeps_blocks = kind == torch.bfloat16 and not model_kwargs and bool(readable_types(reads_blocks))
     gguf = gguf_of(name_or_dir, keeps_blocks, progress)

@@ -62,7 +62,7 @@ class PrefixCache:
         max_bytes: of all keys, values and features, on the target's device.
 
     Raises:
-        FsdError: ``max_bytes`` is no positive whole number.
+        FsdError: ``max_bytes`` is not a positive whole number.
     """
 
     def __init__(self, max_bytes: int) -> None:

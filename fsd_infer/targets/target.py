@@ -51,7 +51,7 @@ class Target(CachedModel):
         name: the name in records of runs.
 
     Raises:
-        ModelLoadError: the model is no causal LM, takes no positions, or lies on several devices.
+        ModelLoadError: the model is not a causal LM, takes no positions, or lies on several devices.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None) -> None:

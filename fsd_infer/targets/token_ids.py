@@ -33,12 +33,12 @@ def pad_id(config: GenerationConfig) -> int:
 
 
 def eos_ids(config: GenerationConfig | None) -> set[int]:
-    """Return the EOS tokens; none without a config. Raises FsdError if they are no whole numbers."""
+    """Return the EOS tokens; none without a config. Raises FsdError if they are not whole numbers."""
     return set() if config is None else set(id_list("eos_token_id", config.eos_token_id))
 
 
 def id_list(name: str, value: Any) -> list[int]:
-    """Return a list for one id, several, or None. Raises FsdError if they are no whole numbers."""
+    """Return a list for one id, several, or None. Raises FsdError if they are not whole numbers."""
     ids = value.tolist() if isinstance(value, Tensor) else value
     ids = list(ids) if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]
     if not all(map(is_whole, ids)):

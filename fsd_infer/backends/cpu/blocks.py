@@ -30,8 +30,8 @@ def blocks_of(layer: nn.Module) -> QuantizedWeight | None:
         layer: quantised by torchao, quanto, compressed-tensors, GPTQ or AWQ, with weights only and no quantised inputs.
 
     Returns:
-        The blocks. None for other layers, zeros of more than four bits, groups that are no multiple of 32 columns, and
-        scales outside the normal range of fp16.
+        The blocks. None for other layers, zeros of more than four bits, groups that are not a multiple of 32 columns,
+        and scales outside the normal range of fp16.
     """
     found = _codes_of(layer)
     if found is None:

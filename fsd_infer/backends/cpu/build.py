@@ -84,7 +84,7 @@ def compiler() -> tuple[list[str], bytes]:
     try:
         command = [named] if shutil.which(named) else shlex.split(named)  # CXX may have arguments
     except ValueError as error:
-        raise OSError(f"CXX={named!r} is no command ({error}).") from error
+        raise OSError(f"CXX={named!r} is not a command ({error}).") from error
     return command, subprocess.run([*command, "--version"], capture_output=True, check=True, timeout=60).stdout
 
 

@@ -122,7 +122,7 @@ class Kernels:
         taken = rows.ctypes.data, address_of(order), len(rows), depth, panels.data_ptr(), team_size()
         wrong = self._library.fsd_block_pack(kind, *taken)
         if wrong:
-            raise ValueError(f"{wrong} scales that are no finite numbers")
+            raise ValueError(f"{wrong} scales that are not finite numbers")
         return panels
 
     def rows(self, layer: Linear, ids: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
