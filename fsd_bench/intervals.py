@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -68,23 +69,39 @@ def _of_means(key: str, combine: Callable[..., Any], own: Pairs, other: Pairs | 
     return {key: float(statistic(*columns, axis=-1)), "low": low, "high": high, "prompts": len(own)}
 
 
-def mean_text(values: dict[str, Any] | None, scale: float = 1.0, digits: int = 1, signed: bool = False) -> str:
-    """Format a :func:`mean_interval` as "mean [low, high]", of a single prompt "mean [n = 1]"; "-" for None."""
-    if values is None:
-        return "-"
-    return _text(values, "mean", scale, f"{'+' if signed else ''}.{digits}f")
+def interval_text(
+    found: Mapping[str, Any] | None, centre: str, form: str = ".2f", scale: float = 1.0, around: str = "[{}, {}]",
+    absent: str = "-",
+) -> str:  # fmt: skip
+    """Format an interval as "middle [low, high]".
+
+    Args:
+        found: the interval; None: it was not measured.
+        centre: key of the middle.
+        form: of the numbers.
+        scale: a factor of all.
+        around: how bounds are written. Those of one observation are "n = 1" in the same brackets, and one that is not
+            finite, as where some prompts have no rounds, is "?".
+        absent: the text without a middle.
+    """
+    if found is None or found[centre] is None:
+        return absent
+    middle, low, high = (
+        "?" if found[key] is None or not math.isfinite(found[key]) else f"{scale * found[key] + 0.0:{form}}"
+        for key in (centre, "low", "high")
+    )
+    bounds = f"{around[0]}n = 1{around[-1]}" if is_single(found) else around.format(low, high)
+    return f"{middle} {bounds}"
 
 
-def ratio_text(values: dict[str, Any] | None, centre: str = "ratio") -> str:
-    """Format a :func:`ratio_interval` likewise, or an :func:`interval` with ``centre="median"``."""
-    if values is None or values[centre] is None:
-        return "-"
-    return _text(values, centre, 1.0, ".2f")
+def mean_text(found: Mapping[str, Any] | None, scale: float = 1.0, digits: int = 1, signed: bool = False) -> str:
+    """Format a :func:`mean_interval`."""
+    return interval_text(found, "mean", f"{'+' if signed else ''}.{digits}f", scale)
 
 
-def _text(values: dict[str, Any], centre: str, scale: float, form: str) -> str:
-    middle, low, high = (f"{scale * values[key] + 0.0:{form}}" for key in (centre, "low", "high"))
-    return f"{middle} [n = 1]" if is_single(values) else f"{middle} [{low}, {high}]"
+def ratio_text(found: Mapping[str, Any] | None, centre: str = "ratio") -> str:
+    """Format a :func:`ratio_interval`, or an :func:`interval` with ``centre="median"``."""
+    return interval_text(found, centre)
 
 
 def is_single(values: Mapping[str, Any]) -> bool:

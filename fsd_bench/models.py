@@ -11,7 +11,9 @@ from typing import Any
 
 from typing_extensions import Self
 
+from fsd_bench.base import TimedRun
 from fsd_bench.prompts import Encoder
+from fsd_bench.runs import Trial
 from fsd_core.errors import FsdError
 from fsd_infer.decoder import FuzzyDecoder, RuntimeConfig, retired
 from fsd_infer.drafters import Drafter, TreeShape
@@ -131,16 +133,31 @@ class Models:
             return self.reference[1]
         return load_tokenizer(self.options.target, **(self.options.target_kwargs or {}))
 
-    @cached_property
+    @property
     def max_positions(self) -> int | None:
         """Tokens of the target's context, if its config says."""
+        return self.decoder.target.max_positions if self.decoder_loaded else max_positions(self.text_config)
+
+    @cached_property
+    def text_config(self) -> Any:
+        """The config of the target's text model. Loads no weights."""
         if self.decoder_loaded:
-            return self.decoder.target.max_positions
-        if self.reference_loaded:
+            config = self.decoder.target.model.config
+        elif self.reference_loaded:
             config = self.reference[0].config
         else:
             config = load_config(self.options.target, **(self.options.target_kwargs or {}))
-        return max_positions(config.get_text_config(decoder=True))
+        return config.get_text_config(decoder=True)
+
+    def check_tokens(self, trial: Trial, run: TimedRun) -> None:
+        """Raise FsdError for answers with other ids than the target's, as of a server with another model."""
+        size = self.decoder.target.vocab_size if self.decoder_loaded else int(self.text_config.vocab_size)
+        odd = [token for answer in run.answers for token in answer.tokens or () if not 0 <= token < size]
+        if odd:
+            raise FsdError(
+                f"method {trial.method!r} answered token {odd[0]}, but {self.options.target} has ids from 0 to "
+                f"{size - 1}: it decodes another model."
+            )
 
     def encoder(self, raw: bool = False) -> Encoder:
         """Return what encodes prompts for the target."""

@@ -14,6 +14,7 @@ pipe counts. Any program with this protocol can be measured: ``NAME=command:PROG
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -72,11 +73,16 @@ class ProcessMethod(Method):
         self.load_seconds = time.perf_counter() - start
 
     def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
-        run = self._ask({"prompts": prompts, "options": options, "seed": seed})
+        found = self._ask({"prompts": prompts, "options": options, "seed": seed})
         try:
-            return typed(run, TimedRun)
+            run: TimedRun = typed(found, TimedRun)
+            if not 0 <= run.prefill_seconds <= run.seconds < math.inf or run.seconds == 0:
+                raise ValueError(f"{run.seconds} seconds, of which {run.prefill_seconds} until the first token")
+            if len(run.answers) != len(prompts):
+                raise ValueError(f"{len(run.answers)} answers to {len(prompts)} prompts")
         except (TypeError, KeyError, ValueError) as error:
-            raise FsdError(f"method {self.name!r}: its process answered no timed run ({error}).") from error
+            raise FsdError(f"method {self.name!r}: its process did not answer with a timed run ({error}).") from error
+        return run
 
     def describe(self) -> dict[str, Any]:
         return {**self._ask({"describe": True}), "load_seconds": self.load_seconds}

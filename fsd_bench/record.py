@@ -191,16 +191,15 @@ def _cells(name: str, comparisons: Sequence[Comparison], blocks: Mapping[int, in
 
 def _speeds(runs: Sequence[TimedRun]) -> Cell:
     """Return the speeds of one repeat of a unit. Seconds are means per call."""
-    answers = sum(len(run.answers) for run in runs)
-    tokens = sum(answer.length for run in runs for answer in run.answers)
+    lengths = [answer.length for run in runs for answer in run.answers]
     seconds, prefill = sum(run.seconds for run in runs), sum(run.prefill_seconds for run in runs)
-    decoded, decoding = tokens - answers, seconds - prefill
+    decoded, decoding = sum(max(length - 1, 0) for length in lengths), seconds - prefill  # an answer may be empty
     return {
         "seconds": seconds / len(runs),
         "prefill_seconds": prefill / len(runs),
         "decode_seconds": decoding / len(runs),
-        "seconds_per_answer": seconds / answers,
-        "tokens_per_second": tokens / seconds,
+        "seconds_per_answer": seconds / len(lengths),
+        "tokens_per_second": sum(lengths) / seconds,
         "decode_tokens_per_second": decoded / decoding if decoded > 0 and decoding > 0 else None,
     }
 

@@ -154,7 +154,7 @@ def _measure(
         first = encode_rows(rows[: len(rows) - len(before)], encode)
         prompts = TurnPrompts(rows, before, groups, encode, first)
         asked = RunSpec(prompts, settings.max_new_tokens, settings.seed or 0, settings.warmup)
-        run_trials(sessions, asked, file, title="bench", progress=progress)
+        run_trials(sessions, asked, file, models.check_tokens, title="bench", progress=progress)
     comparisons = comparisons_of(file.runs, groups, names, settings.temperature)
     answers = _with_prompts(comparisons, prompts, file.runs, settings.temperature)
     if settings.log_likelihood:

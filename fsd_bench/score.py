@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -134,6 +135,11 @@ def read_references(rows: Sequence[PromptRow], kind: str = AUTO, run_code: bool 
     if kind in KINDS and not any(references):
         raise DataError(f"no row has a reference for --score {kind}: give rows that have one, or --score {NONE}.")
     _try(rows, references)
+    given = [reference for row, reference in zip(rows, references) if row.row.get("answer") and kind != NONE]
+    if unused := given.count(None):
+        print(
+            f"notice: {unused} of {len(given)} answers are not scored: --score {kind} cannot use them.", file=sys.stderr
+        )
     return references
 
 
@@ -150,6 +156,8 @@ def _reference(row: PromptRow, kind: str) -> Reference | None:
         texts = tuple(text for text in (given if isinstance(given, list) else [given]) if isinstance(text, str))
         return Reference(kind, texts) if any(_WORD.search(text.lower()) for text in texts) else None
     stated = row.row.get("scored_by")
+    if stated is not None and stated not in SCORES:
+        raise DataError(f"{row.where}: `scored_by` is {stated!r:.60}. Known: {', '.join((*BY_LAYOUT, NONE))}.")
     if stated in (*BY_LAYOUT, NONE):
         return None if kind not in (AUTO, stated) or stated == NONE else _stated(row, str(stated))
     asked, arguments = row.row.get("instruction_id_list"), row.row.get("kwargs")

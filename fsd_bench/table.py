@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fsd_bench.intervals import is_single
+from fsd_bench.intervals import interval_text
 from fsd_bench.layouts import LAYOUTS
 from fsd_bench.runner import run
 from fsd_bench.settings import RunOptions
@@ -225,12 +225,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _interval(found: Mapping[str, Any] | None, key: str, scale: float, digits: int) -> str:
-    if found is None or found[key] is None:
-        return "–"
-    value, low, high = (
-        "?" if found[name] is None else f"{scale * found[name]:.{digits}f}" for name in (key, "low", "high")
-    )
-    return f"{value} (n = 1)" if is_single(found) else f"{value} ({low}–{high})"
+    return interval_text(found, key, f".{digits}f", scale, "({}–{})", "–")
 
 
 def _plain_text(value: Any) -> str:

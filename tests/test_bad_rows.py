@@ -115,6 +115,8 @@ def test_rows_are_counted_by_reason_and_a_hopeless_file_is_given_up(
     path.write_text('{"body": "a"}\n' * 300)
     with pytest.raises(DataError, match="rows.jsonl:1: no prompt.*100 of 100 rows cannot be used, more than 5%"):
         read_answers([path], tiny_tokenizer(), check=RowCheck())
+    with pytest.raises(DataError, match="paths is a list of files: give "):
+        read_answers(str(path), tiny_tokenizer())
 
 
 # rows of a file whose first is bad, a limit, how many are read, and whether too many of those are bad

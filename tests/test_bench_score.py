@@ -159,6 +159,7 @@ ODD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"instruction_id_list": ["change_case:nonsense"], "kwargs": [{}]}, "knows no instruction 'change_case:nonsense'"),
     ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": []}, "check its kwargs"),
     ({"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": 3}]}, "check its kwargs"),
+    ({"scored_by": "letters", "answer": "A"}, "`scored_by` is 'letters'. Known: letter"),
     ({"scored_by": "letter", "letters": "ABCD"}, "cannot be scored by letter"),
     ({"scored_by": "letter", "answer": "A", "letters": 5}, "cannot be scored by letter"),
     ({"scored_by": "code", "answer": "print(1)"}, "cannot be scored by code"),
@@ -171,6 +172,15 @@ def test_what_cannot_be_scored_is_told_before_the_answers(fields: dict[str, Any]
     row = PromptRow("", [{"role": "user", "content": "say it"}], "", "f", 1, {"prompt": "say it", **fields}, "f:1")
     with pytest.raises(DataError, match=f"f:1: .*{message}"):
         read_references([row], run_code=True)
+
+
+def test_answers_that_no_score_uses_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """A column of answers that is left out in silence looks like a run without references."""
+    rows = [row("#### 42"), row("Paris"), row(""), row(None)]
+    assert [reference is not None for reference in read_references(rows)] == [True, False, False, False]
+    assert capsys.readouterr().err == "notice: 1 of 2 answers are not scored: --score auto cannot use them.\n"
+    read_references(rows, "none")
+    assert not capsys.readouterr().err
 
 
 def test_translations_are_scored_by_characters_and_language() -> None:

@@ -53,18 +53,18 @@ def generate(args: argparse.Namespace) -> int:
     shown = {"prompt": prompt, "images": args.image}
     set_threads(args.threads)
     decoder = FuzzyDecoder.from_pretrained(**models)
-    streamer = None
-    if args.stream and decoder.tokenizer is not None:
+    tokenizer = need_tokenizer(decoder.tokenizer, decoder.target.name)
+    streamer = trace = None
+    if args.stream:
         from transformers import TextStreamer
 
-        streamer = TextStreamer(decoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    trace = None
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     if page is not None:
-        from fsd_infer.serving.page import PageTrace
+        from fsd_infer.serving.page import PageTrace, answers_page
 
         ids = decoder.encode(shown, config.apply_chat_template)
-        trace = PageTrace(need_tokenizer(decoder.tokenizer, decoder.target.name), ids, decoder.drafter.proposers)
-    live = _live_tokens(args, decoder)
+        trace = PageTrace(tokenizer, ids, decoder.drafter.proposers)
+    live = _live_tokens(args, tokenizer)
     watching = [] if trace is None else [Streaming(on_round=lambda row, round: trace.add(round))]
     callbacks = [*watching, *([] if live is None else [live])]
     out = decoder.generate(shown, config, streamer=streamer, callbacks=callbacks)
@@ -72,20 +72,18 @@ def generate(args: argparse.Namespace) -> int:
         live.end()
     _show(args, decoder, out, streamed=streamer is not None or live is not None)
     if page is not None and trace is not None:
-        from fsd_infer.serving.page import answers_page
-
         write_text(page, answers_page({args.rule: trace.rounds}))
     return 0
 
 
-def _live_tokens(args: argparse.Namespace, decoder: Any) -> Any:
+def _live_tokens(args: argparse.Namespace, tokenizer: Any) -> Any:
     """Return what writes tokens by source as they come; None unless --show-accepted writes to a terminal."""
-    if not args.show_accepted or decoder.tokenizer is None or not sys.stdout.isatty():
+    if not args.show_accepted or not sys.stdout.isatty():
         return None
     from fsd_infer.cli.report import LiveTokens, use_colour
 
     width = shutil.get_terminal_size().columns
-    return LiveTokens(decoder.tokenizer, sys.stdout, use_colour(args.color, sys.stdout), width)
+    return LiveTokens(tokenizer, sys.stdout, use_colour(args.color, sys.stdout), width)
 
 
 def _show(args: argparse.Namespace, decoder: Any, out: Any, streamed: bool) -> None:

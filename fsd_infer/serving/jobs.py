@@ -132,12 +132,14 @@ def _encode(
         return decoder.encode(asked.prompt, apply_chat_template=in_template), None
     if asked.offered:
         _format(decoder, asked)  # an unknown format is the request's fault, not the template's
-    _check_variables(decoder, asked)
     options = {**asked.chat_template_kwargs, **({"tools": _for_template(asked)} if asked.offered else {})}
     turns = [turn.message() for turn in asked.messages]
     if any(turn.images for turn in asked.messages):
-        return encode_with_images(decoder.target, turns, sources=Sources(limits.image_folders), options=options)
-    return encode_chat(decoder.tokenizer, turns, options=options, blank=True), None
+        found = encode_with_images(decoder.target, turns, sources=Sources(limits.image_folders), options=options)
+    else:
+        found = encode_chat(decoder.tokenizer, turns, options=options, blank=True), None
+    _check_variables(decoder, asked)  # the processor of images may bring the template
+    return found
 
 
 def _check_variables(decoder: FuzzyDecoder, asked: ChatCompletionRequest) -> None:
