@@ -116,7 +116,7 @@ FAULTS: list[tuple[str, Any, Any, str]] = [
     ("eagle3", {LAYER_IDS: [2, 4], "eagle_config": None}, {}, r"fuses 3 layers, but config.json names \[1, 3\]"),
     ("eagle3", {LAYER_IDS: [0, 4, 5], "eagle_config": None}, {}, r"names \[-1, 3, 4\]"),
     ("eagle3", {"norm_before_fc": True}, {}, r"missing \['input_norm.weight'\]"),
-    ("eagle3", {"eagle_config": {"norm_output": True}}, {}, "norm_output is False at the top and True in eagle_config"),
+    ("eagle3", {"eagle_config": {"norm_output": True}}, {}, "says norm_output twice, False and True"),
     ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, {}, "final features alone"),
     ("eagle3", {"logit_scale": 0.5}, {}, "logit_scale 0.5, which is not known here"),
     ("eagle3", {"layer_types": ["sliding_attention"], "sliding_window": 8}, {}, "attend to 8 tokens alone"),

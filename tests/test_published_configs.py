@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
     "a reduced vocabulary": ("dflash of speculators", {"draft_vocab_size": 77}, "draft_vocab_size is 77 .* and 3 by"),
     "a rank": ("dspark of speculators", {"markov_rank": 9}, f"markov_rank is 9 in its config.json, and {RANK} by"),
     "the final feature": ("dflash of z-lab", z_lab(use_aux_hidden_state=False), "use_aux_hidden_state False"),
-    "two directions": ("dflash of z-lab", z_lab(causal=True) | {"is_causal": False}, "causal True and is_causal False"),
+    "two directions": ("dflash of z-lab", z_lab(causal=True) | {"is_causal": False}, "says causal twice"),
     "two rotary bases": (
         "dflash of z-lab", {"rope_parameters": {"rope_theta": 5.0}}, "says rope_theta twice, 10000.0 and 5.0"
     ),

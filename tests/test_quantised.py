@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import GenerationConfig
 
@@ -217,6 +218,16 @@ def test_what_a_cpu_cannot_compute_is_refused_by_name(plain: Path) -> None:
             check_quantization(config, torch.device("cpu"))
     check_quantization({"quant_method": "mxfp4"}, torch.device("cpu"), stored=True)  # expanded
     check_quantization({"quant_method": "eetq"}, torch.device("cuda"))
+
+
+def test_files_beside_the_models_own_are_not_read(plain: Path, tmp_path: Path) -> None:
+    """transformers reads model.safetensors, else the shards of the index; others are left over from something else."""
+    target, ids = load(str(plain), "gptq int4", torch.float32, tmp_path), torch.tensor([[5, 9, 11]])
+    directory = tmp_path / "gptq-int4"
+    state = load_file(directory / "model.safetensors")
+    save_file({name: torch.zeros_like(value) for name, value in state.items()}, directory / "older.safetensors")
+    again = load_target(str(directory), dtype=torch.float32, device="cpu")[0]
+    torch.testing.assert_close(again(ids).logits, target.model(ids).logits, rtol=0, atol=0)
 
 
 GPTQ_4 = STORED["gptq int4"][1]

@@ -24,6 +24,7 @@ from fsd_infer.heads.blocks import BlockConfig, BlockHead
 from fsd_infer.heads.stored_parts import (
     EMBEDDINGS,
     LM_HEAD,
+    agreed,
     check_said,
     check_uncomputed,
     layer_count,
@@ -91,10 +92,8 @@ class _Options:
         self.classes, self.of_speculators = told, "speculators_model_type" in config
 
     def get(self, name: str, default: Any = None) -> Any:
-        values = [part[name] for part in self._parts if part.get(name) is not None]
-        if any(value != values[0] for value in values):
-            raise CheckpointError(f"config.json says {name} twice, {values[0]!r:.60} and {values[1]!r:.60}.")
-        return values[0] if values else default
+        value = agreed(name, (part.get(name) for part in self._parts))
+        return default if value is None else value
 
     def whole(self, name: str, default: int | None = None, least: int = 0) -> int:
         value = self.get(name, default)
@@ -215,10 +214,7 @@ def _attention(options: _Options, count: int) -> tuple[tuple[int | None, ...], t
     named = [kind == "sliding_attention" for kind in types]
     slides = named if any(named) or not options.get("use_swa") else [True] * count
     window = options.whole("swa_window_size", options.get("sliding_window"), least=1) if any(slides) else None
-    said, other = options.get("causal"), options.get("is_causal")
-    if None not in (said, other) and said != other:
-        raise CheckpointError(f"its config.json says causal {said!r:.60} and is_causal {other!r:.60}.")
-    said = other if said is None else said
+    said = agreed("causal", (options.get(name) for name in ("causal", "is_causal")))
     both = options.get("sliding_window_non_causal") or "MuseGlimmerAssistant" in options.classes
     causal = tuple(bool(said) if said is not None else slide and not both for slide in named)
     return tuple(window if slide else None for slide in slides), causal

@@ -22,12 +22,12 @@ from fsd_infer.heads.stored_parts import (
     LM_HEAD,
     T2D,
     StoredHead,
+    agreed,
     check_said,
     check_uncomputed,
     layer_count,
     plain_layer,
     read_draft_ids,
-    said_option,
     shares_table,
     target_layers,
 )
@@ -96,7 +96,9 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
     # speculators copies the target's M-RoPE into the config and trains on tokens' positions in the text all the same
     mrope = "speculators_model_type" not in config
     layer = plain_layer(described, kind if kind in EAGLE3_LAYERS else "llama", mrope)
-    options: dict[str, Any] = {name: said_option(name, config, nested) or False for name in EAGLE3_FIELDS}
+    options: dict[str, Any] = {
+        name: agreed(name, (config.get(name), nested.get(name))) or False for name in EAGLE3_FIELDS
+    }
     fused_ids = config.get(AUX_IDS) or nested.get(AUX_IDS)
     width, count = _fused_width(shapes, fused_ids, options["target_hidden_size"], layer["hidden_size"])
     options["target_hidden_size"] = width

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,14 +78,18 @@ def flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, **parts[0]} if parts else config
 
 
-def said_option(name: str, config: Mapping[str, Any], nested: Mapping[str, Any]) -> Any:
-    """Return an option, at the top or in ``eagle_config``. Raises CheckpointError if they say different values."""
-    top, inner = config.get(name), nested.get(name)
-    if None not in (top, inner) and top != inner:
-        raise CheckpointError(
-            f"{name} is {top!r:.60} at the top and {inner!r:.60} in eagle_config. Correct one of them."
-        )
-    return inner if top is None else top
+def agreed(name: str, said: Iterable[Any]) -> Any:
+    """Return the value of an option that a config may state in several places; None: in none.
+
+    Raises CheckpointError if the places differ.
+    """
+    values = [value for value in said if value is not None]
+    for value in values:
+        if value != values[0]:
+            raise CheckpointError(
+                f"its config.json says {name} twice, {values[0]!r:.60} and {value!r:.60}. Correct one of them."
+            )
+    return values[0] if values else None
 
 
 def check_said(option: Callable[[str], Any], **sizes: int) -> None:
@@ -124,11 +128,8 @@ def _ropes(config: Mapping[str, Any]) -> dict[str, Any]:
         old = rope.pop("type", None)
         kind = rope.get("rope_type") or old
         parts.append({**rope, "rope_type": "default" if kind == "mrope" else kind})
-    made: dict[str, Any] = {}
-    for name, value in (pair for part in parts for pair in part.items() if pair[1] is not None):
-        if made.setdefault(name, value) != value:
-            raise CheckpointError(f"its config.json says {name} twice, {made[name]!r:.60} and {value!r:.60}.")
-    return made
+    made = {name: agreed(name, (part.get(name) for part in parts)) for part in parts for name in part}
+    return {name: value for name, value in made.items() if value is not None}
 
 
 def plain_layer(config: Mapping[str, Any], kind: str, mrope: bool = True) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from fsd_infer.targets.weights import shape_of, stay_plain
 
 log = logging.getLogger(__name__)
 
+_INDEX = "model.safetensors.index.json"
 MAX_INTEGER = 2**53  # of a whole number in a config, with room for sums in 64 bits
 _LAYER = re.compile(r"(?:(?:model|language_model|backbone|transformer)\.)*layers\.(\d+)\.")
 _JOINS = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head)\.")  # parts of an MTP layer among the model's
@@ -49,11 +50,7 @@ def check_directory(directory: Path) -> None:
         files = sorted(directory.glob("*.gguf"))
         advice = f"give the GGUF file, as {files[0]}" if files else "it is not a Hugging Face model directory"
         raise ModelLoadError(f"{directory} has no config.json: {advice}.")
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        shards = [directory / name for name in sorted(set(read_weight_map(index, "Copy the model again.").values()))]
-    else:
-        shards = sorted(directory.glob("*.safetensors"))
+    shards = weight_files(directory)
     if not shards:
         raise ModelLoadError(
             f"{directory} has no safetensors weights. Other formats can run code and are not loaded; convert the "
@@ -62,7 +59,7 @@ def check_directory(directory: Path) -> None:
     types = dict[str, str]()
     for shard in shards:
         if not shard.is_file():
-            raise CheckpointError(f"{shard} is missing although {index.name} names it; copy the model again.")
+            raise CheckpointError(f"{shard} is missing although {_INDEX} names it; copy the model again.")
         with open_safetensors(shard, "Copy or fetch it again.") as file:
             types |= {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}
     _check_layers(directory / "config.json", types)
@@ -70,6 +67,16 @@ def check_directory(directory: Path) -> None:
     advice = "Copy the model again, or delete this file."
     if generation.is_file() and not isinstance(read_json(generation, advice, CheckpointError), dict):
         raise CheckpointError(f"{generation} is not a JSON object. {advice}")
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors that transformers reads in a directory, else all; a shard of the index may be missing."""
+    single, index = directory / "model.safetensors", directory / _INDEX
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        return [directory / name for name in sorted(set(read_weight_map(index, "Copy the model again.").values()))]
+    return sorted(directory.glob("*.safetensors"))
 
 
 def _check_layers(path: Path, types: Mapping[str, str]) -> None:

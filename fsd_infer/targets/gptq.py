@@ -21,6 +21,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from fsd_core.errors import CheckpointError, ModelLoadError, foreign_errors
 from fsd_core.files import open_safetensors
 from fsd_core.registry import is_whole
+from fsd_infer.targets.checks import weight_files
 from fsd_infer.targets.kinds import class_of
 from fsd_infer.targets.weights import GroupedWeight, keep_quantized, say
 
@@ -73,7 +74,7 @@ def load_expanded(
     facts = dict(quantization if isinstance(quantization, Mapping) else quantization.to_dict())
     state: dict[str, Tensor] = {}
     place = {name: value for name, value in where.items() if name != "trust_remote_code"}
-    for file in sorted(_directory(source, place).glob("*.safetensors")):
+    for file in weight_files(_directory(source, place)):
         with open_safetensors(file, "Copy or fetch it again.") as opened:
             state |= {key: opened.get_tensor(key) for key in opened.keys()}
     lost = Counter[str]()
@@ -104,7 +105,7 @@ def _directory(source: str, place: Mapping[str, Any]) -> Path:
         return Path(source)
     given = {name: value for name, value in place.items() if name not in ("subfolder", "proxies")}
     folder = place.get("subfolder") or ""
-    return Path(snapshot_download(source, allow_patterns=os.path.join(folder, "*.safetensors"), **given)) / folder
+    return Path(snapshot_download(source, allow_patterns=os.path.join(folder, "*.safetensors*"), **given)) / folder
 
 
 def expand(
