@@ -159,7 +159,7 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "share held out": (["--data.validation_fraction", "1.0"], "validation_fraction"),
     "length": (["--data.max_length", "1"], "max_length"),
     "answers of one token": (
-        ["--data.train_files", "[short.jsonl]", "--data.features", "null"], "no training row has two tokens of an answer",
+        ["--data.train_files", "[short.jsonl]", "--data.features", "null"], "no training row has two tokens of an",
     ),
     "NaN in the target": (["--model.target", "nan", "--data.features", "null"], "nan computes NaN. Check its weights"),
     "nothing held out": (["--data.train_files", "[one.jsonl]"], "validation_fraction 0.3 holds out none of one prompt"),
