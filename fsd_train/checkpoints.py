@@ -108,20 +108,21 @@ def check_target(target: Target, record: dict[str, str], source: str) -> None:
 def check_order(trainer: Trainer, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     """Raise CheckpointError with the differences unless both describe the same order of training batches.
 
-    The number of devices may differ, except with DeepSpeed, whose files are per device.
+    The number of devices may differ, except with DeepSpeed, whose files are per device. A warning says so if an
+    optimizer step has another number of batches.
 
     Args:
         trainer: the trainer that resumes.
         ours, theirs: facts that determine the order, by name, of this run and of the checkpoint's.
     """
-    before, now = theirs.get("replicas"), ours["replicas"]
-    if before != now and "DeepSpeed" not in type(trainer.strategy).__name__:
-        ours = {name: value for name, value in ours.items() if name != "replicas"}
-        if trainer.is_global_zero:
-            log.warning(
-                "%s was written by %s devices and resumes on %d. Keep devices x accumulate_grad_batches, so that a "
-                "step has as many batches as before.", source_of(trainer), before, now,
-            )  # fmt: skip
+    before, now = (each.get("replicas", 1) * each.get("accumulated", 0) for each in (theirs, ours))  # 0: not known
+    if 0 < before != now and trainer.is_global_zero:
+        log.warning(
+            "%s had %d batches per optimizer step, and resumes with %d. Keep devices x accumulate_grad_batches.",
+            source_of(trainer), before, now,
+        )  # fmt: skip
+    free = {"accumulated"} if "DeepSpeed" in type(trainer.strategy).__name__ else {"accumulated", "replicas"}
+    ours = {name: value for name, value in ours.items() if name not in free}
     wrong = [f"{name} ({theirs.get(name)}, now {ours[name]})" for name in ours if ours[name] != theirs.get(name)]
     if wrong:
         raise CheckpointError(

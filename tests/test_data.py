@@ -13,9 +13,10 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
-from fsd_core.errors import DataError, FsdError
+from fsd_core.errors import CheckpointError, DataError, FsdError
 from fsd_core.text.encoding import encode_chat
 from fsd_infer import Target
+from fsd_train.checkpoints import check_order
 from fsd_train.data import AnswersDataModule, PackingSampler, read_answers
 from fsd_train.data import features as module
 from fsd_train.data.answers import AnswersDataset, encode_row
@@ -228,6 +229,18 @@ def test_trainer_resumes_with_the_next_batch(tmp_path: Path, stop: str) -> None:
         fit(first, "first")
     fit(resumed, "resumed", tmp_path / "first" / "ckpt" / f"step={at}.ckpt")
     assert first.seen + resumed.seen == whole.seen
+
+
+def test_another_number_of_batches_per_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    run: Any = SimpleNamespace(strategy=object(), is_global_zero=True, ckpt_path="last.ckpt")
+    saved = {"rows": "a", "replicas": 2, "accumulated": 2}
+    check_order(run, {**saved, "replicas": 1, "accumulated": 4}, saved)
+    check_order(run, saved, {"rows": "a", "replicas": 2})  # of an earlier version, which did not say
+    assert not caplog.text
+    check_order(run, {**saved, "replicas": 1}, saved)
+    assert "last.ckpt had 4 batches per optimizer step, and resumes with 2" in caplog.text
+    with pytest.raises(CheckpointError, match=r"another order of batches, by rows \(a, now b\)"):
+        check_order(run, {**saved, "rows": "b"}, saved)
 
 
 def sequences() -> list[list[int]]:

@@ -133,6 +133,8 @@ REFUSED = [
     ({"rows": "0"}, "--rows: "),
     ({"head": None}, "--head"),
     ({"url": "here"}, "server 'here': give its address"),
+    ({"data": "image.jsonl"}, "image.jsonl:1: the row has images, and doctor feeds a head text alone"),
+    ({"data": "image.jsonl", "head": None, "overfit": "9"}, "image.jsonl:1: the row has images, and doctor"),
     ({"data": "other.jsonl"}, "other.jsonl:1: token id 99999 is outside the target's vocabulary"),
 ]
 
@@ -142,6 +144,7 @@ def test_refusals(
     options: dict[str, str | None], message: str, world: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(world)
+    Path("image.jsonl").write_text('{"prompt_ids": [5, 6], "response_ids": [7, 9], "images": ["a.png"]}\n')
     Path("other.jsonl").write_text('{"prompt_ids": [5, 6], "response_ids": [7, 99999]}\n')
     given = {"target": "target", "head": "fsd", "data": "answers.jsonl", **options}
     with contextlib.suppress(SystemExit):

@@ -24,6 +24,7 @@ from fsd_core.errors import FsdError, causes
 from fsd_train.cli import main
 from fsd_train.commands.fit import HEAD, TrainCLI, config_errors, configured, quiet
 from fsd_train.commands.recipe_keys import read_yaml
+from tests.families import altered
 from tests.fuzzing import FUZZ, JUNK, called, changed, places
 from tests.text_toys import write_rows
 from tests.train_toys import TRAINER, in_recipe
@@ -157,6 +158,10 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "no answers": (["--data.train_files", "[empty.jsonl]", "--model.target", "nowhere/x"], "empty.jsonl: no row"),
     "share held out": (["--data.validation_fraction", "1.0"], "validation_fraction"),
     "length": (["--data.max_length", "1"], "max_length"),
+    "answers of one token": (
+        ["--data.train_files", "[short.jsonl]", "--data.features", "null"], "no training row has two tokens of an",
+    ),
+    "NaN in the target": (["--model.target", "nan", "--data.features", "null"], "nan computes NaN. Check its weights"),
     "nothing held out": (["--data.train_files", "[one.jsonl]"], "validation_fraction 0.3 holds out none of one prompt"),
     "unwritable": (["--trainer.default_root_dir", "/dev/null/x"], "/dev/null is a file"),
 }  # fmt: skip
@@ -197,7 +202,8 @@ def read_only(line: TrainCLI, argv: list[str]) -> tuple[int, str, str]:
 BY_THE_WHOLE_COMMAND = {
     "key of the model", "section", "range", "infinite", "precision of weights", "target", "answers", "length of rows",
     "features", "configuration", "shipped recipe", "schedule by a metric", "metric that is not there", "no time",
-    "validation interval", "draft vocabulary", "no answers", "nothing held out",
+    "validation interval", "draft vocabulary", "no answers", "nothing held out", "answers of one token",
+    "NaN in the target",
 }  # fmt: skip
 
 
@@ -214,6 +220,9 @@ def test_mistakes_are_named(name: str, toys: Path, here: Path, command_line: Tra
         callbacks = [{"class_path": kind, "init_args": options}]
         Path(f"{file}.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}}))
     Path("empty.jsonl").touch()
+    write_rows(Path("short.jsonl"), [{"prompt_ids": [3 + row, 7], "response_ids": [5]} for row in range(9)])
+    if name == "NaN in the target":
+        altered(toys / "target", Path("nan"), tensors={"model.norm.weight": lambda norm: norm * float("nan")})
     write_rows(Path("long.jsonl"), [{"prompt_ids": [3 + row, 7], "response_ids": [5] * 200} for row in range(3)])
     Path("one.jsonl").write_text((toys / "answers.jsonl").read_text().splitlines()[0] + "\n")
     extra, said = NAMED[name]

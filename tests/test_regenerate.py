@@ -186,6 +186,9 @@ REFUSED = [
     ("--target=", "no target was given. Give --target"),
     ("--config bad.yaml", "bad.yaml is not a recipe: "),
     ("--target bare", "bare has no tokenizer"),
+    ("--max-length 12", "all 2 prompts are longer than 1 tokens. Raise --max-prompt-tokens, or lower --max-new-tokens"),
+    ("--output a.json", "a.json: answers are written as JSON lines. Give a .jsonl file, or a directory."),
+    ("--prompts -", "--prompts -: a run that goes on reads its prompts again. Give a file."),
 ]
 
 

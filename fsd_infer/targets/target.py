@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsd_core.errors import ModelLoadError, foreign_errors
+from fsd_core.errors import ModelLoadError, NonFiniteLogitsError, foreign_errors
 from fsd_core.files import HUB_OPTIONS
 from fsd_core.functional import is_host
 from fsd_infer.device.cache import SlotCache
@@ -269,7 +269,10 @@ class Target(CachedModel):
 
     @torch.no_grad()
     def check_lm_head(self) -> None:
-        """Raise ModelLoadError unless :meth:`lm_logits` reproduces the model's own logits, as draft heads require."""
+        """Raise ModelLoadError unless :meth:`lm_logits` reproduces the model's own logits, as draft heads require.
+
+        Raises NonFiniteLogitsError if these are NaN.
+        """
         if not self.lm_head_is_plain:
             raise ModelLoadError(
                 f"{self.config.model_type}: the LM head does more than a linear map, a scale and a soft cap, so a "
@@ -283,12 +286,16 @@ class Target(CachedModel):
 
     @cached_property
     def lm_head_is_plain(self) -> bool:
-        """Whether :meth:`lm_logits` reproduces the model's own logits."""
+        """Whether :meth:`lm_logits` reproduces the model's own logits. Raises NonFiniteLogitsError for NaN in them."""
         probe = torch.arange(4, device=self.device)[None] % self.vocab_size
         with torch.no_grad():
             logits = self.model(input_ids=probe, use_cache=False).logits.float()
             features = self.joined(self.decoder(input_ids=probe, use_cache=False).last_hidden_state)
             ours = self.lm_logits(features).float()
+        if logits.isnan().any():
+            raise NonFiniteLogitsError(
+                f"{self.name} computes NaN. Check its weights and dtype (fp16 overflows; bf16 or fp32 do not)."
+            )
         return torch.allclose(logits, ours, atol=1e-2 * float(logits.abs().max()), rtol=1e-2)
 
     def capture_layers(self, layers: Sequence[int]) -> None:

@@ -25,7 +25,7 @@ from fsd_train.models.head_options import HeadOptions
 
 def complete(args: argparse.Namespace) -> None:
     """Complete options from the recipe; ``head``: options of its head. Raises DataError for one that is missing."""
-    args.head: HeadOptions | BlockOptions = HeadOptions()
+    args.head = HeadOptions()
     if args.config is not None:
         recipe = read_recipe(args.config)
         data, kind = recipe.data, BlockOptions if "blocks" in recipe.model else HeadOptions

@@ -26,7 +26,7 @@ from fsd_infer.targets.placing import parse_dtype
 from fsd_infer.targets.target import Target
 from fsd_train.commands.comparisons import check_engine, compare_targets
 from fsd_train.commands.feeding import Finding
-from fsd_train.commands.head_checks import Doctor
+from fsd_train.commands.head_checks import Doctor, refuse_images
 from fsd_train.commands.mtp_checks import MtpDoctor, check_files, mtp_place, refuse_other_options
 from fsd_train.data.answers import conclude
 from fsd_train.data.row_encoding import check_id, encode_row
@@ -90,6 +90,7 @@ def some_rows(args: argparse.Namespace, target: Target) -> list[dict[str, Any]]:
         for row in read_rows(args.data, check):
             shortest = args.max_length + 1
             with check.using(row.where, row.values):
+                refuse_images(row.values)
                 sequences = encode_row(row.values, target.tokenizer, row.where)
                 check_id(max(max(ids) for ids, _ in sequences), row.where, target.vocab_size)
                 shortest = min(len(ids) for ids, _ in sequences)

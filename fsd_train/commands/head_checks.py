@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fsd_core.errors import DataError
+from fsd_core.text.image_rows import has_row_images
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.engine.drafts import drafts_text
@@ -207,6 +208,15 @@ class Doctor:
         says = "accepted by position: " + " ".join(f"{share:.0%}" for share in accepted)
         mistakes = Finding("drafts", None, drafts_text(made.stats.drafts.summary()))
         return [Finding("decoding", None, says), mistakes], accepted, made.sequences
+
+
+def refuse_images(values: Mapping[str, Any]) -> None:
+    """Raise DataError for a row with images, of which no check here reads the pixels."""
+    if has_row_images(values):
+        raise DataError(
+            "the row has images, and doctor feeds a head text alone, which shows the same faults. Give rows without "
+            "images; how drafts fare after images, the callback DecodedTau measures in training."
+        )
 
 
 def _alike(*what: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ from fsd_infer.targets.placing import parse_dtype
 from fsd_infer.targets.target import Target
 from fsd_train.commands.export import target_facts
 from fsd_train.commands.feeding import Finding, at_step
-from fsd_train.commands.head_checks import STEPS, Doctor
+from fsd_train.commands.head_checks import STEPS, Doctor, refuse_images
 from fsd_train.commands.new_recipe import recipe_for
 from fsd_train.commands.quickstart import read_logged, time_limit
 from fsd_train.commands.vllm_head import common_length
@@ -108,6 +108,7 @@ def prompt_rows(args: argparse.Namespace) -> list[Row]:
     def usable() -> Iterator[Row]:
         for row in read_rows(args.data, check):
             with check.using(row.where, row.values):
+                refuse_images(row.values)
                 if row.values.get("prompt_ids") is None:
                     row_messages(row.values, row.where)
                 yield row.values

@@ -38,6 +38,8 @@ from fsd_train.commands.fit import read_recipe, target_kwargs_of
 from fsd_train.data.backends import RULE, AnswerBackend, EndpointBackend, LocalBackend
 from fsd_train.data.plan import PromptSchedule, answer_line, next_turns, plan_jobs
 
+OTHER_FORMS = (".json", ".gz", ".csv", ".tsv", ".txt", ".parquet")
+
 
 class AnswerFile:
     """A JSONL file of whole lines of answers, with its settings in ``<name>.meta.json``.
@@ -48,11 +50,13 @@ class AnswerFile:
 
     Raises:
         FsdError: the settings differ.
-        DataError: a line of the file is malformed.
+        DataError: a line of the file is malformed, or its name is of another form.
     """
 
     def __init__(self, path: str | Path, settings: dict[str, Any]) -> None:
         path = Path(path)
+        if path.suffix in OTHER_FORMS and not path.is_dir():
+            raise DataError(f"{path}: answers are written as JSON lines. Give a .jsonl file, or a directory.")
         self.path = path if path.suffix == ".jsonl" else path / "answers.jsonl"
         self.meta_path = self.path.with_suffix(".meta.json")
         self.settings = settings
@@ -195,7 +199,7 @@ def resolve(args: argparse.Namespace) -> None:
     """Fill in missing options from the recipe, or so that prompt and answer share LONGEST tokens or the context.
 
     Raises:
-        DataError: neither the command line nor a recipe names the target or the output.
+        DataError: neither the command line nor a recipe names the target or the output, or prompts are piped.
         FsdError: the recipe is malformed.
     """
     if args.config is not None:
@@ -208,6 +212,8 @@ def resolve(args: argparse.Namespace) -> None:
     for name in ("target", "output"):
         if not getattr(args, name):
             raise DataError(f"no {name} was given. Give --{name}, or a recipe with it as --config.")
+    if "-" in args.prompts:
+        raise DataError("--prompts -: a run that goes on reads its prompts again. Give a file.")
     length = args.max_length or min(context_of(args.target) or LONGEST, LONGEST)
     args.max_new_tokens = args.max_new_tokens or max(1, length // 2)
     args.max_prompt_tokens = args.max_prompt_tokens or max(1, length - args.max_new_tokens)
@@ -223,6 +229,11 @@ def _same_length(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
 def _say_what_is_left_out(plan: PromptSchedule, args: argparse.Namespace) -> None:
     if not plan.too_long:
         return
+    if plan.too_long == plan.read:
+        raise DataError(
+            f"all {plan.read} prompts are longer than {args.max_prompt_tokens} tokens. Raise --max-prompt-tokens, or "
+            "lower --max-new-tokens, which leaves them more of --max-length."
+        )
     print(
         f"{'warning: ' if 2 * plan.too_long > plan.read else ''}{plan.too_long} of {plan.read} prompts are longer than "
         f"{args.max_prompt_tokens} tokens and are skipped (--max-prompt-tokens)",

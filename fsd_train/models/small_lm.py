@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from fsd_core.errors import DataError, ModelLoadError, foreign_errors, imported
+from fsd_core.errors import DataError, ModelLoadError, NonFiniteLogitsError, foreign_errors, imported
 from fsd_core.files import disk_errors, write_text
 from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.lm import check_same_vocabulary
@@ -216,7 +216,7 @@ class SmallLM(nn.Module):
 
     @torch.no_grad()
     def _check_lm_head(self) -> None:
-        """Raise ModelLoadError unless :meth:`logits` of :meth:`hidden` equals the model's own logits."""
+        """Raise ModelLoadError unless :meth:`logits` of :meth:`hidden` equals the model's own logits, and not NaN."""
         model = self.causal_lm
         was_training = model.training
         model.eval()
@@ -224,6 +224,8 @@ class SmallLM(nn.Module):
         theirs = model(input_ids=probe, use_cache=False).logits[..., : self.common].float()
         ours = self.logits(self.hidden(probe)).float()
         model.train(was_training)
+        if theirs.isnan().any():
+            raise NonFiniteLogitsError(f"model.drafter {self.name} computes NaN. Check its weights, or use another.")
         if not torch.allclose(ours, theirs, atol=1e-2 * float(theirs.abs().max()), rtol=1e-2):
             raise ModelLoadError(
                 f"the LM head of {self.name} ({self.config.model_type}) is more than a linear map, a scale and a soft "
