@@ -280,8 +280,8 @@ class ChatCompletionRequest(CompletionRequest):
                 )
             elif ids and message.tool_call_id is not None and message.tool_call_id not in ids:
                 raise ValueError(
-                    f"messages[{place}].tool_call_id: the calls before it are {', '.join(sorted(ids)):.80}, "
-                    f"but not {message.tool_call_id!r:.80}: name the call that it answers."
+                    f"messages[{place}].tool_call_id: no call before it has the id {message.tool_call_id!r:.80}. "
+                    f"Their ids are {', '.join(sorted(ids)):.80}."
                 )
         return messages
 
