@@ -75,7 +75,7 @@ def prepare(
     if given is not None and not isinstance(given, GenerationConfig):
         raise FsdError(f"generation_config is a GenerationConfig, got {type(given).__name__}.")
     model = target.model
-    fields, processing, stopping = split_options(overrides, {*OWN, "drafter", "streamer", "callbacks", "images"})
+    fields, processing, stopping = split_options(overrides, {*OWN, "drafter", "streamer", "callbacks"})
     asked = _set({} if given is None else vars(given)) | _set(fields)
     own = _set(vars(model.generation_config))
     # a request's length is instead of the model's, whichever of them the model names

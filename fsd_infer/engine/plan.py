@@ -66,19 +66,22 @@ class RequestPlan:
         self.limits = check_prompts(target, request.prompts, request.max_new_tokens)
         check_image_inputs(target, request.image_inputs)
         self.target, self.request, self.count = target, request, len(rules)
-        self.draft_bonus = sum(rule.draft_bonus(request.greedy) for rule in rules) / len(rules)
-        self.drafter = drafter = drafter.for_bonus(self.draft_bonus)
+        self.processors = TreeProcessors(request.processors, self.count)
         self.temperature = 0.0 if request.greedy else temperature_of(request.processors)
+        # what drafts, how, and whether rounds are recorded
+        self.draft_bonus = sum(rule.draft_bonus(request.greedy) for rule in rules) / self.count
+        self.drafter = drafter = drafter.for_bonus(self.draft_bonus)
         self.draws = draws_of(drafter, rules, self.temperature)
-        self.processors = TreeProcessors(request.processors, len(rules))
         self.recorder = _recorder(target, drafter)
+        # memory: of a recording, a bucket's rows and slots that requests share
         max_lengths = [len(prompt) + limit for prompt, limit in zip(request.prompts, self.limits)]
         self.max_length = max(max_lengths)
-        self.rows, self.capacity = len(rules), self.max_length + drafter.max_nodes
+        self.rows, self.capacity = self.count, self.max_length + drafter.max_nodes
         self.drafter_slots = self.max_length + 1 + drafter.max_depth
-        if self.recorder is not None:  # a bucket's rows, and slots that requests share
+        if self.recorder is not None:
             self.rows, self.capacity = bucket(self.count), target.slots(self.capacity)
             self.drafter_slots = self.capacity
+        # the rows, with those that no prompt fills
         fillers = self.rows - self.count
         self.rules = rules + rules[:1] * fillers
         self.prompts = [*request.prompts, *[request.prompts[0][:1]] * fillers]

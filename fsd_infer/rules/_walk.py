@@ -65,6 +65,36 @@ class _RuleOutput(NamedTuple):
         return new if self.mask is None else torch.where(self.mask, new, old)
 
 
+class _Dense(NamedTuple):
+    """A dense distribution at R contexts.
+
+    Attributes:
+        at: the contexts.
+        log_r: [R, V] the distribution there, or over a reduced vocabulary.
+        number: [B, N] which of them each node is; -1: none, or one where another distribution holds.
+        parent_number: [B, N] which of them its parent is.
+    """
+
+    at: VocabRows
+    log_r: Tensor
+    number: Tensor
+    parent_number: Tensor
+
+    @classmethod
+    def of(cls, at: VocabRows, log_r: Tensor, holds: Tensor | None) -> _Dense:
+        """Number the contexts. ``holds`` [B, N] bool: where the distribution does; None: at all of them."""
+        parents = at.inputs.tree.parents
+        numbers = torch.arange(len(log_r), device=parents.device)
+        number = torch.full_like(parents, -1).index_put((at.rows, at.nodes), numbers)
+        number = number if holds is None else number.masked_fill(~holds, -1)
+        return cls(at, log_r, number, at.inputs.at_parents(number))
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[R] -> [B, N], 0 elsewhere."""
+        zeros = values.new_zeros(self.number.shape)
+        return zeros.index_put((self.at.rows, self.at.nodes), values)
+
+
 class _Picks(NamedTuple):
     """What follows every context if the walk comes there, [B, N] bool each.
 
@@ -138,54 +168,44 @@ class _Walk:
 
     def _evaluate(self, output: OutputDistribution, at: VocabRows) -> None:
         """Evaluate a distribution's gate and dense distribution at these contexts."""
-        inputs = self.inputs
         if output.gate is not None:
             self.applies = self.applies.index_put((at.rows, at.nodes), at.of(self.applies) & output.gate(at))
         if output.log_r is None:
             return
-        holds = output.dense_at(inputs)
+        holds = output.dense_at(self.inputs)
         at = at.subset(functional.host_nonzero(at.of(self.applies if holds is None else self.applies & holds)))
         if not len(at.rows):
             return
         at = at.reduced() if output.is_reducible else at
-        log_r, where = output.log_r(at), (at.rows, at.nodes)
-        r_row = torch.full_like(self.r_row, -1).index_put(where, torch.arange(len(log_r), device=self.device))
-        r_row = r_row if holds is None else r_row.masked_fill(~holds, -1)
-        parent_row = inputs.at_parents(r_row)
-        evaluate = self._dense_greedy if inputs.greedy else self._dense_sampled
-        r_draft, cost = evaluate(at, log_r, r_row, parent_row)
-        self.r_draft = torch.where((parent_row >= 0) & inputs.tree.is_draft, r_draft, self.r_draft)
-        assert self.cost is not None
-        cost = torch.zeros_like(self.cost).index_put(where, cost.to(self.cost.dtype))
-        self.cost = torch.where(r_row >= 0, cost, self.cost)
+        self._add_dense(_Dense.of(at, output.log_r(at), holds))
 
-    def _dense_greedy(self, at: VocabRows, log_r: Tensor, r_row: Tensor, parent_row: Tensor) -> tuple[Tensor, Tensor]:
-        """Note the tokens of a dense distribution at temperature 0. Arguments and results as of _dense_sampled()."""
-        token = log_r.argmax(-1)
+    def _add_dense(self, dense: _Dense) -> None:
+        """Take over a dense distribution's probabilities of drafts, and its costs, where it holds."""
+        r_draft, cost = (self._dense_greedy if self.inputs.greedy else self._dense_sampled)(dense)
+        self.r_draft = torch.where((dense.parent_number >= 0) & self.tree.is_draft, r_draft, self.r_draft)
+        assert self.cost is not None
+        self.cost = torch.where(dense.number >= 0, dense.spread(cost.to(self.cost.dtype)), self.cost)
+
+    def _dense_greedy(self, dense: _Dense) -> tuple[Tensor, Tensor]:
+        """Note the tokens of a dense distribution at temperature 0. Results as of _dense_sampled()."""
+        at, token = dense.at, dense.log_r.argmax(-1)
         pair = at.scores.gather(1, torch.stack([at.of(self.inputs.likeliest), token], 1))
         self.r_token = self.r_token.index_put((at.rows, at.nodes), token)
         return self.tree.tokens == self.inputs.at_parents(self.r_token), (pair[:, 0] - pair[:, 1]).clamp_min(0.0)
 
-    def _dense_sampled(self, at: VocabRows, log_r: Tensor, r_row: Tensor, parent_row: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a dense distribution above temperature 0.
-
-        Args:
-            at: R contexts.
-            log_r: [R, V] the distribution there.
-            r_row: [B, N] the row of each context; -1 if it has none.
-            parent_row: [B, N] the same of each node's parent.
+    def _dense_sampled(self, dense: _Dense) -> tuple[Tensor, Tensor]:
+        """Keep a dense distribution above temperature 0 for the token after the path.
 
         Returns:
-            [B, N] probability of each draft below these contexts; [R] their costs.
+            [B, N] probability of each draft below its contexts; [R] the costs of these.
         """
-        inputs, r = self.inputs, log_r.softmax(-1)
-        cost = divergence_rows(at.scores, log_r, divergence("kl_qp"))
-        r_draft = at.of_drafts(r, parent_row.clamp_min(0)).to(self.r_draft.dtype)
+        inputs, at, number, r = self.inputs, dense.at, dense.number, dense.log_r.softmax(-1)
+        cost = divergence_rows(at.scores, dense.log_r, divergence("kl_qp"))
+        r_draft = at.of_drafts(r, dense.parent_number.clamp_min(0)).to(self.r_draft.dtype)
         if inputs.sampled:
             residual = (r - at.proposal).clamp_min(0.0).sum(-1)
-            of_context = torch.zeros_like(r_draft).index_put((at.rows, at.nodes), residual.to(r_draft.dtype))
-            r_draft = inputs.accept_prob_under(r_draft, r_draft.log(), of_context)
-        self.r_row = torch.where(r_row >= 0, r_row + sum(len(each) for _, each in self.dense), self.r_row)
+            r_draft = inputs.accept_prob_under(r_draft, r_draft.log(), dense.spread(residual.to(r_draft.dtype)))
+        self.r_row = torch.where(number >= 0, number + sum(len(each) for _, each in self.dense), self.r_row)
         self.dense.append((at, r))
         return r_draft, cost
 
