@@ -234,6 +234,14 @@ def config(**changes: object) -> Callable[[Path], object]:
     return apply
 
 
+def index_alone(content: bytes) -> Callable[[Path], object]:
+    def apply(directory: Path) -> None:
+        (directory / "model.safetensors").unlink()  # which would be read in its place
+        (directory / "model.safetensors.index.json").write_bytes(content)
+
+    return apply
+
+
 DEEP = b"[" * 100_000
 REMOTE = {"model_type": "homemade", "auto_map": {"AutoConfig": "custom.C", "AutoModelForCausalLM": "custom.M"}}
 ABSURD: list[tuple[str, float]] = [
@@ -250,7 +258,7 @@ DAMAGE: list[tuple[Callable[[Path], object], type[FsdError], str]] = [
     (lambda directory: (directory / "model.safetensors").unlink(), ModelLoadError, "no safetensors weights"),
     *((cut(keep), CheckpointError, r"model\.safetensors is truncated") for keep in (5, 200, -1)),
     *(
-        (write("model.safetensors.index.json", b'{"weight_map": {"a": %s}}' % name), CheckpointError, r"index\.json")
+        (index_alone(b'{"weight_map": {"a": %s}}' % name), CheckpointError, r"index\.json")
         for name in (b"7", b'"../model.safetensors"', b'"pytorch_model.bin"')
     ),
     *((write("config.json", content), CheckpointError, r"config\.json") for content in (b"", b"7", DEEP)),
