@@ -14,14 +14,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from fsd_core.errors import FsdError
+from fsd_core.errors import DataError, FsdError
 from fsd_core.openai_client import EXTENSIONS, UNSHAPED
 from fsd_core.text.encoding import encode_chat, encode_text
+from fsd_core.text.row_check import RowCheck
 from fsd_infer.targets.target import Target
 from fsd_train.cli import main as cli
 from fsd_train.commands.regenerate import AnswerFile
 from fsd_train.data.backends import EndpointBackend, RegenerationRequest
 from fsd_train.data.features import FeatureStore, sequence_key
+from fsd_train.data.plan import next_turns, plan_jobs
 from fsd_train.data.serving import differences
 from tests.families import reference
 from tests.openai_server import replying
@@ -236,6 +238,23 @@ def test_every_turn_is_answered_with_the_targets_own_answers_before_it(tmp_path:
     output.write_bytes(whole[: len(whole) * 2 // 3])
     assert main(argv) == 0
     assert output.read_bytes() == whole
+
+
+def test_a_later_turn_that_the_template_refuses_ends_its_conversation_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, given = {"role": "user", "content": "the cat"}, {"role": "assistant", "content": "there"}
+    rows = [{"id": word, "messages": [asked, given, {**asked, "content": word}]} for word in WORDS]
+    refusing = "{% if messages[-1]['content'] == 'mat' %}{{ raise_exception('no mat') }}{% endif %}"
+    tokenizer, file = tiny_tokenizer(refusing + CHATML), write_rows(tmp_path / "p.jsonl", rows)
+    plan = plan_jobs([file], tokenizer, check=(check := RowCheck()))
+    check.read = 40  # among many rows
+    later = next_turns(plan, dict.fromkeys(plan.ids, ("it is", "stop")), tokenizer, check=check)
+    check.finish()
+    assert plan.ids - {job.first_id for job in later.jobs} == {"mat"} and len(later.jobs) == len(plan.jobs) - 1
+    assert "1 x mat/2: the chat template refuses" in capsys.readouterr().err
+    with pytest.raises(DataError, match="a conversation, but this tokenizer has no chat template"):
+        plan_jobs([file], tiny_tokenizer(None))
 
 
 # by an endpoint

@@ -190,7 +190,8 @@ def run(args: argparse.Namespace) -> Counter[str]:
     counts: Counter[str] = Counter(read=plan.read, too_long=plan.too_long)
     while plan.batches:
         counts.update(regenerate(plan, backend, output, progress=not args.quiet))
-        plan = next_turns(plan, output.answers(), backend.tokenizer, reader)
+        plan = next_turns(plan, output.answers(), backend.tokenizer, reader, check)
+        check.finish(listing_of(output.path))
         counts["later"] += plan.too_long + plan.cut
     return counts
 

@@ -118,7 +118,11 @@ def plan_jobs(
 
 
 def next_turns(
-    plan: PromptSchedule, answers: Mapping[str, tuple[str, str]], tokenizer: Any, reader: ImageReader | None = None
+    plan: PromptSchedule,
+    answers: Mapping[str, tuple[str, str]],
+    tokenizer: Any,
+    reader: ImageReader | None = None,
+    check: RowCheck | None = None,
 ) -> PromptSchedule:
     """Plan the turns after those of ``plan``, which follow the target's answers.
 
@@ -129,8 +133,9 @@ def next_turns(
         plan: plan whose jobs are answered.
         answers: response and finish_reason by the id of the job.
         tokenizer: the target's tokenizer.
-        reader: as of :func:`plan_jobs`.
+        reader, check: as of :func:`plan_jobs`. A turn that the chat template refuses is noted by the id of its job.
     """
+    check = check or RowCheck(strict=True)
     following = [job for job in plan.jobs if job.rest]
     jobs: list[RegenerationRequest] = []
     too_long = cut = 0
@@ -145,13 +150,19 @@ def next_turns(
             cut += 1
             continue
         messages = [*job.messages, *said, *asked]
-        prompt_ids, seen = _encoded(messages, job.sources, tokenizer, job.template, reader)
+        identity = f"{job.first_id}/{job.turn + 1}"
+        found: tuple[list[int], SeenImages | None] | None = None
+        with check.using(identity):
+            found = _encoded(messages, job.sources, tokenizer, job.template, reader)
+        if found is None:
+            continue
+        prompt_ids, seen = found
         if len(prompt_ids) > plan.max_prompt_tokens:
             too_long += 1
             continue
         jobs.append(
             replace(
-                job, id=f"{job.first_id}/{job.turn + 1}", messages=messages, prompt_ids=prompt_ids, given=given,
+                job, id=identity, messages=messages, prompt_ids=prompt_ids, given=given,
                 rest=tuple(rest), turn=job.turn + 1, seen=seen,
             )
         )  # fmt: skip
@@ -169,6 +180,8 @@ def _first(
 ) -> RegenerationRequest:
     (asked, given), *rest = row_exchanges(row.row)
     options = {**template, **template_options(row.row)}
+    if rest and not getattr(tokenizer, "chat_template", None):
+        raise DataError("a conversation, but this tokenizer has no chat template. Give one text per row.")
     if raw and (rest or options or [turn["role"] for turn in asked] != ["user"]):
         raise DataError("a conversation or template options, which --raw does not support. Give one text per row.")
     if raw and row.images:
