@@ -145,7 +145,9 @@ def _described(
 
 def _fills_in(options: _Options, names: Collection[str]) -> bool:
     """Whether slots estimate the tokens at their own positions."""
-    said, classes = options.get("sample_from_anchor"), options.classes
+    said, shifted, classes = options.get("sample_from_anchor"), options.get("shift_label"), options.classes
+    if not {type(said), type(shifted)} <= {bool, type(None)}:
+        raise CheckpointError("sample_from_anchor and shift_label in its config.json must be true or false.")
     if said is not None:
         return not said
     if options.of_speculators and "dspark" in classes.lower():
@@ -153,7 +155,7 @@ def _fills_in(options: _Options, names: Collection[str]) -> bool:
             "a DSpark head of speculators must say sample_from_anchor, whose default differs between programs: add "
             "the value it was trained with to its config.json (speculators' own default is true)."
         )
-    if (shifted := options.get("shift_label")) is not None:
+    if shifted is not None:
         return not shifted
     if _GRU in names:
         return True
