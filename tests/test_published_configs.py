@@ -134,6 +134,11 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
     "a rank": ("dspark of speculators", {"markov_rank": 9}, f"markov_rank is 9 in its config.json, and {RANK} by"),
     "the final feature": ("dflash of z-lab", z_lab(use_aux_hidden_state=False), "use_aux_hidden_state False"),
     "two directions": ("dflash of z-lab", z_lab(causal=True) | {"is_causal": False}, "says causal twice"),
+    "slots in words": ("dspark of speculators", {"sample_from_anchor": "false"}, "must be true or false"),
+    "a soft cap": ("dflash of z-lab", {"final_logit_softcapping": "30"}, "must be a number from 0, got '30'"),
+    "a window": (
+        "dflash with windows", {"sliding_window": "3"}, "sliding_window in config.json must be a whole number from 1"
+    ),
     "two rotary bases": (
         "dflash of z-lab", {"rope_parameters": {"rope_theta": 5.0}}, "says rope_theta twice, 10000.0 and 5.0"
     ),

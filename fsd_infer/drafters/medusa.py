@@ -27,6 +27,7 @@ from fsd_infer.drafters.steps import HEADS, StepDrafter, filled
 from fsd_infer.heads.kinds import HYDRA, MEDUSA
 from fsd_infer.heads.stored_parts import check_draft_ids, check_said, check_uncomputed
 from fsd_infer.heads.weights import AGAIN, INTEGERS, MEDUSA_FILE, SINGLE, Weights, check_sizes
+from fsd_infer.targets.checks import QUANTISED
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
 
@@ -223,6 +224,8 @@ def _names(directory: Path, weights: Weights) -> dict[str, str]:
             names[f"blocks.{found[1]}.{found[2]}.linear.{found[3]}"] = stored
         elif found:
             last[f"lm_heads.{found[1]}.weight"] = stored
+        elif QUANTISED.search(stored):
+            weights.refuse_quantised(stored)
         elif stored != _TOKEN_MAP:
             raise CheckpointError(f"the Medusa heads in {directory} have {stored}, which is not known here.")
     return names | last

@@ -12,6 +12,7 @@ What cannot be told from the config is refused, since a wrong guess costs nearly
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,7 @@ def _described(
     made = BlockConfig(
         layer, count, tuple(sorted(stored)), size, vocabulary, options.whole("block_size", least=2),
         _mask_token(options, vocabulary), _fills_in(options, names), windows, causal,
-        weights.shapes[LM_HEAD][0] if own_head else None, own_embeds, options.get("final_logit_softcapping"),
+        weights.shapes[LM_HEAD][0] if own_head else None, own_embeds, _softcap(options),
         **_correction(options, layer["hidden_size"], weights.shapes),
     )  # fmt: skip
     return made, stored, ids
@@ -144,7 +145,9 @@ def _described(
 
 def _fills_in(options: _Options, names: Collection[str]) -> bool:
     """Whether slots estimate the tokens at their own positions."""
-    said, classes = options.get("sample_from_anchor"), options.classes
+    said, shifted, classes = options.get("sample_from_anchor"), options.get("shift_label"), options.classes
+    if not {type(said), type(shifted)} <= {bool, type(None)}:
+        raise CheckpointError("sample_from_anchor and shift_label in its config.json must be true or false.")
     if said is not None:
         return not said
     if options.of_speculators and "dspark" in classes.lower():
@@ -152,7 +155,7 @@ def _fills_in(options: _Options, names: Collection[str]) -> bool:
             "a DSpark head of speculators must say sample_from_anchor, whose default differs between programs: add "
             "the value it was trained with to its config.json (speculators' own default is true)."
         )
-    if (shifted := options.get("shift_label")) is not None:
+    if shifted is not None:
         return not shifted
     if _GRU in names:
         return True
@@ -201,6 +204,14 @@ def _mask_token(options: _Options, vocabulary: int) -> int:
     return token
 
 
+def _softcap(options: _Options) -> float | None:
+    """Return the bound of the logits; None, also for 0: none."""
+    cap = options.get("final_logit_softcapping", 0)
+    if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 <= cap < math.inf:
+        raise CheckpointError(f"final_logit_softcapping in config.json must be a number from 0, got {cap!r:.60}.")
+    return cap or None
+
+
 def _attention(options: _Options, count: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
     """Return each layer's window, and whether it is causal: by default those are whose type says that they slide.
 
@@ -213,10 +224,11 @@ def _attention(options: _Options, count: int) -> tuple[tuple[int | None, ...], t
         raise CheckpointError(f"layer_types in config.json are not those of {count} full or sliding layers.")
     named = [kind == "sliding_attention" for kind in types]
     slides = named if any(named) or not options.get("use_swa") else [True] * count
-    window = options.whole("swa_window_size", options.get("sliding_window"), least=1) if any(slides) else None
-    said = agreed("causal", (options.get(name) for name in ("causal", "is_causal")))
+    said = "sliding_window" if options.get("swa_window_size") is None else "swa_window_size"
+    window = options.whole(said, least=1) if any(slides) else None
+    forced = agreed("causal", (options.get(name) for name in ("causal", "is_causal")))
     both = options.get("sliding_window_non_causal") or "MuseGlimmerAssistant" in options.classes
-    causal = tuple(bool(said) if said is not None else slide and not both for slide in named)
+    causal = tuple(bool(forced) if forced is not None else slide and not both for slide in named)
     return tuple(window if slide else None for slide in slides), causal
 
 
