@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsd_core.errors import NonFiniteLossError
+from fsd_core.errors import NonFiniteLossError, causes
 from fsd_core.files import replacing
 from fsd_train.checkpoints import callbacks_of, check_checkpoint
 
@@ -151,8 +151,14 @@ class _Checked(TorchCheckpointIO):
         # where only that is full, and a kill amid the copy leaves a torn file
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as draft, draft.open("wb") as file:
-            torch.save(checkpoint, file)
+        try:
+            with replacing(path) as draft, draft.open("wb") as file:
+                torch.save(checkpoint, file)
+        except RuntimeError as error:  # torch's writer ends its file behind the disk's own error
+            full = next((cause for cause in causes(error, implicit=True) if isinstance(cause, OSError)), None)
+            if full is None:
+                raise
+            raise OSError(full.errno, full.strerror, str(path)) from error
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         check_checkpoint(path)
