@@ -41,7 +41,10 @@ LAYOUTS: Registry[Layout] = Registry("layout")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 BOXED = "Reason step by step, and put your final answer within \\boxed{}."
 LETTER = "Reason step by step. End with a line that says ANSWER: and the letter of your choice."
-OURS = ("answer", "reference", "category", "scored_by", "letters", "tools", "image", "images", *PROMPT_FIELDS)
+OURS = (
+    "id", "answer", "reference", "category", "scored_by", "letters", "instruction_id_list", "kwargs", "test",
+    "entry_point", "tools", "image", "images", *PROMPT_FIELDS,
+)  # fmt: skip
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # SPEED-Bench, where a source's licence forbids copies
 
 

@@ -115,12 +115,12 @@ def count_weights(module: nn.Module) -> int:
 
 
 def read_changes(changes: Sequence[str]) -> dict[str, int]:
-    """Parse "KEY=NUMBER" texts, of numbers from 1. Raises FsdError for another text."""
+    """Parse "KEY=NUMBER" texts, of whole numbers. Raises FsdError for another text."""
     found = {}
     for text in changes:
         key, equals, number = text.partition("=")
         value = read_int(number)
-        if not key or value is None or value < 1:
-            raise FsdError(f"--set takes KEY=NUMBER with a number from 1, e.g. num_hidden_layers=8; got {text}.")
+        if not key or value is None:
+            raise FsdError(f"--set takes KEY=NUMBER with a whole number, e.g. num_hidden_layers=8; got {text}.")
         found[key] = value
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -115,11 +116,13 @@ def check_order(trainer: Trainer, ours: dict[str, Any], theirs: dict[str, Any]) 
         trainer: the trainer that resumes.
         ours, theirs: facts that determine the order, by name, of this run and of the checkpoint's.
     """
-    before, now = (each.get("replicas", 1) * each.get("accumulated", 0) for each in (theirs, ours))  # 0: not known
-    if 0 < before != now and trainer.is_global_zero:
+    # checkpoints of earlier versions do not say how many batches were accumulated
+    factors = ("replicas", "accumulated") if "accumulated" in theirs else ("replicas",)
+    before, now = (math.prod(each.get(name, 1) for name in factors) for each in (theirs, ours))
+    if before != now and trainer.is_global_zero:
         log.warning(
-            "%s had %d batches per optimizer step, and resumes with %d. Keep devices x accumulate_grad_batches.",
-            source_of(trainer), before, now,
+            "%s had %d %s, and resumes with %d. Keep devices x accumulate_grad_batches.", source_of(trainer), before,
+            "batches per optimizer step" if len(factors) > 1 else "devices", now,
         )  # fmt: skip
     free = {"accumulated"} if "DeepSpeed" in type(trainer.strategy).__name__ else {"accumulated", "replicas"}
     ours = {name: value for name, value in ours.items() if name not in free}

@@ -348,7 +348,7 @@ def _prompt(row: Mapping[str, Any], where: str) -> list[Message]:
             added = "" if row.get(name) is None else _text(row[name], where, name)
             text = f"{text.rstrip()}\n\n{added}" if added else text
         return [{"role": "user", "content": text}]
-    found = ", ".join(f"'{name:.40}'" for name in list(row)[:_SHOWN])
+    found = ", ".join(f"{str(name)!r:.42}" for name in list(row)[:_SHOWN]) or "none"
     raise DataError(
         f"{where}: no prompt. Give one of the fields messages, conversations, {', '.join(TEXTS)}. It has {found}."
     )

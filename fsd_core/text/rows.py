@@ -27,7 +27,7 @@ from fsd_core.text.row_check import RowCheck, RowFields
 LONGEST_LINE = 2**28  # bytes
 _ADVICE = "Write one JSON object per line, in UTF-8."
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
-_UNREAD = (".arrow", ".feather", ".bz2", ".xz", ".zst", ".zip", ".tar", ".xlsx", ".yaml", ".yml")
+_UNREAD = (".arrow", ".feather", ".bz2", ".xz", ".zst", ".zip", ".tar", ".xlsx")
 _SPLIT = re.compile(r"(train|validation|valid|val|dev|test|eval)(?![a-z])")
 
 

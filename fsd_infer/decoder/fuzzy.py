@@ -227,7 +227,7 @@ class FuzzyDecoder:
         """
         options = {"apply_chat_template": apply_chat_template, **retired.request_options(None, (), former)[2]}
         if images:
-            prompt = retired.with_images(prompt, {"images": images})[0]
+            prompt = retired.with_images(prompt, retired.former_images({"images": images}), None)[0]
         return self._prompts.encode(prompt, **options)[0]
 
     def check_guide(self, guide: Guide) -> None:
@@ -281,10 +281,12 @@ class FuzzyDecoder:
         with ending(streamer):
             if prompts is None:
                 prompts, options = from_keywords(options)
-            prompts = retired.with_images(prompts, options)
+            images = retired.former_images(options)
             config, options = request_config(given, options)
             with self.target.lock, self.target.adapted(config.adapter):
                 padding, eos = self._special_tokens(given, options)
+                if images is not None:
+                    prompts = retired.with_images(prompts, images, padding)
                 ids, image_inputs = self._prompts.encode_all(prompts, padding, config.apply_chat_template)
                 drafter, guide = self.drafter if drafter is None else drafter, Guide.of(config.guide)
                 followed = None if guide is None else self._follow(guide, ids, eos)

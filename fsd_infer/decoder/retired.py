@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from fsd_core.errors import FsdError
 from fsd_core.former import say
 from fsd_infer.decoder.prompts import listed
@@ -43,17 +45,21 @@ def request_options(
     return config, callbacks, made
 
 
-def with_images(prompts: Any, options: dict[str, Any]) -> Any:
-    """Return prompts with the images that ``generate`` took beside them, which are taken out of its keywords.
-
-    Raises FsdError unless there is one list of images per prompt.
-    """
+def former_images(options: dict[str, Any]) -> Any:
+    """Take the images that ``generate`` took beside its prompts out of its keywords. None: none are given."""
     images = options.pop("images", None)
-    if images is None:
-        return prompts
-    say("images=", 'a prompt carries its images, {"prompt": ..., "images": [...]}')
-    given = listed(prompts, None)
-    return [{"prompt": prompt, "images": own} for prompt, own in zip(given, _per_prompt(images, len(given)))]
+    if images is not None:
+        say("images=", 'a prompt carries its images, {"prompt": ..., "images": [...]}')
+    return images
+
+
+def with_images(prompts: Any, images: Any, padding: int | None) -> Any:
+    """Return prompts of any form with these images of theirs. Raises FsdError unless there is one list per prompt."""
+    given = listed(prompts, padding)
+    each = _per_prompt(images, len(given))
+    if not any(each):
+        return prompts if isinstance(prompts, (Mapping, Tensor)) else given
+    return [{"prompt": prompt, "images": own} for prompt, own in zip(given, each)]
 
 
 def _per_prompt(images: Any, count: int) -> list[Any]:

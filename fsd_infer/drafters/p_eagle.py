@@ -68,11 +68,13 @@ class ParallelEagleDrafter(EagleDrafter):
         mask = weights.read(_MASK).flatten() if _MASK in weights.shapes else torch.zeros(0)
         stored = read_kind(directory, config, EAGLE_3, target)
         fused = len(stored.config.fused_layers) * stored.config.target_hidden_size
-        if len(found) != 1 or not 0 <= min(found) < target.vocab_size or len(mask) != fused:
+        if len(found) != 1 or not 0 <= min(found) < target.vocab_size:
             raise CheckpointError(
-                f"the P-EAGLE head in {directory} has no token of its masks (one of {', '.join(_MASK_TOKENS)} in its "
-                f"config.json), or several, or a {_MASK} of other than {fused} entries."
+                f"the P-EAGLE head in {directory} needs one token of its masks, {' or '.join(_MASK_TOKENS)} in its "
+                f"config.json, and has {sorted(found) or 'none'}."
             )
+        if len(mask) != fused:
+            raise CheckpointError(f"{_MASK} of the P-EAGLE head in {directory} has {len(mask)} entries, not {fused}.")
         head = EagleHead.of_stored(stored, dtype=target.dtype)
         mask = torch.nn.functional.pad(mask, (stored.config.target_hidden_size, 0))
         made = cls(head, target, mask.to(target.device, target.dtype), found.pop(), _depth_of(config), shape)

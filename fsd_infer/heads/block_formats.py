@@ -25,6 +25,7 @@ from fsd_infer.heads.blocks import BlockConfig, BlockHead
 from fsd_infer.heads.stored_parts import (
     EMBEDDINGS,
     LM_HEAD,
+    SLIDING,
     agreed,
     check_said,
     check_uncomputed,
@@ -114,9 +115,13 @@ def _described(
 ) -> tuple[BlockConfig, list[int], Tensor | None]:
     """Return the head's config, the order of the layers as stored, and its draft ids."""
     check_uncomputed(options.get)
+    if options.get("use_aux_hidden_state") is False:
+        raise CheckpointError(
+            "its config.json has use_aux_hidden_state False, which is not known here. Use another head."
+        )
     if "gemma" in options.classes.lower():
         raise CheckpointError("its layers are Gemma's; block heads of Qwen3 layers alone are read here.")
-    layer = plain_layer(options.layer, "qwen3", mrope=False)
+    layer = plain_layer(options.layer, "qwen3", mrope=False, rope_of=SLIDING if options.of_speculators else None)
     count = layer_count(options.get("num_hidden_layers"), names)
     stored = _target_layers(options, count, target)
     shape = weights.shapes.get("fc.weight", ())

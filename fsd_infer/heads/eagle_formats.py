@@ -20,6 +20,7 @@ from fsd_infer.heads.stored_parts import (
     EMBEDDINGS,
     FIRST_LAYER,
     LM_HEAD,
+    SLIDING,
     T2D,
     StoredHead,
     agreed,
@@ -81,7 +82,7 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
     nested = config.get("eagle_config") or {}
     if not isinstance(nested, Mapping):
         raise CheckpointError("eagle_config is not a mapping.")
-    if nested.get("use_aux_hidden_state") is False:
+    if False in (nested.get("use_aux_hidden_state"), config.get("use_aux_hidden_state")):
         raise CheckpointError(
             "it reads the target's final features alone (use_aux_hidden_state), by no layout known here. Use another."
         )
@@ -94,8 +95,10 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
     names = _parameters(shapes)
     kind = described.get("model_type")
     # speculators copies the target's M-RoPE into the config and trains on tokens' positions in the text all the same
-    mrope = "speculators_model_type" not in config
-    layer = plain_layer(described, kind if kind in EAGLE3_LAYERS else "llama", mrope)
+    of_speculators = "speculators_model_type" in config
+    layer = plain_layer(
+        described, kind if kind in EAGLE3_LAYERS else "llama", not of_speculators, SLIDING if of_speculators else None
+    )
     options: dict[str, Any] = {
         name: agreed(name, (config.get(name), nested.get(name))) or False for name in EAGLE3_FIELDS
     }
@@ -120,7 +123,7 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
         target={"hidden_size": width, "vocab_size": vocabulary},
         **options,
     )
-    if head.own_embeddings and not head.own_lm_head and described.get("tie_word_embeddings"):
+    if target and head.own_embeddings and not head.own_lm_head and described.get("tie_word_embeddings"):
         raise CheckpointError(
             f"it has {EMBEDDINGS} of its own, tie_word_embeddings and no {LM_HEAD}, which some programs take for a "
             "copy of the former and others for the target's: add it to the weights."
@@ -171,7 +174,7 @@ def _table(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], wid
     """Return (V, width of the embeddings) from the tensors or the config."""
     table, said, drafted = shapes.get(EMBEDDINGS), config.get("vocab_size"), shapes.get(T2D, ())
     if table is None:
-        return drafted[0] if said is None and len(drafted) == 1 else said, width
+        return drafted[0] if len(drafted) == 1 else said, width
     if len(table) != 2 or said not in (None, table[0]):
         rows = "a table" if said is None else f"a table of {said!r:.60} rows (vocab_size)"
         raise CheckpointError(f"{EMBEDDINGS} is of shape {list(table)}, not {rows}. {AGAIN}")

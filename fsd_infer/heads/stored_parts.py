@@ -24,6 +24,7 @@ CONFIG = "config.json"
 # Names of tensors; all others are the same in every format.
 FIRST_LAYER, MIDLAYER = "layers.0.", "midlayer."
 DRAFT_IDS, EMBEDDINGS, LM_HEAD, D2T, T2D = "draft_ids", "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
+SLIDING = "sliding_attention"  # whose rotary options speculators' heads take for all layers
 PARTIAL = "partial_rotary_factor"  # copied from targets
 # parts of layers that heads have elsewhere, by what tensors' names contain
 _UNREAD = {".kv_b_proj.": "latent attention", ".experts.": "experts", ".sinks": "attention sinks"}
@@ -31,7 +32,7 @@ _UNREAD = {".kv_b_proj.": "latent attention", ".experts.": "experts", ".sinks": 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "conv_kernel_size": (None, 0), "selector_rank": (None, 0), "attention_sink_bias": (None, False),
     "attention_value_scale": (None, 1), "output_multiplier": (None, 1), "is_neox_style": (None, True),
-    "logit_scale": (None, 1), "layernorms": (None, False), "use_aux_hidden_state": (None, True),
+    "logit_scale": (None, 1), "layernorms": (None, False),
 }  # fmt: skip
 _BEGINNINGS = ("model.", "draft_model.")
 _RENAMED = {MIDLAYER: FIRST_LAYER, "transformer.": FIRST_LAYER, "fusion_fc.": "fc."}  # the last two: old speculators
@@ -111,17 +112,19 @@ def check_uncomputed(option: Callable[[str], Any]) -> None:
             )
 
 
-def _ropes(config: Mapping[str, Any]) -> dict[str, Any]:
+def _ropes(config: Mapping[str, Any], rope_of: str | None) -> dict[str, Any]:
     """Return a config's rotary options, whether ``rope_theta``, ``rope_scaling`` or ``rope_parameters`` has them.
 
-    Raises CheckpointError if they contradict each other, or differ between types of layers.
+    Raises CheckpointError if they contradict each other, or differ between types of layers, ``rope_of`` not among them.
     """
-    parts = [{"rope_theta": config.get("rope_theta")}]
+    parts: list[dict[str, Any]] = []
     for name in ("rope_scaling", "rope_parameters"):
         rope = config.get(name) or {}
         if not isinstance(rope, Mapping):
             raise CheckpointError(f"{name} is {rope!r:.60}, not a mapping.")
         of_types = [options for options in rope.values() if isinstance(options, Mapping)]
+        if isinstance(rope.get(rope_of), Mapping):
+            of_types = [rope[rope_of]]
         if any(options != of_types[0] for options in of_types):
             raise CheckpointError(f"{name} differs between types of layers, and all turn alike here. Use another head.")
         rope = dict(of_types[0] if of_types else rope)
@@ -129,10 +132,16 @@ def _ropes(config: Mapping[str, Any]) -> dict[str, Any]:
         kind = rope.get("rope_type") or old
         parts.append({**rope, "rope_type": "default" if kind == "mrope" else kind})
     made = {name: agreed(name, (part.get(name) for part in parts)) for part in parts for name in part}
+    said, used = config.get("rope_theta"), made.get("rope_theta")
+    if None not in (said, used) and said != used:
+        logger.warning(
+            "the head turns by rope_theta %s, as in its rope parameters; beside them it says %s.", used, said
+        )
+    made["rope_theta"] = said if used is None else used
     return {name: value for name, value in made.items() if value is not None}
 
 
-def plain_layer(config: Mapping[str, Any], kind: str, mrope: bool = True) -> dict[str, Any]:
+def plain_layer(config: Mapping[str, Any], kind: str, mrope: bool = True, rope_of: str | None = None) -> dict[str, Any]:
     """Convert a Llama-like config of another program to :attr:`EagleConfig.layer`.
 
     Args:
@@ -140,16 +149,16 @@ def plain_layer(config: Mapping[str, Any], kind: str, mrope: bool = True) -> dic
         kind: their model type.
         mrope: whether M-RoPE that the config names holds. Some heads are trained on tokens' positions in the text,
             whatever they copied of their target's config.
+        rope_of: the type of layer whose rotary options hold for all where they differ by type.
     """
-    rope = _ropes(config)
+    rope = _ropes(config, rope_of)
     multi = {name: rope.pop(name) for name in MROPE if name in rope}
     if any(share not in (None, 1) for share in (config.get(PARTIAL), rope.pop(PARTIAL, None))):
         logger.warning("the head turns all of its dimensions, as programs train it: its %s is not used.", PARTIAL)
     known = {name: config[name] for name in LAYER_FIELDS if name in config and name != "rope_parameters"}
     known |= {"rope_parameters": {"rope_type": "default", **rope}} if rope else {}
-    fault = (
-        "it does not describe a Llama layer ({why})."  # transformers may fail in any way on another program's values
-    )
+    # transformers may fail in any way on another program's values
+    fault = "it does not describe a Llama layer ({why})."
     with foreign_errors(CheckpointError, fault):
         if "hidden_size" not in known:
             raise ValueError("it has no hidden_size")

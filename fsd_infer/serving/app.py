@@ -86,6 +86,7 @@ class Service:
         router.add_api_route("/openapi.json", self.description)
         router.add_api_route("/metrics", self.prometheus)
         router.add_api_route("/v1/models", self.models)
+        router.add_api_route("/v1/models/", self.models, include_in_schema=False)
         router.add_api_route("/v1/models/{name:path}", self.model)
         posts = {"/v1/completions": self.completions, "/v1/chat/completions": self.chat, "/view/decode": self.view}
         for path, route in posts.items():

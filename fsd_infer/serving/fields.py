@@ -149,7 +149,7 @@ class CompletionRequest(RequestFields):
 
     @model_validator(mode="after")
     def _options_of_streams_have_one(self) -> CompletionRequest:
-        if not self.stream and self.stream_options.model_fields_set:
+        if not self.stream and self.stream_options.include_usage:
             raise ValueError("stream_options needs stream = true: a whole answer always has its usage.")
         return self
 
@@ -268,21 +268,22 @@ class ChatCompletionRequest(CompletionRequest):
     @classmethod
     def _results_follow_calls(cls, messages: list[ChatMessage]) -> list[ChatMessage]:
         calls: list[dict[str, Any]] = []  # which messages of the role tool may answer
-        ids: set[str] = set()
+        before = ""
         for place, message in enumerate(messages):
-            if message.role != "tool":
-                calls = message.tool_calls
-                ids = {call["id"] for call in calls if isinstance(call.get("id"), str)}
+            ids = [str(call.get("id") or "") for call in calls]
+            if message.role != "tool":  # clients may write one message per call
+                calls = [*(calls if before == message.role == "assistant" else ()), *message.tool_calls]
             elif not calls:
                 raise ValueError(
                     f"messages[{place}]: a message of the role tool answers a call: put the assistant's message with "
                     "its tool_calls before it."
                 )
-            elif ids and message.tool_call_id is not None and message.tool_call_id not in ids:
+            elif all(ids) and message.tool_call_id is not None and message.tool_call_id not in ids:
                 raise ValueError(
                     f"messages[{place}].tool_call_id: no call before it has the id {message.tool_call_id!r:.80}. "
                     f"Their ids are {', '.join(sorted(ids)):.80}."
                 )
+            before = message.role
         return messages
 
     @model_validator(mode="after")
@@ -297,7 +298,7 @@ class ChatCompletionRequest(CompletionRequest):
             raise ValueError(f"tool_choice: tools has no function {self.tool_choice.function.name!r:.80}.")
         if self.offered and not self.forced and any(tool.function.strict for tool in self.tools):
             raise ValueError('tools: strict needs a tool_choice of "required" or of one function. Leave it out.')
-        if not self.parallel_tool_calls and not self.forced:
+        if not self.parallel_tool_calls and self.offered and not self.forced:
             raise ValueError(
                 'parallel_tool_calls: false needs a tool_choice of "required" or of one function, whose answer is one '
                 "call. Leave it out."

@@ -143,10 +143,10 @@ def _encode(
 
 
 def _check_variables(decoder: FuzzyDecoder, asked: ChatCompletionRequest) -> None:
-    """Raise FsdError for a variable whose name the chat template does not hold."""
+    """Raise FsdError for a variable whose name the chat template does not hold, unless it asks for nothing."""
     template = str(decoder.tokenizer.chat_template or "")  # all of several
-    for name in asked.chat_template_kwargs:
-        if name not in template:
+    for name, value in asked.chat_template_kwargs.items():
+        if name not in template and value not in (None, False):  # front ends send {"enable_thinking": false} to all
             raise FsdError(
                 f"chat_template_kwargs: the chat template of {decoder.target.name} does not read {name!r:.80}. "
                 "Leave it out."

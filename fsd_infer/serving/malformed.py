@@ -65,8 +65,8 @@ def explain_refusal(request: Request, error: HTTPException) -> str:
         return NESTED
     if isinstance(cause, UnicodeDecodeError):
         return f"the body is not JSON: it is not {cause.encoding} ({cause.reason}, at byte {cause.start})."
-    if isinstance(cause, ValueError) and not isinstance(cause, FsdError):  # such as an integer of too many digits
-        return f"the body cannot be read: {cause}."
+    if isinstance(cause, ValueError) and not isinstance(cause, FsdError):
+        return "the body holds a number of too many digits."
     return str(error.detail)
 
 

@@ -147,8 +147,8 @@ def put_beside(model: Any, adapters: Mapping[str, str | Path]) -> None:
 def _without_copies(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return an adapter's tensors without the copies of the base's tables that peft saves beside an adapter of them.
 
-    Raises CheckpointError for tables that differ from the model's: the adapter was trained with others. And
-    ModelLoadError for whole weights, which no LoRA has.
+    Raises CheckpointError for tables that differ from the model's: the adapter was trained with others.
+    Raises ModelLoadError for whole weights, which no LoRA has.
     """
     kept = dict(tensors)
     for key in [key for key in tensors if key.endswith(".base_layer.weight")]:
@@ -312,8 +312,8 @@ def adapter_tensors(directory: str | Path) -> dict[str, torch.Tensor]:
     path = Path(directory).expanduser() / ADAPTER_WEIGHTS
     if not path.is_file():
         raise CheckpointError(
-            f"{directory} has no {ADAPTER_WEIGHTS}: it is not a complete adapter. Load one in adapter_model.bin with "
-            "peft, and save it again."
+            f"{directory} has no {ADAPTER_WEIGHTS}: it is not a complete adapter. If it has adapter_model.bin, load "
+            "that with peft and save it again."
         )
     with open_safetensors(path, "Copy or export the adapter again.") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}

@@ -91,8 +91,9 @@ def _check_layers(path: Path, types: Mapping[str, str]) -> None:
     config, names, tensors = read_json(path, "Copy the model again.", CheckpointError), types.keys(), len(types)
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a JSON object: it is not the config of a model.")
-    bare = [name for name, kind in types.items() if kind.startswith("F8") and not _has_scale(name, names)]
-    if bare and "E8M0" not in types[bare[0]] and _method(config) == "fp8":
+    of_fp8 = (name for name, kind in types.items() if kind.startswith("F8") and "E8M0" not in kind)  # E8M0: of scales
+    bare = [name for name in of_fp8 if not _has_scale(name, names)]
+    if bare and _method(config) == "fp8":
         raise CheckpointError(
             f"{path.parent}: {bare[0]} is of type {types[bare[0]]} without {bare[0]}_scale_inv, and config.json says "
             "that its weights are fp8 with scales. Fetch it again."
@@ -112,7 +113,10 @@ def _check_layers(path: Path, types: Mapping[str, str]) -> None:
 
 
 def _has_scale(name: str, names: Collection[str]) -> bool:
-    return f"{name}_scale_inv" in names or f"{name}_scale" in names
+    part = name.removesuffix("weight")  # the last two: DeepSeek-V4's and Mistral Large's
+    return any(
+        scale in names for scale in (f"{name}_scale_inv", f"{name}_scale", f"{part}scale", f"{part}qscale_weight")
+    )
 
 
 def _method(config: Mapping[str, Any]) -> Any:
@@ -193,7 +197,9 @@ def check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> N
     layers = len(getattr(model.get_decoder(), "layers", ()))
     of_mtp = set(mtp_names(unused, layers)) if layers else set()  # fsd_infer.drafters.mtp has them
     unused = [name for name in unused if name not in of_mtp]
-    if quantised := [name for name in unused if QUANTISED.search(name)]:
+    own = {name for name, _ in model.named_parameters()}  # of a module that the model lacks, nothing is taken
+    unread = [name for name in unused if QUANTISED.search(name) and not name.endswith("zero_point")]
+    if quantised := [name for name in unread if f"{name.rpartition('.')[0]}.weight" in own]:
         raise ModelLoadError(
             f"{source}: its weights are quantised, and transformers has not read their {quantised[0]!r}. If its "
             "config.json has no quantization_config, copy it there, with its quant_method, from the file where some "
