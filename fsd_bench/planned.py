@@ -18,6 +18,7 @@ from fsd_infer.targets.kinds import auto_class
 from fsd_infer.targets.loading import attention_for, explained, load_config
 from fsd_infer.targets.target import Target
 
+_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
 _LLAMA_3_1 = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
               "num_key_value_heads": 8, "tie_word_embeddings": False}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
@@ -120,7 +121,7 @@ def read_changes(changes: Sequence[str]) -> dict[str, int]:
     for text in changes:
         key, equals, number = text.partition("=")
         value = read_int(number)
-        if not key or value is None:
+        if not key or value is None or value < 1 and key in _SIZES:
             raise FsdError(f"--set takes KEY=NUMBER with a whole number, e.g. num_hidden_layers=8; got {text}.")
         found[key] = value
     return found

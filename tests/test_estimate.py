@@ -252,7 +252,7 @@ def test_decoding_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "graph's pool" in said and re.search(r"^RTX 4090 +1 ", said, re.M) and "H200 data sheet" in said
     for wrong, message in (
         (["--set", "layers"], "--set takes KEY=NUMBER"),
-        (["--set", "num_hidden_layers=0"], "--set takes KEY=NUMBER with a number from 1"),
+        (["--set", "num_hidden_layers=0"], "--set takes KEY=NUMBER with a whole number"),
         (["--set", "hidden_size=63"], "no head can be planned for"),
         (["--draft-vocab", "99999999"], "--draft-vocab: "),
         (["--drafter", "none-such"], "--drafter is neither a head nor a small LM: unknown"),

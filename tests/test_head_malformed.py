@@ -126,7 +126,6 @@ FAULTS: list[tuple[str, Any, Any, str]] = [
         {},
         f"draft_vocab_size is 77 in its config.json, and {len(IDS)} by its tensors",
     ),
-    ("eagle3", {"rope_theta": 7.0, "rope_parameters": {"rope_theta": 9.0}}, {}, "says rope_theta twice, 7.0 and 9.0"),
     (
         "eagle3",
         {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},

@@ -139,12 +139,12 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
     "a window": (
         "dflash with windows", {"sliding_window": "3"}, "sliding_window in config.json must be a whole number from 1"
     ),
-    "two rotary bases": (
-        "dflash of z-lab", {"rope_parameters": {"rope_theta": 5.0}}, "says rope_theta twice, 10000.0 and 5.0"
+    "two rotary scalings": (
+        "dflash of z-lab", {"rope_parameters": {"factor": 5.0}, "rope_scaling": {"factor": 4.0}}, "says factor twice"
     ),
-    "two masks": ("p-eagle", {"ptd_token_id": 1}, "no token of its masks .* or several"),
+    "two masks": ("p-eagle", {"ptd_token_id": 1}, r"needs one token of its masks, .* has \[1, "),
     "no proposals": ("p-eagle", {"speculators_config": {"proposal_methods": ["greedy"]}}, "not say what it proposes"),
-    "no masks": ("p-eagle", {"mask_token_id": ...}, "no token of its masks"),
+    "no masks": ("p-eagle", {"mask_token_id": ...}, "needs one token of its masks, .* has none"),
     "LM heads of some": ("medusa", {}, "3 with 2 LM heads"),
     "truncated": ("medusa of vLLM", {"truncated_vocab_size": 2}, "drafts over 2 of 4 ids and has no token_map"),
 }  # fmt: skip

@@ -366,6 +366,8 @@ def test_a_prompt_carries_its_images() -> None:
         assert decoder.generate("what is it", images=image, **LIMITS).sequences == [expected]
     assert decoder.generate(["what is it"] * 2, images=[[image], None], **LIMITS).sequences == [expected, blind]
     assert decoder.encode("what is it", images=[image]) == ids
+    inputs = {**image_input.inputs, "input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))}
+    assert decoder.generate(inputs, images=[], **LIMITS).sequences == [expected], "a processor's images stay"
 
 
 def test_images_stand_in_the_last_turn_alone_though_an_earlier_one_is_the_same() -> None:

@@ -17,6 +17,7 @@ from fsd_core.errors import DataError
 from fsd_core.text.encoding import encode_chat
 from fsd_infer import FuzzyDecoder
 from fsd_infer.serving.app import make_app
+from fsd_infer.serving.fields import ChatCompletionRequest
 from fsd_infer.serving.tools import HERMES, LLAMA, MISTRAL, CallReader, ToolFormat, tool_format
 from tests import serve_toys
 from tests.serve_toys import CHAT, streamed
@@ -29,7 +30,9 @@ TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "time", "parameters": TIME}},
 ]
-CALLED = [{"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name": "time", "arguments": "{}"}}]}]
+CALLED: list[dict[str, Any]] = [
+    {"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name": "time", "arguments": "{}"}}]}
+]
 # how the templates of each family begin: with the tools, and the format of a call
 LISTED = (
     "{% if tools %}{{ '<|start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
@@ -193,6 +196,15 @@ def test_calls_can_be_required_or_named(served: tuple[Any, Any]) -> None:
 def test_malformed_tools_are_refused(served: tuple[Any, Any], fields: dict[str, Any], message: str) -> None:
     found = served[0].post(CHAT, json=asked(**fields))
     assert found.status_code == 400 and message in found.json()["error"]["message"], found.text
+
+
+def test_results_may_follow_one_message_per_call() -> None:
+    """As some clients write parallel calls; and a server may give calls no ids."""
+    other = [{**CALLED[0], "tool_calls": [{**CALLED[0]["tool_calls"][0], "id": "c2"}]}]
+    results = [{"role": "tool", "tool_call_id": id, "content": "x"} for id in ("c1", "c2")]
+    nameless = [{**CALLED[0], "tool_calls": [{**CALLED[0]["tool_calls"][0], "id": ""}]}]
+    for messages in ([*CALLED, *other, *results], [*nameless, results[0]]):
+        assert len(ChatCompletionRequest(messages=messages).messages) == len(messages)
 
 
 def test_the_built_in_model_has_no_format(builtin_target_dir: Path, toy_decoder: FuzzyDecoder) -> None:
