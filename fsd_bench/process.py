@@ -76,9 +76,8 @@ class ProcessMethod(Method):
         found = self._ask({"prompts": prompts, "options": options, "seed": seed})
         try:
             run: TimedRun = typed(found, TimedRun)
-            if (
-                not 0 <= run.prefill_seconds <= 1.01 * run.seconds < math.inf or run.seconds == 0
-            ):  # two clocks may differ
+            # two clocks may differ a little
+            if not 0 <= run.prefill_seconds <= 1.01 * run.seconds < math.inf or run.seconds == 0:
                 raise ValueError(f"{run.seconds} seconds, of which {run.prefill_seconds} until the first token")
             if len(run.answers) != len(prompts):
                 raise ValueError(f"{len(run.answers)} answers to {len(prompts)} prompts")

@@ -209,7 +209,7 @@ def test_checkpoints_are_written_beside_their_place(
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
         try:
-            return save(state, place, *args)  # torch's writer has an error of its own behind the disk's
+            return save(state, place, *args)  # after the disk's error torch's writer raises its own
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 

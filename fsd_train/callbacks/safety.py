@@ -154,7 +154,7 @@ class _Checked(TorchCheckpointIO):
         try:
             with replacing(path) as draft, draft.open("wb") as file:
                 torch.save(checkpoint, file)
-        except RuntimeError as error:  # torch's writer ends its file behind the disk's own error
+        except RuntimeError as error:  # which torch's writer raises when it ends its file, after the disk's own
             full = next((cause for cause in causes(error, implicit=True) if isinstance(cause, OSError)), None)
             if full is None:
                 raise
