@@ -174,11 +174,7 @@ def _table(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], wid
     """Return (V, width of the embeddings) from the tensors or the config."""
     table, said, drafted = shapes.get(EMBEDDINGS), config.get("vocab_size"), shapes.get(T2D, ())
     if table is None:
-        if len(drafted) == 1 and said not in (None, drafted[0]):
-            raise CheckpointError(
-                f"t2d is of shape {list(drafted)} for a vocabulary of {said!r:.60} (vocab_size). {AGAIN}"
-            )
-        return drafted[0] if len(drafted) == 1 else said, width
+        return drafted[0] if said is None and len(drafted) == 1 else said, width
     if len(table) != 2 or said not in (None, table[0]):
         rows = "a table" if said is None else f"a table of {said!r:.60} rows (vocab_size)"
         raise CheckpointError(f"{EMBEDDINGS} is of shape {list(table)}, not {rows}. {AGAIN}")

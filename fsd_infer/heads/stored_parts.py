@@ -221,11 +221,11 @@ def read_draft_ids(weights: Weights, vocabulary: Any) -> Tensor | None:
     if LM_HEAD not in shapes or shapes[D2T] != (rows,) or type(vocabulary) is not int:
         raise CheckpointError(f"d2t is of shape {list(shapes[D2T])}, lm_head of {rows!r:.60} rows.")
     ids = torch.arange(rows) + weights.read(D2T, INTEGERS)
+    if shapes.get(T2D, (vocabulary,)) != (vocabulary,):
+        raise CheckpointError(f"t2d is of shape {list(shapes[T2D])} for a vocabulary of {vocabulary}. {AGAIN}")
     check_draft_ids(ids.sort().values, vocabulary)
     if T2D in shapes:
         drafted = weights.read(T2D, BOOLEANS).bool()
-        if drafted.shape != (vocabulary,):
-            raise CheckpointError(f"t2d is of shape {list(drafted.shape)} for a vocabulary of {vocabulary}. {AGAIN}")
         if int(drafted.sum()) != rows or not bool(drafted[ids].all()):
             raise CheckpointError("d2t and t2d name different ids. Export the head again.")
     return None if torch.equal(ids, torch.arange(vocabulary)) else ids
