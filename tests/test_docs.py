@@ -21,6 +21,7 @@ from fsd_infer.engine.round import decode_round
 from fsd_infer.rules import RoundInput, RuleInputs, Tilted
 from fsd_infer.rules.optimal import clipped_distribution
 from fsd_infer.trees.tree import DraftTree
+from tests.output_probs import output_probs
 
 
 def test_the_page_of_a_round_shows_the_round(repo_root: Path) -> None:
@@ -211,7 +212,7 @@ def test_the_numbers_on_the_page_of_the_optimal_rule(repo_root: Path) -> None:
     logits = torch.stack([root, below, below])[None]
     tree = DraftTree.chain(torch.tensor([[0, 1, 2]]), logits[:, :2])
     inputs = RuleInputs(RoundInput(tree, logits, logits, False, torch.rand(1, 3, 3)))
-    distribution = Tilted(1.0, min_p=0.0, exact_ngram_size=0).output(inputs).log_probs(inputs).exp()[0]
+    distribution = output_probs(Tilted(1.0, min_p=0.0, exact_ngram_size=0).output(inputs), inputs)[0]
     b, c = float(distribution[0, 1]), float(distribution[1, 2])
     drafts, value = b * (1 + c), math.log(0.7 + 0.3 * math.exp(1 + math.log(0.4 + 0.6 * math.e)))
     shown = [f"r(c) = 0.6·e / Z = {c:.4f}", f"/ Z = {b:.4f}", f"{drafts:.4f}; exact", f"V = {value:.4f}"]

@@ -24,6 +24,7 @@ from fsd_infer.rules._walk import _Walk
 from fsd_infer.rules.optimal import clipped_distribution, least_divergent
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws, select_nodes
+from tests.output_probs import output_probs
 from tests.tree_rounds import masked
 
 LEVELS = 4  # contexts have at most as many tokens
@@ -197,9 +198,8 @@ def emissions(rule: str, toy: Grown) -> tuple[RuleInputs, Tensor, Tensor, Tensor
     walk = _Walk(inputs, [(distribution, rows)], budget)
     lossy, _, _ = walk._picked()
     tree = inputs.tree
-    stated = torch.where(
-        lossy[..., None], distribution.log_probs(inputs), VocabRows.every(inputs).log_p.view_as(round.logits).double()
-    )
+    p = VocabRows.every(inputs).log_p.view_as(round.logits).double().exp()
+    stated = torch.where(lossy[..., None], output_probs(distribution, inputs), p)
     chance = torch.where(inputs.at_parents(lossy), walk.r_draft, walk.p_draft).double().masked_fill(~tree.is_draft, 0.0)
     emits = torch.zeros_like(stated)
     for node in range(tree.tokens.shape[1]):
@@ -212,7 +212,7 @@ def emissions(rule: str, toy: Grown) -> tuple[RuleInputs, Tensor, Tensor, Tensor
     for node in range(1, tree.tokens.shape[1]):
         reach[:, node] = reach.gather(1, tree.parents[:, node : node + 1])[:, 0] * chance[:, node]
     cost = torch.zeros_like(chance) if walk.cost is None else walk.cost.masked_fill(~lossy, 0.0)
-    return inputs, stated.exp(), cost, emits, reach
+    return inputs, stated, cost, emits, reach
 
 
 def shape(*sizes: Any) -> TreeShape:

@@ -17,6 +17,7 @@ from scipy.special import rel_entr, softmax
 from fsd_infer import FsdError
 from fsd_infer.rules import Asd, Exact, Fly, RoundInput, RuleInputs, parse_rule
 from tests.covering import covering, fast_only
+from tests.output_probs import output_probs
 from tests.rules_enumeration import RULES, check_distribution
 from tests.rules_toy import TOYS, Toy, V
 from tests.tree_rounds import tree_round
@@ -172,7 +173,7 @@ def test_the_distribution_at_a_node_is_the_papers_formula(spec: str, shape: str,
     toy = shape + kind
     round, inner = inner_contexts(TOYS[toy])
     inputs = RuleInputs(round)
-    distributions = parse_rule(spec).output(inputs).log_probs(inputs).exp().flatten(0, 1).numpy()
+    distributions = output_probs(parse_rule(spec).output(inputs), inputs).flatten(0, 1).numpy()
     changed = 0
     for index, p, q, children in inner:
         wanted = REFERENCES[spec](p, q, None if TOYS[toy].sampled else children)

@@ -21,6 +21,7 @@ from fsd_infer.rules.optimal import clipped_distribution
 from fsd_infer.rules.texts import repeating_tokens, repeats_ngram
 from fsd_infer.rules.tilted import INITIAL_KL_COEF, MIN_KL_COEF, Tilted, sampling_cost
 from fsd_infer.trees.tree import DraftTree
+from tests.output_probs import output_probs
 from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, tree_round, verdict_of
 
 
@@ -32,7 +33,7 @@ def plain(kl_coef: float, **options: Any) -> Tilted:
 def distribution_table(rule: Rule, round: RoundInput) -> np.ndarray:
     """[B, N, V] what the rule emits from at every node."""
     inputs = RuleInputs(round)
-    return rule.restricted_output(inputs).log_probs(inputs).exp().numpy()
+    return output_probs(rule.restricted_output(inputs), inputs).numpy()
 
 
 def children_of(tree: DraftTree, row: int, node: int) -> dict[int, int]:

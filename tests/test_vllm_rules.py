@@ -18,6 +18,7 @@ from fsd_infer.integrations import vllm
 from fsd_infer.integrations.vllm import FuzzyRules, RuleRequest
 from fsd_infer.rules import RuleInputs, parse_rule
 from fsd_infer.rules.tilted import INITIAL_KL_COEF
+from tests.output_probs import output_probs
 from tests.simulated_device import SIM, SimulatedDevice
 from tests.tree_rounds import text_round
 
@@ -107,7 +108,7 @@ def distribution_of(rule: str, temperature: float, text: list[int], drafts: list
     parsed, round = parse_rule(rule), text_round(text, drafts, logits / (temperature or 1.0), temperature == 0)
     if temperature:
         inputs = RuleInputs(round)
-        return parsed.restricted_output(inputs).log_probs(inputs)[0].exp()
+        return output_probs(parsed.restricted_output(inputs), inputs)[0]
     verdict, found = parsed(round), logits.argmax(-1)
     found[: verdict.accepted[0] + 1] = verdict.tokens[0, : verdict.accepted[0] + 1]
     return torch.nn.functional.one_hot(found, V)

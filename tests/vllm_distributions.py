@@ -34,6 +34,7 @@ from fsd_infer.environment import environment
 from fsd_infer.rules import RuleInputs, parse_rule
 from fsd_infer.rules.distributions import biased
 from tests.head_toys import make_target
+from tests.output_probs import output_probs
 from tests.tree_rounds import text_round
 
 ROOT = Path(__file__).parent.parent
@@ -199,12 +200,9 @@ def _contexts(rule: Any, text: list[int], drafts: list[int], scores: Tensor) -> 
     distribution, p = rule.restricted_output(inputs), scores.double().softmax(-1)
     if distribution.logit_bias is None:
         return [(row, row, 0.0) for row in p]
-    odds, distributions = (
-        biased(inputs, distribution.logit_bias, distribution.applies),
-        distribution.log_probs(inputs)[0].exp(),
-    )
+    odds = biased(inputs, distribution.logit_bias, distribution.applies)
     costs = odds.cost.masked_fill(~odds.applies, 0.0)[0].tolist()
-    return list(zip(distributions, p, costs))
+    return list(zip(output_probs(distribution, inputs)[0], p, costs))
 
 
 def compare(toy: Toy, case: Case, answers: list[list[int]]) -> dict[str, Any]:

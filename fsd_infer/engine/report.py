@@ -88,7 +88,7 @@ class PendingReport:
             finished: rows that had finished when the round began, and which it is to leave out.
 
         Raises:
-            NonFiniteLogitsError, FsdError: as :func:`.check_faults`.
+            NonFiniteLogitsError, FsdError: as :meth:`.Verdict.check`.
         """
         columns, tensors = self._columns, self.tensors
         if self._transfer is not None:

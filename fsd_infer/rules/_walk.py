@@ -157,7 +157,7 @@ class _Walk:
         if self.cost is None:
             self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
         if output.logit_bias is not None:
-            applies, r, cost, _ = biased(self.inputs, output.logit_bias, output.applies)
+            applies, r, cost = biased(self.inputs, output.logit_bias, output.applies)
             dense = None if output.log_r is None else output.dense_at(self.inputs)
             if dense is not None:  # elsewhere the bias holds
                 applies = torch.where(dense, output.applies, applies)

@@ -245,9 +245,8 @@ class Exact(Rule):
         return Draws.CHAIN if self.block else super().draws
 
     def output(self, inputs: RuleInputs) -> OutputDistribution:
-        return OutputDistribution(
-            torch.zeros_like(inputs.tree.is_draft), test=block_test(inputs) if inputs.sampled else None
-        )
+        test = block_test(inputs) if inputs.sampled else None
+        return OutputDistribution(torch.zeros_like(inputs.tree.is_draft), test=test)
 
 
 def apply_rules(rules: Sequence[Rule], round: RoundInput) -> Verdict:

@@ -62,9 +62,9 @@ class OutputDistribution:
     is_reducible: bool = False
 
     @classmethod
-    def target(cls, inputs: RuleInputs, test: AcceptanceTest | None = None) -> OutputDistribution:
+    def target(cls, inputs: RuleInputs) -> OutputDistribution:
         """Return the distribution r = p, which costs nothing."""
-        return cls(torch.zeros_like(inputs.tree.is_draft), test=test)
+        return cls(torch.zeros_like(inputs.tree.is_draft))
 
     @classmethod
     def biased(
@@ -221,24 +221,6 @@ class OutputDistribution:
         """[B, N] bool; contexts where :attr:`log_r` is the distribution, if there is one; None: all that have a q."""
         return None if self.logit_bias is None else inputs.has_drawn_below
 
-    def log_probs(self, inputs: RuleInputs) -> Tensor:
-        """Return ln r [B, N, V] without regard to budgets; above temperature 0."""
-        at, applies, tree = VocabRows.every(inputs), self.applies, inputs.tree
-        if self.gate is not None:
-            applies = applies & self.gate(at).view_as(applies)
-        log_r = log_p = at.log_p.unflatten(0, applies.shape).double()
-        where = self.dense_at(inputs)
-        if self.logit_bias is not None:
-            at_bias, r, _, log_scale = biased(inputs, self.logit_bias, applies)
-            applies = at_bias if where is None else torch.where(where, applies, at_bias)
-            log_r = log_p + log_scale[..., None]
-            rows, drafts = inputs.tree.is_draft.nonzero(as_tuple=True)
-            log_r[rows, tree.parents[rows, drafts], tree.tokens[rows, drafts]] = r[rows, drafts].log()
-        if self.log_r is not None:
-            dense = self.log_r(at).log_softmax(-1).view_as(log_p).double()
-            log_r = dense if where is None else torch.where(where[..., None], dense, log_r)
-        return torch.where(applies[..., None], log_r, log_p)
-
 
 def _checked(inputs: RuleInputs, cutoff: Tensor | float) -> Tensor | float:
     """Return a cutoff as [B, N] or as a float. Raises FsdError for a tensor of another shape."""
@@ -264,13 +246,11 @@ class BiasedOutput(NamedTuple):
         applies: contexts where it differs from p.
         r: probability of each draft.
         cost: nats at each context.
-        log_scale: ln(r/p) of the tokens that are not drafted, per context; meaningless at temperature 0.
     """
 
     applies: Tensor
     r: Tensor
     cost: Tensor
-    log_scale: Tensor
 
 
 def biased(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> BiasedOutput:
@@ -297,7 +277,7 @@ def _biased_greedy(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> B
     child, wins = order[:, None].masked_fill(value < best, -math.inf).argmax(-1), best[..., 0] > 0
     r = torch.where(inputs.at_parents(wins), inputs.nodes == inputs.at_parents(child), inputs.accept_prob)
     cost = logprob_gap.gather(1, child).masked_fill(~wins, 0.0).to(dtype)
-    return BiasedOutput(applies, r, cost, cost)
+    return BiasedOutput(applies, r, cost)
 
 
 def _biased_sampled(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> BiasedOutput:
@@ -314,9 +294,9 @@ def _biased_sampled(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> 
     drafted = inputs.over_children(log_r, -inf).logsumexp(-1)
     undrafted = (1.0 - inputs.draft_mass).clamp_min(0.0).log().masked_fill(restricted, -inf)
     left = (1.0 - inputs.sum_children(log_p.exp().masked_fill(~keeps_p, 0.0))).clamp_min(0.0).log()
-    log_scale = left - torch.logaddexp(drafted, undrafted)
+    log_scale = left - torch.logaddexp(drafted, undrafted)  # ln(r/p) of the tokens that are not drafted
     log_r = torch.where(keeps_p, log_p, log_r + inputs.at_parents(log_scale))
     r = log_r.exp()
     cost = ((undrafted + log_scale).exp() * log_scale).masked_fill(undrafted == -inf, 0.0)
     cost = (cost + inputs.sum_children((r * (log_r - log_p)).masked_fill(r == 0, 0.0))).clamp_min(0.0)
-    return BiasedOutput(applies & log_scale.isfinite(), r, cost, log_scale.masked_fill(restricted, -inf))
+    return BiasedOutput(applies & log_scale.isfinite(), r, cost)

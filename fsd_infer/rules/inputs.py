@@ -63,15 +63,11 @@ class RuleInputs(Renamed):
 
     def over_children(self, values: Tensor, other: float) -> Tensor:
         """Arrange values of drafts as [B, N, N]: each context's children, ``other`` elsewhere."""
-        return values[:, None].masked_fill(self._no_child, other)
+        return torch.where(self.tree.is_child, values[:, None], other)
 
     def any_child(self, holds: Tensor) -> Tensor:
         """Whether ``holds``, a bool per draft, is true for any child of each context."""
         return (self.tree.is_child & holds[:, None]).any(-1)
-
-    @cached_property
-    def _no_child(self) -> Tensor:
-        return ~self.tree.is_child
 
     @property
     def has_q(self) -> Tensor:

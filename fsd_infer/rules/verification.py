@@ -5,6 +5,7 @@ Shapes as in :mod:`fsd_infer.trees.tree`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -108,24 +109,6 @@ _COLUMNS = {
 }  # fmt: skip
 
 
-def check_faults(faults: Mapping[str, Tensor]) -> None:
-    """Raise if any of :attr:`Verdict.faults` is true. Syncs with the device.
-
-    Raises:
-        NonFiniteLogitsError: target or drafter logits are NaN, +inf or all -inf.
-        FsdError: sampled drafts do not form a chain.
-    """
-    for who, wrong in faults.items():
-        if not wrong.any():
-            continue
-        if who == FORKS:
-            raise FsdError("drafts drawn from q (q_scores) must form a chain: mark those of a tree in DraftTree.drawn.")
-        row = int(wrong.any(1).nonzero()[0])
-        fix = "Check its weights and dtype (fp16 overflows; bf16 or fp32 do not)."
-        fix = "Check the request's logits processors." if "processed" in who else fix
-        raise NonFiniteLogitsError(f"{who} in row {row} are NaN, +inf or all -inf. {fix}")
-
-
 @lru_cache(maxsize=256)
 def row_index(rows: tuple[int, ...], device: torch.device) -> Tensor:
     """Return row numbers on a device. They are copied there once: a captured round copies nothing from the host."""
@@ -178,10 +161,8 @@ class Verdict(Renamed):
         self.path = self.path.gather(1, steps.minimum(self.accepted[:, None] + 1))
         beyond = steps > self.accepted[:, None]
         self.spent = self.spent.masked_fill(beyond, 0.0)
-        self.first_choices, self.logprob_gap = (
-            self.first_choices.masked_fill(beyond, -1),
-            self.logprob_gap.masked_fill(beyond, float("nan")),
-        )
+        self.first_choices = self.first_choices.masked_fill(beyond, -1)
+        self.logprob_gap = self.logprob_gap.masked_fill(beyond, math.nan)
 
     def columns(self) -> dict[str, Tensor]:
         """Return what the host reads, [B, ·] each, for one transfer and :meth:`of_columns`."""
@@ -210,8 +191,23 @@ class Verdict(Renamed):
         return self.of_columns(dict(zip(columns, on_host(*columns.values()), strict=True)), self.allowed)
 
     def check(self) -> None:
-        """Raise if the verdict is void, as :func:`check_faults`. Syncs with the device."""
-        check_faults(self.faults)
+        """Raise if any of :attr:`faults` is true. Syncs with the device.
+
+        Raises:
+            NonFiniteLogitsError: target or drafter logits are NaN, +inf or all -inf.
+            FsdError: sampled drafts do not form a chain.
+        """
+        for who, wrong in self.faults.items():
+            if not wrong.any():
+                continue
+            if who == FORKS:
+                raise FsdError(
+                    "drafts drawn from q (q_scores) must form a chain: mark those of a tree in DraftTree.drawn."
+                )
+            row = int(wrong.any(1).nonzero()[0])
+            fix = "Check its weights and dtype (fp16 overflows; bf16 or fp32 do not)."
+            fix = "Check the request's logits processors." if "processed" in who else fix
+            raise NonFiniteLogitsError(f"{who} in row {row} are NaN, +inf or all -inf. {fix}")
 
     def emissions(self, log_p: Sequence[Sequence[float]] | None = None) -> list[list[Emission]]:
         """Return each row's tokens in order, of a verdict on the CPU. ``log_p``: log-likelihoods, [B, D+1]."""
