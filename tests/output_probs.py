@@ -12,10 +12,8 @@ from fsd_infer.rules.distributions import biased
 def output_probs(output: OutputDistribution, inputs: RuleInputs) -> Tensor:
     """r [B, N, V] at every context, without regard to budgets; above temperature 0."""
     at, applies, tree = VocabRows.every(inputs), output.applies, inputs.tree
-    if output.gate is not None:
-        applies = applies & output.gate(at).view_as(applies)
     r = p = at.log_p.double().exp().unflatten(0, applies.shape)
-    where = output.dense_at(inputs)
+    where = output.dense_at
     if output.logit_bias is not None:
         at_bias, of_drafts, _ = biased(inputs, output.logit_bias, applies)
         applies = at_bias if where is None else torch.where(where, applies, at_bias)

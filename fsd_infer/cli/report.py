@@ -76,13 +76,13 @@ def show_accepted(pieces: Sequence[str], sources: Sequence[int], colour: bool) -
 
 
 class LiveTokens(Callback):
-    """Writes one answer's tokens by source as they come, with tokens per second and τ behind the last one.
+    """Writes one answer's tokens by source as they come, with tokens per second and τ after the last one.
 
     Args:
         tokenizer: of the target.
         stream: a terminal.
         colour: whether it shows colours.
-        width: its columns. Figures that do not fit behind the text on its line are left out.
+        width: its columns. Figures that do not fit on the text's line are left out.
         clock: seconds.
     """
 

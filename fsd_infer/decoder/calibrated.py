@@ -34,7 +34,7 @@ class Calibrated:
         rule: as text.
         tree: of the drafter; None for its default.
         promise: {"kind", "value"}.
-        evidence: data and results of calibration and verification.
+        inputs: data and results of calibration and verification.
         levels: by falling quality, {"quality", "rule", "speed"}: the fastest certified rule; speed is times exact's.
     """
 

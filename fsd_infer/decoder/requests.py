@@ -76,9 +76,9 @@ def prepare(
         raise FsdError(f"generation_config is a GenerationConfig, got {type(given).__name__}.")
     model = target.model
     fields, processing, stopping = split_options(overrides, {*OWN, "drafter", "streamer", "callbacks"})
+    # what the request sets, and what the model does, whose lengths count unless the request sets one
     asked = _set({} if given is None else vars(given)) | _set(fields)
     own = _set(vars(model.generation_config))
-    # a request's length is instead of the model's, whichever of them the model names
     replaced = LENGTHS - asked.keys() if LENGTHS & asked.keys() else frozenset[str]()
     stated = {name: own[name] for name in own.keys() & LENGTHS - replaced} | asked
     check_numbers(stated)
@@ -96,10 +96,10 @@ def prepare(
         vars(config).update(dict.fromkeys(replaced))
         check_config(config, model.generation_config)
         _check_stop_strings(config, target)
-        return _with_lengths(target, prompts, config, stated.keys() | asked.keys(), processing, stopping), config
+        return _complete_request(target, prompts, config, stated.keys() | asked.keys(), processing, stopping), config
 
 
-def _with_lengths(
+def _complete_request(
     target: Target,
     prompts: list[list[int]],
     config: GenerationConfig,
@@ -190,8 +190,8 @@ def decode_request(
     """
     if not isinstance(drafter, Drafter):
         raise FsdError(f"drafter is a Drafter, got {type(drafter).__name__}: decoder.load_drafter(NAME) loads one.")
-    target, model = drafter.target or target, target.model
-    if target.model is not model:
+    target, given = drafter.target or target, target
+    if target.model is not given.model:
         raise ModelLoadError(
             "the drafter was made for another model object than the one that generates: take "
             "FuzzyDecoder.from_pretrained(model, head, tokenizer).drafter."

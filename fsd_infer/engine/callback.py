@@ -17,11 +17,9 @@ class Callback:
     Attributes:
         reads_tensors: whether it looks at the tensors of a round or of the state, or at its seconds. If no callback
             does, a GPU runs the next round meanwhile, which writes over the tensors, and nobody times the rounds.
-        waits: whether the next round is launched only when it has heard of this one, also without reading tensors.
     """
 
     reads_tensors = True
-    waits = False
 
     def on_start(self, state: DecodeState) -> None:
         """Take the state of the batch, before the prompts are read."""

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from fsd_infer.device.cores import Team
 from fsd_infer.drafters.base import Drafter
 from fsd_infer.engine.prefill import prefill, recompute_cache, start
-from fsd_infer.engine.recording import RoundRecorder
 from fsd_infer.engine.report import PendingReport
 from fsd_infer.engine.request import Request
 from fsd_infer.engine.round import decode_round
@@ -35,7 +34,7 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
     """
     with target.lock, target.without_gradients(), Team(target.device, request.generator is not None) as team:
         tracker = start(target, drafter, rule, request)
-        state, recorder = tracker.state, RoundRecorder.of(target)
+        state, recorder = tracker.state, tracker.plan.recorder
         run = decode_round if recorder is None else recorder.run
         try:
             handle_report(tracker, PendingReport("prefill", state.prompt_indices, prefill(state, tracker)))

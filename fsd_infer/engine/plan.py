@@ -205,7 +205,7 @@ def _has_dynamic_rope(drafter: Drafter) -> bool:
 def draws_of(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws:
     """Return which drafts of a request are drawn: of what all its rules take, what the drafter does best."""
     wanted = {rule.draws for rule in rules}
-    charged = drafter.keeps_texts and any(getattr(rule, "exact_ngram_size", 0) for rule in rules)
+    charged = drafter.keeps_texts and any(rule.exact_ngram_size for rule in rules)
     # n-grams of other texts are looked up for likely drafts only
     if not temperature or Draws.NONE in wanted or charged:
         return Draws.NONE

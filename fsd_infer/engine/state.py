@@ -73,7 +73,7 @@ class DecodeState:
     @property
     def asks_host(self) -> bool:
         """Whether the host computes something of a tree between its verification and its acceptance."""
-        charged = any(getattr(rule, "exact_ngram_size", 0) for rule in self.rules)
+        charged = any(rule.exact_ngram_size for rule in self.rules)
         return self.processors.contextual or charged and self.session.reads_other_texts
 
     @property

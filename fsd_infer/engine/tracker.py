@@ -47,7 +47,7 @@ class RequestTracker:
         if state.policy is not None:
             self.callbacks.append(TreeUpdate(state.policy))
         state.history, state.on_phase = self.history, self.on_phase
-        somebody_waits = any(callback.reads_tensors or callback.waits for callback in self.callbacks)
+        somebody_waits = any(callback.reads_tensors for callback in self.callbacks)
         somebody_waits = somebody_waits or state.asks_host or state.session.needs_report
         self.overlaps = state.live is not None and state.session.is_recordable and not somebody_waits
         for callback in self.callbacks:
@@ -67,16 +67,12 @@ class RequestTracker:
 
     def unfinished(self) -> list[int]:
         """Return the indices of rows whose answers go on."""
-        ended = set(self.finished(self.state.prompt_indices))
-        return [row for row in range(len(self.state.prompt_indices)) if row not in ended]
+        indices = self.state.prompt_indices
+        return [row for row, index in enumerate(indices) if self.records[index].finish_reason is None]
 
     def finished(self, prompt_indices: Sequence[int]) -> list[int]:
-        """Return the indices of rows whose answers have ended."""
-        return [
-            row
-            for row, prompt_index in enumerate(prompt_indices)
-            if self.records[prompt_index].finish_reason is not None
-        ]
+        """Return which of these rows have answers that have ended."""
+        return [row for row, index in enumerate(prompt_indices) if self.records[index].finish_reason is not None]
 
     def on_phase(self, phase: str) -> None:
         """Tell the callbacks that a phase has ended."""

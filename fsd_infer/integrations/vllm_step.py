@@ -17,7 +17,6 @@ from fsd_infer.rules import RoundInput, Rule, RuleInputs, TokenHistory
 from fsd_infer.rules._walk import affordable
 from fsd_infer.rules.distributions import biased
 from fsd_infer.rules.texts import Markers
-from fsd_infer.rules.vocab_rows import VocabRows
 from fsd_infer.trees.tree import DraftTree
 
 
@@ -139,8 +138,7 @@ class Chains(RuleInputs):
         if output.logit_bias is None:
             nothing = torch.zeros_like(self.logprob_gap)
             return nothing, nothing
-        holds = mine if output.gate is None else mine & output.gate(VocabRows.every(self)).view_as(mine)
-        odds = biased(self, output.logit_bias, output.applies & holds)
+        odds = biased(self, output.logit_bias, output.applies & mine)
         cost = odds.cost.masked_fill(~odds.applies, 0.0)
         pays = odds.applies if left is None else odds.applies & affordable(self, cost, left)
         allowed = torch.where(self.logprob_gap < math.inf, output.logit_bias, 0.0)  # never favour forbidden tokens

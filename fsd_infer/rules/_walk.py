@@ -4,8 +4,8 @@ The walk is one computation over all nodes of all rows. Every draft has a probab
 target's distribution and under the rule's. One uniform number per context picks one of its children or none. The nodes
 whose ancestors were all picked form the path. So only one token per row, the last, is drawn from the vocabulary.
 
-Dense distributions and gates need work over the vocabulary. They are evaluated at all contexts at once: to learn first
-which ones the walk reaches would take a transfer. Nothing is read on the host: the verdict is tensors of fixed shapes.
+Dense distributions need work over the vocabulary. They are evaluated at all contexts at once: to learn first which ones
+the walk reaches would take a transfer. Nothing is read on the host: the verdict is tensors of fixed shapes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from fsd_core import functional, sampling
 from fsd_core.divergence import divergence, divergence_rows
 from fsd_core.functional import wide
-from fsd_infer.rules.distributions import OutputDistribution, biased
+from fsd_infer.rules.distributions import OutputDistribution, VocabFunction, biased
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.verification import FORKS, TokenOrigin, Verdict, row_index
 from fsd_infer.rules.vocab_rows import VocabRows
@@ -127,7 +127,7 @@ class _Walk:
         self, inputs: RuleInputs, outputs: Sequence[tuple[OutputDistribution, list[int]]], budget: Tensor | None
     ) -> None:
         self.inputs, self.tree, self.device = inputs, inputs.tree, inputs.nodes.device
-        reads_q = inputs.sampled or any(output.gate or output.log_r for output, _ in outputs)
+        reads_q = inputs.sampled or inputs.compares or any(output.log_r for output, _ in outputs)
         self.non_finite = inputs.non_finite(reads_q)
         self.budget = budget
         self.outputs: list[_RuleOutput] = []
@@ -158,29 +158,23 @@ class _Walk:
             self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
         if output.logit_bias is not None:
             applies, r, cost = biased(self.inputs, output.logit_bias, output.applies)
-            dense = None if output.log_r is None else output.dense_at(self.inputs)
+            dense = None if output.log_r is None else output.dense_at
             if dense is not None:  # elsewhere the bias holds
                 applies = torch.where(dense, output.applies, applies)
             self.r_draft, self.cost = rule.put(r, self.r_draft), rule.put(cost, self.cost)
         self.applies = rule.put(applies, self.applies)
-        if output.gate is not None or output.log_r is not None:
-            self._evaluate(output, VocabRows.every(self.inputs, None if rule.mask is None else rule.rows))
+        if output.log_r is not None:
+            self._add_dense(output.log_r, rule)
 
-    def _evaluate(self, output: OutputDistribution, at: VocabRows) -> None:
-        """Evaluate a distribution's gate and dense distribution at these contexts."""
-        if output.gate is not None:
-            self.applies = self.applies.index_put((at.rows, at.nodes), at.of(self.applies) & output.gate(at))
-        if output.log_r is None:
-            return
-        holds = output.dense_at(self.inputs)
+    def _add_dense(self, log_r: VocabFunction, rule: _RuleOutput) -> None:
+        """Evaluate a dense distribution, and take over its probabilities of drafts and its costs where it holds."""
+        holds = rule.output.dense_at
+        at = VocabRows.every(self.inputs, None if rule.mask is None else rule.rows)
         at = at.subset(functional.host_nonzero(at.of(self.applies if holds is None else self.applies & holds)))
         if not len(at.rows):
             return
-        at = at.reduced() if output.is_reducible else at
-        self._add_dense(_Dense.of(at, output.log_r(at), holds))
-
-    def _add_dense(self, dense: _Dense) -> None:
-        """Take over a dense distribution's probabilities of drafts, and its costs, where it holds."""
+        at = at.reduced() if rule.output.is_reducible else at
+        dense = _Dense.of(at, log_r(at), holds)
         r_draft, cost = (self._dense_greedy if self.inputs.greedy else self._dense_sampled)(dense)
         self.r_draft = torch.where((dense.parent_number >= 0) & self.tree.is_draft, r_draft, self.r_draft)
         assert self.cost is not None

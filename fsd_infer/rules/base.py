@@ -34,7 +34,7 @@ class Rule(Renamed):
     Attributes:
         name: the name of the class in :data:`RULES`.
         budget: nats a request may spend; None for no limit.
-        only_in: the phase of the text to which the rule applies; None for the whole text.
+        exact_ngram_size, only_in, settle, lead, draw: see :class:`LossyRule`. These defaults hold for other rules.
         greedy_only: the rule needs temperature 0.
         measured: what settings of it gained and lost beside exact on fresh prompts; "" where that was not measured.
 
@@ -49,7 +49,11 @@ class Rule(Renamed):
 
     name: ClassVar[str] = ""
     budget: float | None = None
+    exact_ngram_size: int = 0
     only_in: str | None = None
+    settle: int | None = None
+    lead: int | None = None
+    draw: bool = True
     greedy_only: ClassVar[bool] = False
     measured: ClassVar[str] = ""
 
@@ -60,12 +64,12 @@ class Rule(Renamed):
     @property
     def exact_answer_tokens(self) -> int:
         """How many first tokens of an answer are from p."""
-        return getattr(self, "settle", None) or 0
+        return self.settle or 0
 
     @property
     def exact_sentence_tokens(self) -> int:
         """How many first tokens of each sentence are from p."""
-        return getattr(self, "lead", None) or 0
+        return self.lead or 0
 
     def lossy_at(self, inputs: RuleInputs) -> Tensor | None:
         """[B, N] bool; contexts outside of which the rule decodes exactly, whatever its distribution; None for no such
@@ -98,7 +102,7 @@ class Rule(Renamed):
     @property
     def draws(self) -> Draws:
         """Which drafts should be drawn above temperature 0."""
-        return Draws.TREE if getattr(self, "draw", True) else Draws.NONE
+        return Draws.TREE if self.draw else Draws.NONE
 
     def draft_bonus(self, greedy: bool) -> float:
         """Return roughly how many nats the distribution pays for an accepted draft; 0 for p. Only tree shapes depend on
@@ -165,7 +169,7 @@ class LossyRule(Rule):
 
     def restricted_output(self, inputs: RuleInputs) -> OutputDistribution:
         output = self.output(inputs)
-        output = output.without_copies(inputs, self.exact_ngram_size) if self.exact_ngram_size else output
+        output = output.without_copies(self.exact_ngram_size) if self.exact_ngram_size else output
         where = self.lossy_at(inputs)
         return output if where is None else output.where(where)
 
@@ -246,7 +250,7 @@ class Exact(Rule):
 
     def output(self, inputs: RuleInputs) -> OutputDistribution:
         test = block_test(inputs) if inputs.sampled else None
-        return OutputDistribution(torch.zeros_like(inputs.tree.is_draft), test=test)
+        return OutputDistribution(inputs, torch.zeros_like(inputs.tree.is_draft), test=test)
 
 
 def apply_rules(rules: Sequence[Rule], round: RoundInput) -> Verdict:

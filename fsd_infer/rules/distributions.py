@@ -45,56 +45,53 @@ class OutputDistribution:
     """The distribution at each context of a round: p without a bias or ``log_r``. The class methods construct others.
 
     Attributes:
+        inputs: of the round.
         applies: [B, N] bool; elsewhere, and where the remaining budget does not pay, the distribution is p.
         logit_bias: [B, N] nats added to each draft's ln p, see :meth:`biased`.
         log_r: see :meth:`dense`. Where there is a bias, too, it holds at contexts with drawn nodes below them.
-        gate: contexts -> [R] bool, a further condition.
         test: of sampled drafts where the distribution is p.
         is_reducible: whether ``log_r`` is linear in p where q is 0, so that one column may stand for all such tokens
             (:class:`.ReducedVocabRows`).
     """
 
+    inputs: RuleInputs
     applies: Tensor
     logit_bias: Tensor | None = None
     log_r: VocabFunction | None = None
-    gate: VocabFunction | None = None
     test: AcceptanceTest | None = None
     is_reducible: bool = False
 
     @classmethod
     def target(cls, inputs: RuleInputs) -> OutputDistribution:
         """Return the distribution r = p, which costs nothing."""
-        return cls(torch.zeros_like(inputs.tree.is_draft))
+        return cls(inputs, torch.zeros_like(inputs.tree.is_draft))
 
     @classmethod
     def biased(
-        cls, inputs: RuleInputs, logit_bias: Tensor | Callable[[], Tensor], gain: VocabFunction | float = 1.0
+        cls, inputs: RuleInputs, logit_bias: Tensor | None, gain: VocabFunction | float = 1.0
     ) -> OutputDistribution:
         """Return r(y) ∝ p(y)·e^bias(y), with bias 0 for tokens that are not drafted; greedy: argmax ln p + bias.
 
         Args:
             inputs: of the round.
-            logit_bias: [B, N] nats per draft, or a function that returns them: at least 0, or -inf. ``inf`` restricts p
-                to the children with ``inf``. ``-inf`` keeps r(y) = p(y), and the other tokens share the remaining mass.
-                At temperature 0 such a y is emitted if it is the likeliest.
+            logit_bias: [B, N] nats per draft: at least 0, or -inf. ``inf`` restricts p to the children with ``inf``.
+                ``-inf`` keeps r(y) = p(y), and the other tokens share the remaining mass. At temperature 0 such a y is
+                emitted if it is the likeliest. A sampled chain has no use for it: None will do.
             gain: bias of each token as a draft where drafts are drawn: contexts -> a tensor of the shape of their p, or
                 a number. There the distribution must not depend on what was drawn. So drafts are tested against r =
                 clip(q, p/Z, p·e^gain/Z), and fixed candidates have r = p·e^gain/Z.
         """
-        fixed_tree = None if inputs.is_chain else logit_bias() if callable(logit_bias) else logit_bias
         if not inputs.sampled:
-            return cls(inputs.tree.has_children, fixed_tree)
+            return cls(inputs, inputs.tree.has_children, logit_bias)
 
         def log_r(at: VocabRows) -> Tensor:
             gains = gain(at) if callable(gain) else torch.full_like(at.log_p, gain)
             return clipped_distribution(at.log_p, at.proposal.log().masked_fill(at.fixed, math.inf), gains)
 
-        return cls.drawn(inputs, fixed_tree, log_r)
+        return cls.drawn(inputs, None if inputs.is_chain else logit_bias, log_r)
 
     @classmethod
-    def lifted(
-        cls, inputs: RuleInputs, lift: Tensor | Callable[[], Tensor], gain: VocabFunction | float = 1.0
-    ) -> OutputDistribution:
+    def lifted(cls, inputs: RuleInputs, lift: Tensor | None, gain: VocabFunction | float = 1.0) -> OutputDistribution:
         """Return :meth:`biased`, which had this name."""
         say("OutputDistribution.lifted", "it is now OutputDistribution.biased")
         return cls.biased(inputs, lift, gain)
@@ -105,7 +102,7 @@ class OutputDistribution:
         applies = inputs.has_q
         if logit_bias is not None:
             applies = torch.where(inputs.has_drawn_below, applies, inputs.tree.has_children)
-        return cls(applies, logit_bias, log_r, is_reducible=True)
+        return cls(inputs, applies, logit_bias, log_r, is_reducible=True)
 
     @classmethod
     def dense(cls, inputs: RuleInputs, log_r: VocabFunction) -> OutputDistribution:
@@ -117,7 +114,7 @@ class OutputDistribution:
             inputs: of the round.
             log_r: contexts -> [R, V] ln r up to a constant; at temperature 0 its argmax is emitted.
         """
-        return cls(inputs.has_q, log_r=log_r)
+        return cls(inputs, inputs.has_q, log_r=log_r)
 
     @classmethod
     def passing(
@@ -150,7 +147,7 @@ class OutputDistribution:
                 logit_bias = inputs.at_parents(ratio)
             logit_bias = logit_bias.masked_fill(passes, math.inf)
         if not inputs.sampled:
-            return cls(inputs.tree.has_children, logit_bias)
+            return cls(inputs, inputs.tree.has_children, logit_bias)
 
         def log_r(at: VocabRows) -> Tensor:
             passes = (at.log_p >= _limit(at, cutoff)) & (at.p > 0)
@@ -182,28 +179,27 @@ class OutputDistribution:
             from_p = at.q.masked_fill(~below, 0.0).sum(-1, keepdim=True)
             return (at.q.masked_fill(below, 0.0) + from_p * at.p).log()
 
-        return cls(inputs.has_q, log_r=log_r, is_reducible=True)
+        return cls(inputs, inputs.has_q, log_r=log_r, is_reducible=True)
 
     def where(self, holds: Tensor | VocabFunction) -> OutputDistribution:
         """Return the distribution restricted to contexts where ``holds``, with p elsewhere.
 
         Args:
-            holds: [B, N] bool; or contexts -> [R] bool, for conditions that need work over the vocabulary.
+            holds: [B, N] bool; or a function from all contexts to [R] bool.
         """
-        if isinstance(holds, Tensor):
-            return replace(self, applies=self.applies & holds)
-        first = self.gate
-        return replace(self, gate=holds if first is None else lambda at: first(at) & holds(at))
+        if not isinstance(holds, Tensor):
+            self.inputs.compares = True
+            holds = holds(VocabRows.every(self.inputs)).view_as(self.applies)
+        return replace(self, applies=self.applies & holds)
 
-    def without_copies(self, inputs: RuleInputs, n: int) -> OutputDistribution:
+    def without_copies(self, n: int) -> OutputDistribution:
         """Return the distribution with an exact test of tokens that repeat an n-gram of the texts.
 
         Such drafts get the bias -inf. A dense distribution gives such a y at most p(y); the excess is drawn from p.
         """
-        dense = self.log_r
-        logit_bias = (
-            None if self.logit_bias is None else self.logit_bias.masked_fill(inputs.repeats_ngram(n), -math.inf)
-        )
+        dense, inputs, logit_bias = self.log_r, self.inputs, self.logit_bias
+        if logit_bias is not None:
+            logit_bias = logit_bias.masked_fill(inputs.repeats_ngram(n), -math.inf)
         if dense is None:
             return replace(self, logit_bias=logit_bias)
 
@@ -217,9 +213,10 @@ class OutputDistribution:
 
         return replace(self, logit_bias=logit_bias, log_r=log_r)
 
-    def dense_at(self, inputs: RuleInputs) -> Tensor | None:
+    @property
+    def dense_at(self) -> Tensor | None:
         """[B, N] bool; contexts where :attr:`log_r` is the distribution, if there is one; None: all that have a q."""
-        return None if self.logit_bias is None else inputs.has_drawn_below
+        return None if self.logit_bias is None else self.inputs.has_drawn_below
 
 
 def _checked(inputs: RuleInputs, cutoff: Tensor | float) -> Tensor | float:

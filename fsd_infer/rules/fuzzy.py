@@ -14,7 +14,7 @@ from torch import Tensor
 from fsd_core.divergence import divergence
 from fsd_core.errors import FsdError
 from fsd_infer.rules.base import RULES, LossyRule
-from fsd_infer.rules.distributions import AcceptanceTest, OutputDistribution, VocabFunction
+from fsd_infer.rules.distributions import AcceptanceTest, OutputDistribution
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import parameter
 
@@ -46,8 +46,8 @@ class DivergenceGate(LossyRule):
         object.__setattr__(self, "divergence", divergence(self.divergence).name)
         check_gate(self.name, "threshold", self.divergence, self.threshold)
 
-    def gate(self, inputs: RuleInputs) -> Tensor | VocabFunction:
-        """Return where the gate is open, for :meth:`OutputDistribution.where`."""
+    def gate(self, inputs: RuleInputs) -> Tensor:
+        """[B, N] bool; contexts where the gate is open, which have a known q."""
         return divergence_gate(inputs, self.divergence, self.threshold, self.gate_on == "processed")
 
     def cutoff(self, inputs: RuleInputs) -> Tensor | float:
@@ -75,7 +75,7 @@ class Fuzzy(DivergenceGate):
     )
 
     def output(self, inputs: RuleInputs) -> OutputDistribution:
-        return OutputDistribution.passing(inputs, self.cutoff(inputs)).where(inputs.has_q).where(self.gate(inputs))
+        return OutputDistribution.passing(inputs, self.cutoff(inputs)).where(self.gate(inputs))
 
 
 @RULES.register("fuzzy-strict")
@@ -131,21 +131,20 @@ def check_gate(rule: str, parameter: str, measure: str, threshold: float | None)
         )
 
 
-def divergence_gate(
-    inputs: RuleInputs, measure: str, threshold: float, processed: bool = False
-) -> Tensor | VocabFunction:
-    """D(p, q) <= T where q is known. T = 0 never opens a gate; inf always does, even where D is infinite.
+def divergence_gate(inputs: RuleInputs, measure: str, threshold: float, processed: bool = False) -> Tensor:
+    """[B, N] bool; D(p, q) <= T where q is known. T = 0 never opens a gate; inf always does, even where D is infinite.
 
-    ``measure`` and ``processed`` are as in :meth:`VocabRows.divergence`.
+    ``measure`` and ``processed`` are as in :meth:`RuleInputs.divergence`.
     """
     if threshold == 0:
         return torch.zeros_like(inputs.has_q)
     if threshold == math.inf:
         return inputs.has_q
-    never = divergence(measure).infinite_on_reduced_vocabulary and inputs.tree.draft_ids is not None
+    found = divergence(measure)
+    never = found.infinite_on_reduced_vocabulary and inputs.tree.draft_ids is not None
     if never and (inputs.greedy or not processed):
         _warn_never_opens(measure)
-    return lambda at: at.divergence(measure, processed) <= threshold
+    return inputs.divergence(found, processed) <= threshold
 
 
 @cache

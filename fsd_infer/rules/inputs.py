@@ -34,6 +34,7 @@ class RuleInputs(Renamed):
             below it.
         is_chain: whether all of them were, so that they form a chain.
         nodes: [N] 0, 1, …
+        compares: whether a rule has compared p with q so far, so that the drafter's logits must be finite.
     """
 
     former_members = {
@@ -48,6 +49,7 @@ class RuleInputs(Renamed):
         self.sampled = round.tree.sampled and not round.greedy
         self.is_chain = self.sampled and round.tree.drawn is None
         self.nodes = torch.arange(round.tree.parents.shape[1], device=round.tree.parents.device)
+        self.compares = False
         self._divergences: dict[tuple[str, bool], Tensor] = {}
         self._repeats: dict[int, Tensor] = {}
         if round.uniforms is None and not round.greedy:
@@ -222,7 +224,7 @@ class RuleInputs(Renamed):
             processed: compare distributions after the request's processors. Temperature 0 always compares raw ones,
                 since processed ones are one-hot.
         """
-        measure, tree = divergence(measure), self.tree
+        self.compares, measure, tree = True, divergence(measure), self.tree
         key = measure.name, processed and not self.greedy
         if key not in self._divergences:
             p, q, ids = self.round.logits, tree.q_logits, tree.draft_ids

@@ -141,10 +141,11 @@ class Tilted(LossyRule):
     def output(self, inputs: RuleInputs) -> OutputDistribution:
         if self.kl_coef == math.inf:
             return OutputDistribution.target(inputs)
-        output = OutputDistribution.biased(inputs, lambda: self._logit_bias(inputs), self._gain)
+        logit_bias = None if inputs.is_chain else self._logit_bias(inputs)
+        output = OutputDistribution.biased(inputs, logit_bias, self._gain)
         if self.gate is None:
             return output
-        return output.where(inputs.has_q).where(divergence_gate(inputs, self.divergence, self.gate))
+        return output.where(divergence_gate(inputs, self.divergence, self.gate))
 
     def _logit_bias(self, inputs: RuleInputs) -> Tensor:
         """[B, N] v(c)/λ of each draft."""

@@ -1,4 +1,4 @@
-"""Distributions over the vocabulary [R, V] at R contexts of a round, for gates and dense distributions."""
+"""Distributions over the vocabulary [R, V] at R contexts of a round, for dense distributions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from fsd_infer.rules.texts import repeating_tokens
 
 
 class VocabRows:
-    """Distributions over the vocabulary at R contexts, the argument of gates and dense distributions; computed on first
-    use.
+    """Distributions over the vocabulary at R contexts, the argument of dense distributions; computed on first use.
 
     Context r is node ``nodes[r]`` of the tree of batch row ``rows[r]``, [R] each.
     """

@@ -45,7 +45,6 @@ class MenuPolicy(TreePolicy):
         profile: how drafts are verified.
         menu: the shapes.
         learns: False: keep nothing and time nothing, so that trees are a function of the text alone.
-
     """
 
     def __init__(
