@@ -108,7 +108,7 @@ class States(Callback):
 
     def on_round(self, report: Any) -> None:
         for row, number in enumerate(report.prompt_indices):
-            self.found.append((number, int(self.state.lengths[row]), _states(self.state.cache, row)))
+            self.found.append((number, int(self.state.texts.lengths[row]) - 1, _states(self.state.cache, row)))
 
 
 @pytest.mark.parametrize("family", fast_only(["mamba", "mamba2", "qwen3_5_text", "lfm2", "zamba2"], KINDS))

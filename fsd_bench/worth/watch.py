@@ -47,7 +47,8 @@ class Watch(Callback):
     started: float = 0.0
 
     def on_start(self, state: DecodeState) -> None:
-        self.device, self.text, self.emitted = state.device, state.texts.tokens[0].tolist()[: int(state.lengths[0])], 0
+        self.device, self.emitted = state.device, 0
+        self.text = state.texts.tokens[0].tolist()[: int(state.texts.lengths[0])]
         tokenizer = state.target.tokenizer
         ends = None if tokenizer is None else sentence_ends(tokenizer.get_vocab())
         self.sentence_ends = None if ends is None else to_device(ends, state.device)

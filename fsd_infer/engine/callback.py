@@ -15,17 +15,21 @@ class Callback:
     """Watches a request. Methods are called in the decoding thread, and their exceptions end the request.
 
     Attributes:
-        reads_tensors: whether it looks at the tensors of a round or of the state, or at its seconds. If no callback
-            does, a GPU runs the next round meanwhile, which writes over the tensors, and nobody times the rounds.
+        reads_tensors: whether it reads the tensors of a round or of the state, or a report's seconds. If no callback
+            does, a GPU runs the next round meanwhile, which overwrites the tensors, and rounds are not timed.
     """
 
     reads_tensors = True
 
     def on_start(self, state: DecodeState) -> None:
-        """Take the state of the batch, before the prompts are read."""
+        """Called before the prompts are read, with the state of the batch."""
 
     def on_token(self, prompt_index: int, token: int) -> str | None:
-        """Take a token of the answer to a prompt of the request, before :meth:`on_round`.
+        """Called for each token of an answer, before :meth:`on_round`.
+
+        Args:
+            prompt_index: of the answer's prompt in the request.
+            token: its id.
 
         Returns:
             why the answer ends with this token, "stop" or "length"; None: it goes on.
@@ -33,14 +37,15 @@ class Callback:
         return None
 
     def on_phase(self, phase: str) -> None:
-        """Take the end of a phase: "prefill", also after every chunk of a prompt, "start" of a round, and those that
-        :func:`.decode_round` names."""
+        """Called when a phase ends: "prefill", also after every chunk of a prompt, those that :func:`.decode_round`
+        names, and "report"; and with "start" when a round begins.
+        """
 
     def on_round(self, report: RoundReport) -> None:
-        """Take a round, at first the one that reads the prompts. Adding to ``report.ended`` ends an answer."""
+        """Called after each round, the first of which reads the prompts. Adding to ``report.ended`` ends an answer."""
 
     def on_row_end(self, row: int, record: RowRecord) -> None:
-        """Take a finished answer. ``row`` is its index in the batch, which drops it next."""
+        """Called when an answer is finished; ``row`` is its index in the batch, which it then leaves."""
 
     def on_end(self, outcome: Outcome) -> None:
-        """Take the outcome of the request."""
+        """Called at the end, with the outcome of the request."""

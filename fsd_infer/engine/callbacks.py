@@ -247,7 +247,7 @@ class Prefixes(Callback):
             self._features[prompt_index].append(features[:count].clone())
 
     def on_row_end(self, row: int, record: RowRecord) -> None:
-        prompt_index, read = self.state.prompt_indices[row], int(self.state.lengths[row])
+        prompt_index, read = self.state.prompt_indices[row], int(self.state.texts.lengths[row]) - 1
         parts, self._features[prompt_index] = self._features[prompt_index], []  # they take memory of the device
         if read > self.max_length:
             return

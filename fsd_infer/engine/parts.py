@@ -77,7 +77,7 @@ class RecordableRound:
         if session.is_recordable:
             self.inputs, shape_key = session.host_inputs(), session.shape_key
         else:
-            self.tree = session.draft(state.roots).padded_to(state.max_nodes)
+            self.tree = session.draft(state.texts.roots).padded_to(state.max_nodes)
             names, self.inputs = zip(*tensors_of(self.tree))
             shape_key = self.tree.depth_bound, names
             state.on_phase("draft")
@@ -96,7 +96,7 @@ class RecordableRound:
         else:
             state.session.set_host_inputs(iter(inputs))
             try:
-                tree = state.session.draft(state.roots)
+                tree = state.session.draft(state.texts.roots)
             finally:
                 state.session.set_host_inputs(None)
             state.on_phase("draft")

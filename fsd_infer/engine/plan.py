@@ -133,8 +133,6 @@ class RequestPlan:
             prompt_indices=list(range(self.count)),
             cache=self.target.new_cache(self.rows, self.capacity),
             session=self.drafter.start(firsts, self._draft_request(generator, policy)),
-            lengths=to_device(torch.tensor([len(prompt) for prompt in self.prompts]), device),
-            roots=to_device(torch.tensor([prompt[-1] for prompt in self.prompts]), device),
             texts=TokenHistory([()] * self.rows, self.prompts, device, markers, slots, sentence_ends),
             max_lengths=to_device(torch.tensor(self.max_lengths), device),
             budget=budgets_of(rules, device),

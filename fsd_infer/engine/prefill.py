@@ -11,7 +11,7 @@ from fsd_infer.drafters.base import Drafter
 from fsd_infer.engine.callbacks import PhaseTimer
 from fsd_infer.engine.plan import RequestPlan
 from fsd_infer.engine.request import Request
-from fsd_infer.engine.round import RoundTensors, VerifiedTree, accept, extend_texts
+from fsd_infer.engine.round import RoundTensors, VerifiedTree, accept
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.engine.tracker import RequestTracker
 from fsd_infer.request.prompts import image_prompts, place_drafts, read_prompts, read_text
@@ -53,13 +53,13 @@ def prefill(state: DecodeState, tracker: RequestTracker) -> RoundTensors:
         state.target, state.cache, tokens, lengths, prefixes, shown, lambda: tracker.on_phase("prefill")
     )
     place_drafts(state.session, state.cache, tokens, shown)
-    root = DraftTree.root_only(state.roots, logits.shape[-1])
+    root = DraftTree.root_only(state.texts.roots, logits.shape[-1])
     result = accept(state, VerifiedTree(state, root, logits, features[:, :1]))
     # the drafter reads pairs (feature of token i, token i+1): the prompt shifted by one, then the first new token
     tokens = to_device(tokens, state.device)
     next_tokens = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
-    next_tokens.scatter_(1, (state.lengths - 1)[:, None], result.verdict.tokens[:, :1])
+    next_tokens.scatter_(1, state.texts.lengths[:, None] - 1, result.verdict.tokens[:, :1])
     result.features = features
-    extend_texts(state, result.verdict)
-    state.session.extend(next_tokens, features, state.lengths.clone())  # lengths that the next round changes in place
+    state.texts.append(result.verdict.tokens, result.verdict.accepted + 1)
+    state.session.extend(next_tokens, features, state.texts.lengths - 1)
     return result

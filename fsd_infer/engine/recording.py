@@ -274,11 +274,11 @@ class RoundRecorder:
                     self._run(recorded)
                     if self.refused:
                         return
-                state.roots.tolist()  # waits
+                state.texts.lengths.tolist()  # waits
                 began = time.perf_counter()
                 for _ in range(TIMED_ROUNDS):
                     self._run(recorded)
-                state.roots.tolist()
+                state.texts.lengths.tolist()
                 recorded.seconds.append((time.perf_counter() - began) / TIMED_ROUNDS)
         policy.time(recorded.seconds)
         state.session.shape = policy.choose(len(state.prompt_indices))

@@ -55,7 +55,7 @@ def decode_round(state: DecodeState) -> RoundTensors:
     ``state.on_phase`` is called at the end of each step, with its name.
     """
     # 1. Draft a tree under each text's last token, which the target has not read.
-    tree = state.session.draft(state.roots)
+    tree = state.session.draft(state.texts.roots)
     state.on_phase("draft")
     # 2. Verify: run the target over all nodes, which gives logits [B, N, V] and features [B, N, F].
     verified = verify(state, tree)
@@ -74,7 +74,8 @@ def decode_round(state: DecodeState) -> RoundTensors:
 
 def verify(state: DecodeState, tree: DraftTree) -> VerifiedTree:
     """Run the target over the nodes."""
-    slots, visible = state.cache.after_text(state.lengths, tree.ancestors, tree.max_depth)  # [B, N], [B, N, S]
+    read = state.texts.lengths - 1  # [B] tokens that the target has read: all but the root
+    slots, visible = state.cache.after_text(read, tree.ancestors, tree.max_depth)  # [B, N], [B, N, S]
     positions = slots[:, :1] + tree.depths
     limit = state.target.max_positions
     if limit is not None:  # the answer ends before nodes beyond the context matter
@@ -119,20 +120,13 @@ def max_accepted(state: DecodeState, tree: DraftTree) -> Tensor | None:
     longest, prefilled = state.target.recompute_length, state.cache.prefilled
     if longest is None or prefilled is None:
         return None
-    return (longest - 1 - state.lengths).clamp_min(0).where(prefilled <= longest, tree.tokens.shape[1])
+    return (longest - state.texts.lengths).clamp_min(0).where(prefilled <= longest, tree.tokens.shape[1])
 
 
 def commit(state: DecodeState, verdict: Verdict) -> None:
-    """Keep the accepted path in the target's cache, and extend the texts."""
-    state.cache.commit(state.lengths, verdict.path, verdict.accepted)
-    state.lengths += verdict.accepted + 1
-    extend_texts(state, verdict)
-
-
-def extend_texts(state: DecodeState, verdict: Verdict) -> None:
-    """Append the emitted tokens to the texts; the last one of a row is its next root."""
+    """Keep the accepted path in the target's cache, and extend the texts: a row's last token is its next root."""
+    state.cache.commit(state.texts.lengths - 1, verdict.path, verdict.accepted)
     state.texts.append(verdict.tokens, verdict.accepted + 1)
-    state.roots.copy_(verdict.tokens.gather(1, verdict.accepted.clamp_min(0)[:, None])[:, 0])
 
 
 def advance(state: DecodeState, result: RoundTensors) -> None:

@@ -31,9 +31,7 @@ class DecodeState:
         prompt_indices: [≤ B] index of each row among the request's prompts.
         cache: the target's keys and values.
         session: the drafter's state.
-        lengths: [B] tokens that the target has read; the texts are longer by one, the root.
-        roots: [B] the last token of each text.
-        texts: prompts and answers.
+        texts: prompts and answers. Between two rounds the target has read all but the last token of each, the root.
         max_lengths: [B] tokens of prompt and longest allowed answer.
         budget: [B] nats that each row may still spend; None: no rule has a budget.
         kl_excess: [B] nats beyond the targets of adaptive KL coefficients, see :class:`~fsd_infer.rules.RoundInput`.
@@ -53,8 +51,6 @@ class DecodeState:
     prompt_indices: list[int]
     cache: SlotCache
     session: DraftSession
-    lengths: Tensor
-    roots: Tensor
     texts: TokenHistory
     max_lengths: Tensor
     budget: Tensor | None
@@ -101,7 +97,7 @@ class DecodeState:
     def tensors(self) -> list[Tensor]:
         """Return what a round changes in place, without the drafter's, and without keys and values."""
         budget = [] if self.budget is None else [self.budget]
-        return [self.lengths, self.roots, self.kl_excess, self.max_lengths, *budget, *self.texts.tensors]
+        return [self.kl_excess, self.max_lengths, *budget, *self.texts.tensors]
 
     def restart(self, fresh: DecodeState) -> DecodeState:
         """Take over the texts of a new request of the same key, in the same tensors; return this state."""
@@ -131,6 +127,6 @@ class DecodeState:
         return made
 
     def _take_rows(self, rows: Tensor) -> None:
-        for name in ("rules", "prompt_indices", "lengths", "roots", "kl_excess", "max_lengths", "budget"):
+        for name in ("rules", "prompt_indices", "kl_excess", "max_lengths", "budget"):
             setattr(self, name, kept_rows(getattr(self, name), rows))
         self.texts.keep_rows(rows)

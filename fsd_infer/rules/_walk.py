@@ -158,9 +158,8 @@ class _Walk:
             self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
         if output.logit_bias is not None:
             applies, r, cost = biased(self.inputs, output.logit_bias, output.applies)
-            dense = None if output.log_r is None else output.dense_at
-            if dense is not None:  # elsewhere the bias holds
-                applies = torch.where(dense, output.applies, applies)
+            if output.log_r is not None:  # which holds where nodes are drawn below, and the bias elsewhere
+                applies = torch.where(self.inputs.has_drawn_below, output.applies, applies)
             self.r_draft, self.cost = rule.put(r, self.r_draft), rule.put(cost, self.cost)
         self.applies = rule.put(applies, self.applies)
         if output.log_r is not None:

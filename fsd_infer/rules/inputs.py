@@ -46,7 +46,7 @@ class RuleInputs(Renamed):
 
     def __init__(self, round: RoundInput) -> None:
         self.round, self.tree, self.greedy = round, round.tree, round.greedy
-        self.sampled = round.tree.sampled and not round.greedy
+        self.sampled = not round.greedy and round.tree.sampled
         self.is_chain = self.sampled and round.tree.drawn is None
         self.nodes = torch.arange(round.tree.parents.shape[1], device=round.tree.parents.device)
         self.compares = False

@@ -74,6 +74,11 @@ class TokenHistory(Renamed):
         return self._buffer[:, : functional.host_max(self.lengths, self._buffer.shape[1]) or 1]
 
     @property
+    def roots(self) -> Tensor:
+        """[B] the last token of each text, on the device."""
+        return self._buffer.gather(1, self.lengths[:, None] - 1)[:, 0]
+
+    @property
     def answered(self) -> Tensor:
         """[B] tokens of each answer so far, on the device."""
         return self.lengths - self._prompted
