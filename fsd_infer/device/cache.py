@@ -215,15 +215,7 @@ class SlotCache(Cache):
             small as possible, elsewhere it is :attr:`window`, so that nothing is read on the host.
         """
         new, extra = visible_after.shape[1:]
-        start, used = None, self.window
-        if is_host(lengths.device):
-            used = int(lengths.max()) + extra
-            start = used - new if len(lengths) == 1 else None
-        if start is None:
-            slots = lengths[:, None] + torch.arange(extra - new, extra, device=lengths.device)
-        else:
-            slots = torch.arange(start, used)[None]
-        self.set_write_slots(slots, start, used)
+        slots, used = self._write_after(lengths, extra, new)
         self.text = lengths, visible_after
         self.recurrent.branches = Branches(visible_after, new - 1 if depth is None else depth)
         return slots, visible_slots(lengths, visible_after, used)
@@ -235,16 +227,29 @@ class SlotCache(Cache):
             The slots [B, count] and the mask [B, count, S], as of :meth:`after_text`. ``used`` is S if the caller knows
             it.
         """
-        slots, start = starts[:, None] + torch.arange(count, device=starts.device), None
-        if is_host(starts.device):
-            used = int(starts.max()) + count
-            start = used - count if len(starts) == 1 else None
-        used = self.window if used is None else used
-        self.set_write_slots(slots, start, used)
+        slots, used = self._write_after(starts, count, count, used)
         if not is_host(starts.device):  # whose stack reads the mask alone
             causal = torch.ones(count, count, dtype=torch.bool, device=starts.device).tril()
             self.text = starts, causal.expand(len(starts), -1, -1)
         return slots, torch.arange(used, device=starts.device) <= slots[..., None]
+
+    def _write_after(self, lengths: Tensor, extra: int, new: int, used: int | None = None) -> tuple[Tensor, int]:
+        """Set the last ``new`` of ``extra`` slots after texts of these lengths [B] as write slots.
+
+        Returns:
+            These slots, [B, new], and S: ``used`` or :attr:`window`; but on a CPU as few as possible.
+        """
+        start = None
+        if is_host(lengths.device):
+            used = int(lengths.max()) + extra
+            start = used - new if len(lengths) == 1 else None
+        used = self.window if used is None else used
+        if start is None:
+            slots = lengths[:, None] + torch.arange(extra - new, extra, device=lengths.device)
+        else:
+            slots = torch.arange(start, used)[None]
+        self.set_write_slots(slots, start, used)
+        return slots, used
 
     def commit(self, lengths: Tensor, path: Tensor, accepted: Tensor) -> None:
         """Move the keys and values of accepted nodes to the end of the text, and apply them to the states.

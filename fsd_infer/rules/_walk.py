@@ -229,22 +229,6 @@ class _Walk:
             offset = offset - torch.where(earlier, prob[:, None], 0.0).sum(-1)
         return _Picks(lossy, (offset >= 0) & (offset < prob), offset < self.p_draft)
 
-    def _undrafted(self) -> Verdict:
-        """Return the verdict on roots alone: a token from p each."""
-        zeros = torch.zeros_like(self.tree.parents)  # [B, 1]
-        never, nats = zeros > 0, torch.zeros(zeros.shape, dtype=wide(self.device), device=self.device)
-        return Verdict(
-            path=zeros,
-            accepted=zeros[:, 0],
-            tokens=self._final(zeros, never),
-            sources=zeros,
-            relaxed=never,
-            spent=nats,
-            first_choices=zeros - 1,
-            logprob_gap=torch.full_like(nats, math.nan),
-            faults=self._faults(),
-        )
-
     def _gathered(self, reached: Tensor, picks: _Picks) -> Verdict:
         """Gather the verdict along the path, whose nodes are ``reached`` [B, N]."""
         tree, inputs, width = self.tree, self.inputs, self.tree.max_depth + 1
@@ -279,27 +263,12 @@ class _Walk:
             faults=self._faults(),
         )
 
-    def _final_is_dense(self) -> Tensor:
-        """Return whether a lossy token after the path counts as one that p would not emit, [B, 1] bool."""
-        found = torch.zeros_like(self.tree.is_draft[:, :1])
-        for rule in self.outputs:
-            if rule.output.log_r is not None and not self.inputs.sampled:
-                found = rule.put(torch.ones_like(found), found)
-        return found
-
     def _path(self, reached: Tensor, accepted: Tensor, end: Tensor, width: int) -> Tensor:
         """Return the reached nodes [B, N] in order, [B, ``width``], padded with the last, ``end`` [B, 1]."""
         # scatter by depth; unreached nodes write the end to the end's column
         columns = torch.where(reached, self.tree.depths, accepted)
         nodes = torch.where(reached, self.inputs.nodes, end)
         return end.expand(-1, width).scatter(1, columns, nodes)
-
-    def _faults(self) -> dict[str, Tensor]:
-        """Return what may be wrong with the round, see :attr:`Verdict.faults`."""
-        inputs, tree, faults = self.inputs, self.tree, dict(self.non_finite)
-        if inputs.is_chain and self.outputs:
-            faults[FORKS] = (tree.is_child.sum(-1) > 1).any(1, keepdim=True)
-        return faults
 
     def _final(self, end: Tensor, lossy: Tensor) -> Tensor:
         """Draw the token after the path, [B, 1]: none of the drafts at the path's end ``end`` [B, 1]."""
@@ -311,6 +280,20 @@ class _Walk:
         weights = self._weights(end, lossy)
         token = sampling.draw(weights, inputs.uniform(1).gather(1, end)[:, 0])[:, None]
         return torch.where(token < weights.shape[1], token, inputs.likeliest.gather(1, end))  # all weights round to 0
+
+    def _weights(self, end: Tensor, lossy: Tensor) -> Tensor:
+        """Return the weights [B, V] of the token after a path that ends at ``end`` [B, 1], above temperature 0."""
+        inputs, tree, is_lossy = self.inputs, self.tree, lossy.gather(1, end)
+        at = VocabRows(inputs, torch.arange(len(end), device=self.device), end[:, 0])
+        r, r_row = at.p, self.r_row.gather(1, end) if self.dense else end
+        for contexts, dense in self.dense:  # whose rows are numbered on from one to the next
+            is_here = is_lossy & (r_row >= 0) & (r_row < len(dense))
+            r = torch.where(is_here, contexts.over_all(dense, r_row[:, 0].clamp(0, len(dense) - 1), at.p), r)
+            r_row = r_row - len(dense)
+        weights = self._residual(at, r, is_lossy) if inputs.sampled else r
+        # the path ends here, so these children were not picked
+        is_refused = tree.is_draft & (tree.parents == end)
+        return weights.scatter_reduce(1, tree.tokens, torch.where(is_refused, 0.0, math.inf), "amin")
 
     def _residual(self, at: VocabRows, r: Tensor, is_lossy: Tensor) -> Tensor:
         """Return the weights [B, V] that are left of ``r`` where a drawn draft may have been rejected.
@@ -331,16 +314,33 @@ class _Walk:
             weights = rule.put(torch.where(~is_lossy & has_drawn_child, residual, weights), weights)
         return weights
 
-    def _weights(self, end: Tensor, lossy: Tensor) -> Tensor:
-        """Return the weights [B, V] of the token after a path that ends at ``end`` [B, 1], above temperature 0."""
-        inputs, tree, is_lossy = self.inputs, self.tree, lossy.gather(1, end)
-        at = VocabRows(inputs, torch.arange(len(end), device=self.device), end[:, 0])
-        r, r_row = at.p, self.r_row.gather(1, end) if self.dense else end
-        for contexts, dense in self.dense:  # whose rows are numbered on from one to the next
-            is_here = is_lossy & (r_row >= 0) & (r_row < len(dense))
-            r = torch.where(is_here, contexts.over_all(dense, r_row[:, 0].clamp(0, len(dense) - 1), at.p), r)
-            r_row = r_row - len(dense)
-        weights = self._residual(at, r, is_lossy) if inputs.sampled else r
-        # the path ends here, so these children were not picked
-        is_refused = tree.is_draft & (tree.parents == end)
-        return weights.scatter_reduce(1, tree.tokens, torch.where(is_refused, 0.0, math.inf), "amin")
+    def _final_is_dense(self) -> Tensor:
+        """Return whether a lossy token after the path counts as one that p would not emit, [B, 1] bool."""
+        found = torch.zeros_like(self.tree.is_draft[:, :1])
+        for rule in self.outputs:
+            if rule.output.log_r is not None and not self.inputs.sampled:
+                found = rule.put(torch.ones_like(found), found)
+        return found
+
+    def _faults(self) -> dict[str, Tensor]:
+        """Return what may be wrong with the round, see :attr:`Verdict.faults`."""
+        inputs, tree, faults = self.inputs, self.tree, dict(self.non_finite)
+        if inputs.is_chain and self.outputs:
+            faults[FORKS] = (tree.is_child.sum(-1) > 1).any(1, keepdim=True)
+        return faults
+
+    def _undrafted(self) -> Verdict:
+        """Return the verdict on roots alone: a token from p each."""
+        zeros = torch.zeros_like(self.tree.parents)  # [B, 1]
+        never, nats = zeros > 0, torch.zeros(zeros.shape, dtype=wide(self.device), device=self.device)
+        return Verdict(
+            path=zeros,
+            accepted=zeros[:, 0],
+            tokens=self._final(zeros, never),
+            sources=zeros,
+            relaxed=never,
+            spent=nats,
+            first_choices=zeros - 1,
+            logprob_gap=torch.full_like(nats, math.nan),
+            faults=self._faults(),
+        )
