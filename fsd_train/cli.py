@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from fsd_core.console import BAD_INPUT, load_plugins, needed, run
 from fsd_core.errors import UnknownNameError
@@ -52,6 +53,10 @@ def _command(name: str, words: list[str]) -> int:
     if name in PARSERS:
         args = PARSERS[name]().parse_args(words)  # --help and mistakes end here, before heavy imports
         load_plugins(getattr(args, "imports", None) or ())
+        if target := getattr(args, "target", None):
+            from fsd_infer.drafters.loading import refuse_head
+
+            refuse_head(Path(target))
         return int(importlib.import_module(f"fsd_train.commands.{name.replace('-', '_')}").main(args))
     for package in ("lightning", "jsonargparse"):
         needed(package)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,10 +25,10 @@ from fsd_core.errors import FsdError, causes
 from fsd_train.cli import main
 from fsd_train.commands.fit import HEAD, TrainCLI, config_errors, configured, quiet
 from fsd_train.commands.recipe_keys import read_yaml
-from tests.families import altered
+from tests.families import altered, tiny_head
 from tests.fuzzing import FUZZ, JUNK, called, changed, places
 from tests.text_toys import write_rows
-from tests.train_toys import TRAINER, in_recipe
+from tests.train_toys import TRAINER, in_recipe, toy_target
 
 
 def recipe(toys: Path, out: Path) -> dict[str, Any]:
@@ -97,6 +98,8 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "optimizer": (["--model.optimizer", "torch.optim.Adamm"], "no attribute 'Adamm'"),
     "precision of weights": (["--trainer.precision", "bf16-true"], "Choose bf16-mixed, 16-mixed, 32-true"),
     "target": (["--model.target", "nowhere/at-all/x"], "nowhere/at-all/x"),
+    "head as the target": (["--model.target", "head"], "head is a draft head, not a target: give it as drafter"),
+    "tokenizer that is none": (["--data.tokenizer", "head"], "data.tokenizer: head has no tokenizer"),
     "answers": (["--data.train_files", "[none.jsonl]"], "none.jsonl"),
     "length of rows": (
         ["--data.train_files", "[long.jsonl]", "--data.max_length", "999", "--data.features", "null"],
@@ -203,7 +206,7 @@ BY_THE_WHOLE_COMMAND = {
     "key of the model", "section", "range", "infinite", "precision of weights", "target", "answers", "length of rows",
     "features", "configuration", "shipped recipe", "schedule by a metric", "metric that is not there", "no time",
     "validation interval", "draft vocabulary", "no answers", "nothing held out", "answers of one token",
-    "NaN in the target",
+    "NaN in the target", "tokenizer that is none",
 }  # fmt: skip
 
 
@@ -219,6 +222,7 @@ def test_mistakes_are_named(name: str, toys: Path, here: Path, command_line: Tra
     ):  # fmt: skip
         callbacks = [{"class_path": kind, "init_args": options}]
         Path(f"{file}.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}}))
+    tiny_head(toy_target()).head.save_pretrained(Path("head"), torch.bfloat16)
     Path("empty.jsonl").touch()
     write_rows(Path("short.jsonl"), [{"prompt_ids": [3 + row, 7], "response_ids": [5]} for row in range(9)])
     if name == "NaN in the target":
@@ -297,3 +301,12 @@ def test_a_chain_of_causes_that_leads_into_itself_ends() -> None:
             raise FsdError("x:3: a fault") from FsdError("a fault")
         except FsdError as error:
             raise ValueError("of a library") from error
+
+
+@pytest.mark.parametrize("command", ["new-recipe", "cache-features --data x.jsonl --output features"])
+def test_no_command_takes_a_head_for_its_target(command: str, here: Path) -> None:
+    """transformers would say that it is too old to know such a model."""
+    tiny_head(toy_target()).head.save_pretrained(Path("head"), torch.bfloat16)
+    name, *options = command.split()
+    status, _, err = call([name, "--target", "head", *options])
+    assert (status, err.count("\n")) == (2, 1) and "head is a draft head, not a target: give it as drafter" in err

@@ -203,6 +203,7 @@ WRONG = [
         {"loss": "adaspec", "loss_args": {"reference": "x", "loss": "kl_qp", "loss_args": {"w_feature": 1.0}}},
         "w_feature",
     ),
+    ({"loss": FSD_MIX, "unroll_steps": 1}, "Set model.unroll_steps to 2 to 7"),
     ({"lora": {"rank": 4}}, "no option rank"),
     ({"lora": LORA, "drafter": LAYER}, "Leave model.lora out"),
     ({"drafter": f"{LAYER}:bits=3"}, "Leave bits out"),

@@ -77,6 +77,25 @@ def test_without_an_end_token_the_whole_answer_is_supervised() -> None:
     assert said(tokenizer, sequence) == "it is <|start|> there"
 
 
+ASKED = "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHATML.replace(ASKED, "{{ '<|start|>assistant\n' }}"), "<|end|>"),  # opens the next turn unasked
+        (CHATML.replace(ASKED, "{{ '<|start|>assistant\n' }}").replace("<|end|>\n", "<|end|>"), "<|end|>"),
+        (CHATML.replace("{% endif %}", "{% else %}{{ '<|pad|>' }}{% endif %}"), "<|end|>"),  # closes the whole text
+        (CHATML.replace("<|end|>", "<|pad|><|end|>"), "<|pad|><|end|>"),  # ends turns by two tokens
+    ],
+)
+def test_what_a_template_writes_after_the_end_of_a_turn_is_not_supervised(template: str, end: str) -> None:
+    tokenizer = tiny_tokenizer(template)
+    for turns in ([USER, BOT], [USER, BOT, MORE, LAST]):
+        texts = [said(tokenizer, sequence) for sequence in encode_conversation(tokenizer, turns)]
+        assert "".join(texts) == "".join(turn["content"] + end for turn in turns[1::2])
+
+
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_answers_of_weight_0_are_not_supervised(template: str) -> None:
     tokenizer = tiny_tokenizer(template)

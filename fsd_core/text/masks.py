@@ -193,9 +193,8 @@ class _Encoder:
         probe: list[Message] = [*turns[:-1], {"role": "assistant", "content": WORD}]
         _, found, behind = render(tokenizer, probe, False, options).rpartition(WORD)
         suffix = encode_rendered(tokenizer, behind if found else "")
-        enders = special_ids(tokenizer)
-        ended = [place for place, token in enumerate(suffix) if token in enders]
-        self.ended, self.rest = bool(ended), len(suffix) - 1 - ended[-1] if ended else 0
+        end = _turn_end(tokenizer, suffix)
+        self.ended, self.rest = end > 0, len(suffix) - end if end else 0
 
     def sequences(self, max_length: int | None) -> list[_Encoded]:
         """Return the sequences of single answers, then that of the other answers in the whole conversation."""
@@ -231,6 +230,19 @@ class _Encoder:
         if tokens.ids[: len(prompt)] == prompt:
             return tokens.ids, len(prompt)
         return prompt + _continued(self.tokenizer, answer.text[answer.start : answer.closed]), len(prompt)
+
+
+def _turn_end(tokenizer: Any, ids: Sequence[int]) -> int:
+    """Return how many of the ids that a template writes behind an answer end its turn; 0: none does.
+
+    They are those up to eos, or up to the end of the first special tokens in a row: later ones, such as an opening of
+    the next turn that a template always writes, come after the end.
+    """
+    special = special_ids(tokenizer)
+    end = next((place for place, token in enumerate(ids) if token in special), -1) + 1
+    while 0 < end < len(ids) and ids[end] in special and ids[end - 1] != tokenizer.eos_token_id:
+        end += 1
+    return end
 
 
 def _masked(ids: list[int], spans: Sequence[tuple[int, int]]) -> _Encoded:

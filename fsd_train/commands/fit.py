@@ -27,6 +27,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from fsd_core.console import load_plugins, one_line
 from fsd_core.errors import DataError, FsdError, causes
+from fsd_infer.drafters.loading import refuse_head
 from fsd_train.callbacks.export import ExportHead
 from fsd_train.callbacks.progress import Announce, RunProgress
 from fsd_train.callbacks.runs import AUTO, RunDirectory
@@ -83,6 +84,7 @@ class TrainCLI(LightningCLI):
         for name, section in sections.items():
             if not isinstance(section, Namespace):
                 raise FsdError(f"the section {name} holds no options. See recipes/template.yaml.")
+        refuse_head(Path(self.config["model.init_args.target"]))
         check_nulls("data", AnswersDataModule, sections["data"])
         check_nulls("model", self.config["model.class_path"], self.config["model.init_args"])
         callbacks = sections["trainer"].get("callbacks")

@@ -105,6 +105,8 @@ class AnswersDataModule(LightningDataModule):
         tokenizer = None if self.tokenizer_name is None else load_tokenizer(self.tokenizer_name)
         if tokenizer is not None:
             set_control_tokens(tokenizer, self.allow_control_tokens)
+        elif self.tokenizer_name is not None:
+            raise DataError(f"data.tokenizer: {self.tokenizer_name} has no tokenizer. Name the target's.")
         reader = None if self.tokenizer_name is None else ImageReader.named(self.tokenizer_name, tokenizer)
         fraction = 0.0 if self.validation_files else self.validation_fraction
         train, held = read_answers(

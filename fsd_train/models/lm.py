@@ -53,8 +53,8 @@ class LMModule(DistillationModule):
         on_policy_tokens: most tokens of a sampled answer.
         on_policy_temperature: temperature of the samples.
         loss: a loss without a feature term, because a small LM has other features. ``adaspec`` takes a small LM as
-            reference: directory, hub id or peft adapter. Only losses that couple steps (``fsd``) gain by
-            ``unroll_steps`` above 1, because a draft's distribution does not depend on the step.
+            reference: directory, hub id or peft adapter. Only losses that couple steps (``fsd``) take more than one of
+            them (``unroll_steps``), and need it, because a draft's distribution does not depend on the step.
         loss_vocab_size: number of tokens in the loss: the most frequent ones of the training answers, within which p
             and q are renormalised. It shortens a step. The model keeps and drafts all tokens.
         optimizer: optimizer of the weights; vectors (norms, biases) get no weight decay.
@@ -81,6 +81,11 @@ class LMModule(DistillationModule):
         self.drafter, self.lora, self.loss_vocab_size = drafter, lora, loss_vocab_size
         self.on_policy, self.on_policy_tokens = on_policy, on_policy_tokens
         self.on_policy_temperature = on_policy_temperature
+        if self.loss.couples_rows and self.unroll_steps == 1:
+            raise DataError(
+                "the loss is of chains of drafts, and with unroll_steps 1 each is one draft. Set model.unroll_steps to "
+                "2 to 7."
+            )
         if has_feature_term(self.loss):
             raise DataError(
                 "a small LM's features cannot match the target's. Set w_feature to 0 in the loss's init_args: eagle is "
