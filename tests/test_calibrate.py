@@ -23,8 +23,9 @@ from fsd_bench.sweep.settings import SweepOptions, parse_settings
 from fsd_bench.sweep.summary import summarise
 from fsd_core.errors import CheckpointError, DataError
 from fsd_infer import FsdError, FuzzyDecoder, TreeShape
-from fsd_infer.decoder.calibrated import FILE, Calibrated, calibrated, write_calibrated
+from fsd_infer.decoder.calibrated import FILE, Calibrated, calibrated, check_calibrated, write_calibrated
 from fsd_infer.rules import Fuzzy, Tilted
+from fsd_infer.targets.builtin import SHIPPED
 from tests.bench_toys import Toy, save_toy
 from tests.text_toys import write_rows
 
@@ -242,6 +243,8 @@ def test_the_file_beside_the_drafter(toy: Toy, tmp_path: Path) -> None:
             decoder.generate("the cat", quality=quality, max_new_tokens=2)
     with pytest.raises(FsdError, match="leave out quality, or the rule 'tilted'"):
         decoder.generate("the cat", rule="tilted", quality=0.9, max_new_tokens=2)
+    with pytest.raises(FsdError, match=r"part of the installed package.* \(cp -r .*smollm2-135m my-head\)"):
+        check_calibrated(SHIPPED / "smollm2-135m")
     (drafter / FILE).write_text('{"settings": 3}')
     with pytest.raises(CheckpointError, match="expected a list of settings. Delete it"):
         decoder.generate("the cat", rule="calibrated", max_new_tokens=2)

@@ -143,7 +143,8 @@ def test_medusa_heads_may_lie_beside_or_inside_a_model(root: Path, kind: str, tm
     own = {f"{'medusa_head.' * (kind == 'a whole model')}{name}": value for name, value in made.tensors.items()}
     if kind == "blocks alone":
         own = {name: value for name, value in own.items() if ".linear." in name}
-    place = replace(made, tensors=own if kind == "a whole model" else {"lm_head.weight": torch.ones(1)}).write(tmp_path)
+    stand_in = replace(made, tensors=own if kind == "a whole model" else {"lm_head.weight": torch.ones(1)})
+    place = stand_in.write(tmp_path, model_type="cohere", logit_scale=0.0625)  # the config is the target's
     model = {name: value.clone() for name, value in whole.model.state_dict().items()}
     if kind == "a whole model":
         save_file(model | own, place / "model.safetensors")

@@ -244,7 +244,7 @@ def with_fp8(end: str) -> Any:
     return change
 
 
-UNREAD: dict[str, tuple[str, Any, dict[str, Any] | None, str]] = {  # stored kind, change of tensors, config, words
+UNREAD: dict[str, tuple[str, Any, Any, str]] = {  # stored kind, change of tensors, config, words
     "GPTQ without a config": ("gptq int4", (), None, "has not read their 'model.layers.0.mlp.down_proj.g_idx'"),
     "AWQ without a config": ("awq int4", (), None, "quant_config.json"),
     "Model-Optimizer": ("", with_fp8("_scale"), {"quant_method": "modelopt"}, "'modelopt', which transformers"),
@@ -255,6 +255,9 @@ UNREAD: dict[str, tuple[str, Any, dict[str, Any] | None, str]] = {  # stored kin
         "gptq int4", lambda state: [value.add_(0x11111111) for name, value in state.items() if "qzeros" in name],
         GPTQ_4, 'their zeros are 9, not 8: set checkpoint_format in its quantization_config to "gptq_v2"',
     ),
+    "no method, as of MLX": ("", (), {"bits": 4, "group_size": 64}, "names no quant_method: add it, .* of MLX"),
+    "a method alone": ("", (), "fp8", "quantization_config is 'fp8', not an object"),
+    "no library": ("", (), {"quant_method": "hqq", "nbits": 4}, r"HQQ version .*\. Install it; fsd-toolkit\[quant\]"),
     "two widths": ("gptq int4", (), GPTQ_4 | {"dynamic": {"+:.*up.*": {"bits": 8}}}, "other bits than 4 in some"),
     "no zeros": ("awq int4", lambda state: state.pop("model.layers.0.mlp.up_proj.qzeros"), STORED["awq int4"][1],
                  "parts of model.layers.0.mlp.up_proj are missing .*no qzeros"),

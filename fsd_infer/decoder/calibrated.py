@@ -17,6 +17,7 @@ from fsd_core.registry import read_float
 from fsd_infer.drafters import Drafter, TreeShape
 from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.rules import Exact, Rule, RuleLike, parse_rule
+from fsd_infer.targets.builtin import SHIPPED
 from fsd_infer.targets.target import Target
 
 CALIBRATED = "calibrated"
@@ -47,7 +48,15 @@ class Calibrated:
 
 
 def check_calibrated(directory: Path) -> None:
-    """Raise, before any measurement, the errors that :func:`write_calibrated` would raise."""
+    """Raise, before any measurement, the errors that :func:`write_calibrated` would raise.
+
+    Also for a shipped head: a file in the package holds for every user, and the next installation replaces it.
+    """
+    if SHIPPED in directory.parents:
+        raise FsdError(
+            f"{directory} is a part of the installed package, and the setting would be written into it: copy the head "
+            f"(cp -r {directory} my-head), and name the copy (--drafter my-head)."
+        )
     if writable(directory / FILE, "the drafter's file").exists():
         _entries(directory / FILE)
 

@@ -24,7 +24,7 @@ from fsd_infer.device.cuda_graphs import CudaRecorder, GraphRecorder
 from fsd_infer.device.memory import release_freed
 from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.forced import ForcedDrafter
-from fsd_infer.drafters.loading import load_drafter, refuse_head
+from fsd_infer.drafters.loading import check_name, load_drafter, refuse_head
 from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.stats import Outcome
 from fsd_infer.request.guide import Guide, GuideProcessor
@@ -135,6 +135,7 @@ class FuzzyDecoder:
             drafter, tokenizer = None, drafter if tokenizer is None else tokenizer
         config, model_kwargs = runtime_config(config, retired.runtime_options(model_kwargs))
         named, tree = isinstance(target, (str, Path)), parse_tree(tree)
+        check_name(drafter)
         wrapped = _wrapped(target, tokenizer, config, model_kwargs)
         if adapters:
             put_beside(wrapped.model, adapters)

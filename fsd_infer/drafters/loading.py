@@ -81,6 +81,12 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
     return choose_trees(made, target) if asked or chosen and main_of(made) is not None else made
 
 
+def check_name(drafter: object) -> None:
+    """Raise FsdError for a malformed name that begins with "self:", which can be told before the target is loaded."""
+    if isinstance(drafter, str) and drafter.startswith(PREFIX):
+        Itself.parse(drafter.partition("+")[0])
+
+
 def _default(target: Target) -> str:
     if shipped_drafter(target.name) is not None:
         return "shipped"

@@ -105,7 +105,8 @@ class MedusaDrafter(StepDrafter):
 
     @classmethod
     def read(cls, directory: Path, config: Mapping[str, Any], target: Target, shape: TreeShape | None) -> MedusaDrafter:
-        check_uncomputed(config.get)
+        if config.get("model_type") in (None, "medusa"):  # else the config is the target's, beside which the heads lie
+            check_uncomputed(config.get)
         weights = Weights(directory, single=MEDUSA_FILE if (directory / MEDUSA_FILE).is_file() else SINGLE)
         names = _names(directory, weights)
         heads = {int(name.split(".")[1]) for name in names}

@@ -93,7 +93,10 @@ def _check_layers(path: Path, types: Mapping[str, str]) -> None:
         raise CheckpointError(f"{path} is not a JSON object: it is not the config of a model.")
     of_fp8 = (name for name, kind in types.items() if kind.startswith("F8") and "E8M0" not in kind)  # E8M0: of scales
     bare = [name for name in of_fp8 if not _has_scale(name, names)]
-    if bare and _method(config) == "fp8":
+    quantization = config.get("quantization_config") or {}
+    if not isinstance(quantization, dict):
+        raise CheckpointError(f"{path}: quantization_config is {quantization!r:.60}, not an object; copy it again.")
+    if bare and quantization.get("quant_method") == "fp8":
         raise CheckpointError(
             f"{path.parent}: {bare[0]} is of type {types[bare[0]]} without {bare[0]}_scale_inv, and config.json says "
             "that its weights are fp8 with scales. Fetch it again."
@@ -117,10 +120,6 @@ def _has_scale(name: str, names: Collection[str]) -> bool:
     return any(
         scale in names for scale in (f"{name}_scale_inv", f"{name}_scale", f"{part}scale", f"{part}qscale_weight")
     )
-
-
-def _method(config: Mapping[str, Any]) -> Any:
-    return (config.get("quantization_config") or {}).get("quant_method")
 
 
 def check_numbers(values: Any, where: str) -> None:
@@ -206,6 +205,11 @@ def check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> N
             "programs keep it (quantize_config.json, quant_config.json); else use another checkpoint."
         )
     for name, stored, wanted in sorted(info["mismatched_keys"]):
+        if QUANTISED.search(name):
+            raise ModelLoadError(
+                f"{source}: transformers {VERSION} does not read its quantised weights: {name} has the shape "
+                f"{list(stored)}, not {list(wanted)}. Use a checkpoint of another form, as without zero points."
+            )
         raise ModelLoadError(
             f"{source}: {name} has the shape {list(stored)}, but {type(model).__name__} needs {list(wanted)}. Check "
             "that config.json belongs to these weights."

@@ -183,7 +183,9 @@ def explained(name_or_dir: str | os.PathLike[str], source: str = "") -> Iterator
         hint = f"A target is a built-in name ({builtin}), a local model directory or a hub id."
         if os.path.exists(name):  # it was found
             hint = "Check its files and the options for loading it."
-        raise ModelLoadError(f"target {name!r} cannot be loaded: {shortened(error)} {hint}") from error
+        if isinstance(error, ImportError):
+            hint = "Install it; fsd-toolkit[quant] has torchao, bitsandbytes, compressed-tensors and quanto."
+        raise ModelLoadError(f"target {name!r} cannot be loaded: {shortened(error).rstrip('.')}. {hint}") from error
 
 
 def load_target(
@@ -300,8 +302,8 @@ def _load(
     check_size(source, config, where["trust_remote_code"])
     if "quantization_config" in options:
         options["quantization_config"] = quantization_config(options["quantization_config"])
-    stored = method_of(config) is not None
-    quantised = stored or method_of(options.get("quantization_config")) is not None
+    stored = getattr(config, "quantization_config", None) is not None
+    quantised = stored or options.get("quantization_config") is not None
     if adapter is not None:
         read_adapter_config(adapter, beside=quantised)  # refused before the weights are read
     expanded = place.type == "cpu" and method_of(config) in METHODS

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from fsd_core.errors import ModelLoadError
+from fsd_core.errors import ModelLoadError, foreign_errors
 from fsd_core.functional import is_host
 from fsd_infer.targets.gptq import METHODS, check_form
 from fsd_infer.targets.weights import is_plain
@@ -55,7 +55,7 @@ def _quantization(config: Any) -> Mapping[str, Any]:
 
 
 def check_quantization(config: Any, device: torch.device, stored: bool = True) -> None:
-    """Raise ModelLoadError for quantised weights that this device does not support.
+    """Raise ModelLoadError for quantised weights that this device does not support, or of an unnamed method.
 
     Args:
         config: as in :func:`method_of`.
@@ -63,12 +63,17 @@ def check_quantization(config: Any, device: torch.device, stored: bool = True) -
         stored: the weights are quantised in their files, not at load.
     """
     method, quantization = method_of(config), _quantization(config)
-    if method is not None and method not in ("bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING):
+    if method is None:
+        raise ModelLoadError(
+            "the quantization_config names no quant_method: add it, or delete the config if the weights are not "
+            "quantised. Checkpoints of MLX name none, and MLX alone reads them."
+        )
+    if method not in ("bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING):
         raise ModelLoadError(
             f"weights are quantised by {method!r}, which transformers does not read: use an unquantised checkpoint, or "
             "one of compressed-tensors."
         )
-    if not is_host(device) or method is None:
+    if not is_host(device):
         return
     if method == "torchao" and _torchao_kind(quantization.get("quant_type")) == "Int4WeightOnlyConfig":
         raise ModelLoadError(
@@ -97,7 +102,10 @@ def ready(model: Any) -> None:
     """
     if method_of(getattr(model, "config", None)) != "compressed-tensors":
         return
-    model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+    name, dtype = model.name_or_path, model.dtype
+    advice = f"the weights of {name} cannot be decompressed to {dtype} ({{why}}). Load it with dtype=torch.bfloat16."
+    with foreign_errors(ModelLoadError, advice):  # some formats are decompressed to bf16, whatever the model's dtype
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
     if is_host(model.device):
         try:
             from compressed_tensors.offload import remove_dispatch
