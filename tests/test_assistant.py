@@ -37,6 +37,7 @@ def unchanged(made: Layout) -> None:
     pass
 
 
+FIRST_SLIDES = ["sliding_attention", *["full_attention"] * 3]
 FAULTS: dict[str, tuple[Callable[[Layout], None], Callable[[], Target], str]] = {
     "another family": (unchanged, lambda: Target(tiny_target()), "reads the keys of a Gemma-4 target, .* is llama"),
     "another width": (unchanged, lambda: gemma(hidden_size=20), "is for 16 features, and .* has 20"),
@@ -44,8 +45,8 @@ FAULTS: dict[str, tuple[Callable[[Layout], None], Callable[[], Target], str]] = 
     "other key heads": (unchanged, lambda: gemma(num_key_value_heads=4), r"sliding_attention it reads \(2, 8\)"),
     "the first layer": (
         unchanged,
-        lambda: gemma(layer_types=["sliding_attention", *["full_attention"] * 3]),
-        "none of the target's layers but the first keeps keys of sliding_attention",
+        lambda: gemma(layer_types=FIRST_SLIDES),
+        "none .* but the first keeps keys of sliding",
     ),
     "a missing tensor": (without_projection, lambda: assisted_target("own keys"), "missing_keys.*pre_projection"),
     "an unknown tensor": (further, lambda: assisted_target("own keys"), "unexpected_keys.*fusion"),
