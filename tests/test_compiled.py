@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch._dynamo.utils import counters
 
+import fsd_train.commands.fit as fit
 from fsd_core.errors import DataError
 from fsd_train.data import collate
 from fsd_train.losses import Schedule
@@ -21,7 +23,7 @@ from tests.covering import fast_only
 from tests.loss_toys import VARIANTS, build_loss
 from tests.published_mtp import checkpoint
 from tests.test_packed import HEADS
-from tests.train_toys import VOCAB, answers_of, eagle_module, ready, small_lm
+from tests.train_toys import VOCAB, answers_of, eagle_module, fit_command, ready, small_lm, trainer
 
 ROW = 190
 Step = tuple[dict[str, torch.Tensor], list[tuple[int, ...]]]
@@ -192,3 +194,42 @@ def test_compiled_steps_on_cuda(loss: str, half: bool, toys: Path) -> None:
             torch.cuda.set_sync_debug_mode("default")
     del found["agreement"], expected["agreement"]  # ties
     torch.testing.assert_close(found, expected, atol=3e-2 if half else 1e-4, rtol=5e-2 if half else 1e-3)
+
+
+# what a CPU does instead ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "has_products", "precision"),
+    [("bf16-mixed", True, "bf16-mixed"), ("bf16-mixed", False, "32-true"), ("32-true", True, "32-true")],
+)
+def test_a_cpu_without_bf16_products_trains_in_fp32(
+    asked: str, has_products: bool, precision: str, toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(fit, "has_bf16_products", lambda: has_products)
+    model, data = {"target": str(toys / "target")}, {"train_files": [str(toys / "answers.jsonl")]}
+    with caplog.at_level("INFO", logger="fsd_train"):
+        _, *argv = fit_command(tmp_path, {"precision": asked}, model, data)
+        assert fit.configured(argv).trainer.precision == precision
+    assert ("bf16 is several times slower" in caplog.text) == (asked != precision)
+
+
+@pytest.mark.parametrize(("compiled", "padded"), [(None, False), (True, True)])
+def test_batches_are_padded_for_compiled_steps_alone(
+    compiled: bool | None, padded: bool, toys: Path, tmp_path: Path
+) -> None:
+    class Seen(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            module.compile_option = False  # the batches are planned; compiling takes long
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            lengths.append((batch["input_ids"].shape[1], int(batch["lengths"].sum())))
+
+    lengths: list[tuple[int, int]] = []
+    run = trainer(tmp_path, 2, Seen())
+    module = eagle_module(toys)
+    module.compile_option = compiled
+    run.fit(module, answers_of(toys, batch_tokens=300))
+    assert all(tokens == total for tokens, total in lengths)
+    assert all((tokens == 300) == padded for tokens, _ in lengths), lengths

@@ -74,6 +74,8 @@ def one_line_or_well(argv: list[str], said: str = "", ends: Callable[[list[str]]
 
 
 VALIDATED = ["--trainer.limit_val_batches", "1", "--trainer.val_check_interval", "1", "--trainer.max_steps", "2"]
+UNCACHED = ["--data.features", "null"]
+AVERAGING = "lightning.pytorch.callbacks.EMAWeightAveraging"
 NAMED: dict[str, tuple[list[str], str]] = {
     "key of the model": (["--model.lrr", "3"], "there is no --model.lrr"),
     "key of the head": (["--model.head.finl_norm", "true"], "finl_norm"),
@@ -81,10 +83,7 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "optimizer beside the model": (["--optimizer", "AdamW"], "optimizer"),
     "strategy": (["--trainer.strategy", "dpp"], "strategy='dpp'"),
     "strategy that is not installed": (["--trainer.strategy", "deepspeed_stage_2"], "DeepSpeed"),
-    "averaged shards": (
-        ["--trainer.strategy", "fsdp", "--trainer.callbacks+", "lightning.pytorch.callbacks.EMAWeightAveraging"],
-        "fsdp does not support weight averaging",
-    ),
+    "averaged shards": (["--trainer.strategy", "fsdp", "--trainer.callbacks+", AVERAGING], "weight averaging"),
     "accelerator": (["--trainer.accelerator", "gpu"], "No supported gpu backend found"),
     "loss": (["--model.loss", "eagel"], "Did you mean 'eagle'?"),
     "earlier name of a loss": (["--model.loss", "reverse_kl"], "kl_pq is KL(p||q)"),
@@ -101,10 +100,7 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "head as the target": (["--model.target", "head"], "head is a draft head, not a target: give it as drafter"),
     "tokenizer that is none": (["--data.tokenizer", "head"], "data.tokenizer: head has no tokenizer"),
     "answers": (["--data.train_files", "[none.jsonl]"], "none.jsonl"),
-    "length of rows": (
-        ["--data.train_files", "[long.jsonl]", "--data.max_length", "999", "--data.features", "null"],
-        "a row has 202 tokens, but the model has a context of 128",
-    ),
+    "length of rows": (["--data.train_files", "[long.jsonl]", "--data.max_length", "999", *UNCACHED], "a row has 202"),
     "no files": (["--data.train_files", "[]"], "train_files is empty"),
     "features": (["--data.features", "nowhere"], "nowhere is not a feature cache"),
     "checkpoint": (["--ckpt_path", "none.ckpt"], "none.ckpt: no such checkpoint"),
@@ -125,9 +121,7 @@ NAMED: dict[str, tuple[list[str], str]] = {
          "--trainer.limit_val_batches", "1"], "val_",
     ),
     "draft vocabulary": (["--model.draft_vocab_size", "100"], "draft_vocab_size"),
-    "null tokens": (
-        ["--config", "null.yaml"], "data.batch_tokens is null: give a value, or leave it out, which means 4096",
-    ),
+    "null tokens": (["--config", "null.yaml"], "data.batch_tokens is null: give a value, or leave it out"),
     "null as an option": (["--data.batch_tokens", "null"], "data.batch_tokens: expected a whole number > 0, got null."),
     "fraction": (["--data.batch_tokens", "1.5"], "data.batch_tokens: expected a whole number > 0, got '1.5'."),
     "text for a share": (["--data.validation_fraction", "x"], "expected a number >= 0 and < 1, got 'x'."),
@@ -153,18 +147,14 @@ NAMED: dict[str, tuple[list[str], str]] = {
     ),
     "metric that is not there": (["--config", "stopping.yaml", *VALIDATED], "trainer.callbacks: Early stopping"),
     "null steps": (["--model.unroll_steps", "null"], "model.unroll_steps is null"),
-    "null of a callback": (
-        ["--config", "prompts.yaml"], "trainer.callbacks.prompts is null: give a value, or leave it out, which",
-    ),
+    "null of a callback": (["--config", "prompts.yaml"], "trainer.callbacks.prompts is null: give a value"),
     "null optimizer": (["--model.optimizer", "null"], "model.optimizer is null: give a value, or leave it out."),
     # refused before the target is loaded
     "no answers": (["--data.train_files", "[empty.jsonl]", "--model.target", "nowhere/x"], "empty.jsonl: no row"),
     "share held out": (["--data.validation_fraction", "1.0"], "validation_fraction"),
     "length": (["--data.max_length", "1"], "max_length"),
-    "answers of one token": (
-        ["--data.train_files", "[short.jsonl]", "--data.features", "null"], "no training row has two tokens of an",
-    ),
-    "NaN in the target": (["--model.target", "nan", "--data.features", "null"], "nan computes NaN. Check its weights"),
+    "answers of one token": (["--data.train_files", "[short.jsonl]", *UNCACHED], "no training row has two tokens"),
+    "NaN in the target": (["--model.target", "nan", *UNCACHED], "nan computes NaN. Check its weights"),
     "nothing held out": (["--data.train_files", "[one.jsonl]"], "validation_fraction 0.3 holds out none of one prompt"),
     "unwritable": (["--trainer.default_root_dir", "/dev/null/x"], "/dev/null is a file"),
 }  # fmt: skip

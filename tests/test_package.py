@@ -1,17 +1,29 @@
-"""What a package of the toolkit says and lacks, and decoding on systems without what Linux and x86-64 have."""
+"""What the installed program says of itself and lacks, also on other systems; the report of `env` and completion."""
 
 from __future__ import annotations
 
+import json
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fsd_bench.cli import main as fsd_bench
 from fsd_core.errors import ModelLoadError
+from fsd_infer.backends.cpu import sets
+from fsd_infer.backends.cpu.kernels import kernels
+from fsd_infer.backends.cpu.sets import VARIABLE
+from fsd_infer.cli import env as module
+from fsd_infer.cli.main import main
+from fsd_infer.cli.main import main as fsd_infer
 from fsd_infer.targets import builtin
+from fsd_train.cli import main as fsd_train
 from tests.conftest import Toy
+from tests.fuzzing import called
 
 README = "[a](docs/a.md#b) [b](recipes) [c](https://x.org/c) [d](#d)\n```python\nf[0](docs/a.md)\n```\n"
 
@@ -98,3 +110,76 @@ def test_decoding_without_what_linux_and_x86_have(toy: Toy) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     said = sorted(done.stdout.splitlines())
     assert done.returncode == 0 and said == ["decoded on Darwin", "decoded on Windows"], done.stderr[-3000:]
+
+
+# `fsd-infer env` ------------------------------------------------------------------------------------------------------
+
+
+def facts(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["env", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+
+def test_it_says_what_a_report_needs(fresh: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    fresh.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    fresh.setenv("FSD_API_KEY", "not for others")
+    found = facts(capsys)
+    compiled = kernels()
+    assert found["kernels"]["set"] == (None if compiled is None else compiled.name)
+    for name in ("fsd_infer", "commit", "torch", "transformers", "python", "system", "cpu", "cores", "threads", "date"):
+        assert name in found
+    assert found["variables"]["OMP_WAIT_POLICY"] == "PASSIVE" and "FSD_API_KEY" not in found["variables"]
+    assert main(["env"]) == 0
+    out = capsys.readouterr().out
+    for word in (found["torch"], found["cpu"], "OMP_WAIT_POLICY=PASSIVE", "what runs where", found["kernels"]["why"]):
+        assert word in out
+    assert "not for others" not in out
+
+
+def test_other_machines_and_wrong_settings(fresh: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    fresh.setenv("CXX", "/no/such/compiler")
+    fresh.setenv(VARIABLE, "fast")
+    found = facts(capsys)
+    assert found["kernels"]["set"] is None and "FSD_KERNELS='fast' names no kernels" in found["kernels"]["why"]
+    assert found["kernels"]["compiler"].startswith("none: ") and "/no/such/compiler" in found["kernels"]["compiler"]
+    fresh.delenv(VARIABLE)
+    fresh.setattr(sets, "cpu_flags", lambda: {"avx", "fma"})
+    fresh.setattr(sets.platform, "machine", lambda: "x86_64")
+    assert "torch, because the processor lacks avx2, f16c, popcnt" in module.text(facts(capsys))
+
+
+# completion -----------------------------------------------------------------------------------------------------------
+
+
+COMPLETED = [
+    (fsd_infer, "fsd-infer gen", "generate"),
+    (fsd_infer, "fsd-infer wor", "worth"),  # of fsd-bench
+    (fsd_infer, "fsd-infer generate --color ", "auto always never"),
+    (fsd_infer, "fsd-infer generate --html ", ""),  # a file
+    (fsd_bench, "fsd-bench run --met", "--methods"),
+    (fsd_train, "fsd-train fit --trainer.max_s", "--trainer.max_steps"),
+    (fsd_train, "fsd-train export x --to eag", "eagle"),
+]
+ZSH = "compdef() { }; compadd() { shift; print -r -- $@ }; _files() { }; "
+
+
+@pytest.mark.parametrize(("program", "line", "offered"), COMPLETED)
+def test_a_shell_completes(program: object, line: str, offered: str, tmp_path: Path) -> None:
+    words = line.split(" ")
+    name = f"_{words[0].replace('-', '_')}"
+    script = tmp_path / "script"
+    for shell in filter(shutil.which, ("bash", "zsh")):
+        status, text, err = called(program, ["completion", shell])
+        assert status == 0 and not err
+        script.write_text(text)
+        if shell == "bash":
+            listed = " ".join(f"'{word}'" for word in words)
+            code = f"COMP_WORDS=({listed}); COMP_CWORD={len(words) - 1}; {name}; echo ${{COMPREPLY[*]}}"
+        else:
+            code = f"words=({' '.join(words[:-1])} '{words[-1]}'); CURRENT={len(words)}; {ZSH}{name}"
+        done = subprocess.run(
+            [shell, "-c", f"{ZSH if shell == 'zsh' else ''}source {script}; {code}"], capture_output=True, text=True,
+            check=True,
+        )  # fmt: skip
+        found = done.stdout.split()
+        assert found == offered.split() if shell == "bash" else set(offered.split()) <= set(found), (shell, done.stderr)

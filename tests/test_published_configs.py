@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ import pytest
 import torch
 
 from fsd_core.errors import FsdError
+from fsd_infer import Target
 from fsd_infer.drafters.loading import load_drafter
-from tests.published_blocks import RANK, THETA, WINDOW, H, States, z_lab
+from tests.published_assistants import LAYER, TARGETS, TYPES, assisted_target, random_model
+from tests.published_blocks import RANK, THETA, WINDOW, H, Layout, States, tiny_target, z_lab
 from tests.published_heads import layout
+from tests.rules_toy import V
 from tests.test_published_heads import PROMPTS, TREE, drafted, target
 
 Z_LAB = "dflash of z-lab"
@@ -101,6 +105,7 @@ def test_medusa_heads_may_be_lm_heads_alone(tmp_path: Path) -> None:
 
 
 Changed = dict[str, Any]
+SCALED = {"rope_scaling": {"factor": 4.0}}
 REFUSED: dict[str, tuple[str, Changed, str]] = {
     "a slot that could mean two things": (
         "dflash of z-lab", {"architectures": ["MyDraft"]}, '"sample_from_anchor": false'
@@ -136,12 +141,8 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
     "two directions": ("dflash of z-lab", z_lab(causal=True) | {"is_causal": False}, "says causal twice"),
     "slots in words": ("dspark of speculators", {"sample_from_anchor": "false"}, "must be true or false"),
     "a soft cap": ("dflash of z-lab", {"final_logit_softcapping": "30"}, "must be a number from 0, got '30'"),
-    "a window": (
-        "dflash with windows", {"sliding_window": "3"}, "sliding_window in config.json must be a whole number from 1"
-    ),
-    "two rotary scalings": (
-        "dflash of z-lab", {"rope_parameters": {"factor": 5.0}, "rope_scaling": {"factor": 4.0}}, "says factor twice"
-    ),
+    "a window": ("dflash with windows", {"sliding_window": "3"}, "sliding_window .* must be a whole number from 1"),
+    "two rotary scalings": ("dflash of z-lab", {"rope_parameters": {"factor": 5.0}, **SCALED}, "says factor twice"),
     "two masks": ("p-eagle", {"ptd_token_id": 1}, r"needs one token of its masks, .* has \[1, "),
     "no proposals": ("p-eagle", {"speculators_config": {"proposal_methods": ["greedy"]}}, "not say what it proposes"),
     "no masks": ("p-eagle", {"mask_token_id": ...}, "needs one token of its masks, .* has none"),
@@ -160,3 +161,51 @@ def test_what_cannot_be_told_or_run_is_refused_by_name(tmp_path: Path, fault: st
         made = replace(made, tensors={**made.tensors, "strange.weight": torch.ones(1)})
     with pytest.raises(FsdError, match=words):
         load_drafter(str(made.write(tmp_path / "head", **changes)), target(), None)
+
+
+# assistants of Gemma-4 ------------------------------------------------------------------------------------------------
+
+
+def gemma(**changes: Any) -> Target:
+    """A target without shared keys."""
+    types = ["sliding_attention", *TYPES, "sliding_attention"]
+    given = {**LAYER, **TARGETS["own keys"], "vocab_size_per_layer_input": V, "hidden_size": H, "layer_types": types}
+    return Target(random_model(**given | changes))
+
+
+def without_projection(made: Layout) -> None:
+    del made.tensors["pre_projection.weight"]
+
+
+def further(made: Layout) -> None:
+    made.tensors["model.fusion.weight"] = torch.zeros(16, 12)
+
+
+def unchanged(made: Layout) -> None:
+    pass
+
+
+FIRST_SLIDES = ["sliding_attention", *["full_attention"] * 3]
+FAULTS: dict[str, tuple[Callable[[Layout], None], Callable[[], Target], str]] = {
+    "another family": (unchanged, lambda: Target(tiny_target()), "reads the keys of a Gemma-4 target, .* is llama"),
+    "another width": (unchanged, lambda: gemma(hidden_size=20), "is for 16 features, and .* has 20"),
+    "another vocabulary": (unchanged, lambda: gemma(vocab_size=5), "drafts over 4 tokens, and .* has 5"),
+    "other key heads": (unchanged, lambda: gemma(num_key_value_heads=4), r"sliding_attention it reads \(2, 8\)"),
+    "the first layer": (
+        unchanged,
+        lambda: gemma(layer_types=FIRST_SLIDES),
+        "none .* but the first keeps keys of sliding",
+    ),
+    "a missing tensor": (without_projection, lambda: assisted_target("own keys"), "missing_keys.*pre_projection"),
+    "an unknown tensor": (further, lambda: assisted_target("own keys"), "unexpected_keys.*fusion"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, fault: str) -> None:
+    change, target, words = FAULTS[fault]
+    made = layout("shared keys of gemma4")
+    copied = Layout(made.config, dict(made.tensors), made.estimate, made.depth)
+    change(copied)
+    with pytest.raises(FsdError, match=words):
+        load_drafter(str(copied.write(tmp_path)), target())
