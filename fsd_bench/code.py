@@ -80,6 +80,8 @@ def run_python(code: str, standard_input: str = "") -> tuple[bool, str]:
 
     It runs in an empty directory, without this process's environment, in a session that is killed as a whole.
     """
+    if "\0" in code:  # Python 3.10 takes it for the end of the program
+        return False, ""
     with tempfile.TemporaryDirectory() as outside, tempfile.TemporaryDirectory() as directory:
         program, output = Path(outside) / "program.py", Path(outside) / "output"  # a command line has a limit
         program.write_text(code, "utf-8", "replace")

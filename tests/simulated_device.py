@@ -222,7 +222,7 @@ class SimulatedDevice(TorchDispatchMode):
         while frame is not None:
             file = frame.f_code.co_filename
             if file.startswith(OURS) and not file.endswith("fsd_core/tensors.py"):
-                self.waits.append(Wait(str(op), file[len(str(ROOT)) + 1 :], frame.f_lineno, frame.f_code.co_qualname))
+                self.waits.append(Wait(str(op), file[len(str(ROOT)) + 1 :], frame.f_lineno, frame.f_code.co_name))
                 return
             frame = frame.f_back
         self.waits.append(Wait(str(op), "", 0, ""))

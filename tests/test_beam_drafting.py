@@ -185,7 +185,8 @@ def test_a_drafter_of_ones_own_drafts_for_beams(beams: int) -> None:
     wanted = reference(target.model, prompts, num_beams=beams, max_new_tokens=32)
     forwards = {}
     for drafter in (NoDrafter(VOCAB), BigramDrafter()):
-        with warnings.catch_warnings(action="error"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
             made = FuzzyDecoder(target, drafter).generate(prompts, num_beams=beams, max_new_tokens=32, do_sample=False)
         assert made.sequences == wanted
         forwards[drafter.name] = made.stats.target_forwards

@@ -206,7 +206,7 @@ def test_a_run(
     trainer.fit(module, answers_of(toys, features=str(toys / "features") if cached else None))
     assert trainer.global_step == 2
     # the verdict on the step before, and in validation nothing
-    assert watch.seen[-2:] == [{"StopOnNonFinite.on_before_optimizer_step"}, set()]
+    assert watch.seen[-2:] == [{"on_before_optimizer_step"}, set()]
     assert float(trainer.callback_metrics["val_tau"]) >= 1
     head = load_head(tmp_path / "head")
     torch.testing.assert_close(head.fc.weight, module.head.fc.weight.detach().cpu(), atol=1e-3, rtol=1e-2)  # bf16

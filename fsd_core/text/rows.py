@@ -196,7 +196,9 @@ def _table_rows(path: Path, lines: Iterable[tuple[int, bytes]], delimiter: str) 
         for values in rows:
             yield path, rows.line_num, partial(_table_row, values, f"{path}:{rows.line_num}")
     except csv.Error as error:
-        raise DataError(f"{path}:{rows.line_num}: no table row ({error}). Quote cells as in RFC 4180.") from error
+        raise DataError(
+            f"{path}:{max(rows.line_num, 1)}: no table row ({error}). Quote cells as in RFC 4180, and write UTF-8."
+        ) from error
 
 
 def _table_row(values: dict[Any, Any], where: str) -> dict[Any, Any]:

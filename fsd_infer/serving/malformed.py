@@ -56,7 +56,7 @@ def explain(error: RequestValidationError) -> tuple[str, str | None]:
 
 def explain_refusal(request: Request, error: HTTPException) -> str:
     """Return the message of a refusal: FastAPI's own name neither the path nor what is wrong with a body."""
-    path, cause = f"{request.url.path:.80}", error.__cause__
+    path, cause = f"{request.scope['path']:.80}", error.__cause__
     if error.status_code == 404 and error.detail == HTTPStatus.NOT_FOUND.phrase:
         return f"nothing is at {path}: /openapi.json lists the paths."
     if error.status_code == 405:

@@ -55,7 +55,7 @@ class ChainCache:
         return keys, values
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # torch 2.10 would compile anew for each value of a field of a frozen one
 class PackedMask(ABC):
     """Which keys each query of a sequence may attend to, known in host memory.
 
@@ -173,7 +173,7 @@ def _block_max(values: np.ndarray) -> np.ndarray:
     return np.maximum.reduceat(values, np.arange(0, len(values), BLOCK))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class TextMask(PackedMask):
     """Causal attention within each conversation: a document mask.
 
@@ -253,7 +253,7 @@ class TextMask(PackedMask):
         return mask
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RootedMask(PackedMask):
     """Queries that continue the text from roots: each sees its conversation up to its root, and keys of its own root.
 
@@ -302,7 +302,7 @@ class RootedMask(PackedMask):
 Rooted = TypeVar("Rooted", bound=RootedMask)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ChainMask(RootedMask):
     """A chain's next token sees its conversation up to the root, and the chain's own later tokens.
 
@@ -335,7 +335,7 @@ class ChainMask(RootedMask):
             yield own, own
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SlotMask(RootedMask):
     """A slot of a block sees its conversation before the root, and its block, whose first slot is the root's.
 
