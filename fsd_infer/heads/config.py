@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from fsd_core.errors import CheckpointError, foreign_errors
 from fsd_core.registry import did_you_mean, is_whole
 from fsd_infer.heads.layers import EAGLE3_LAYERS, LAYER_FIELDS, llama_layer, own_layer
+from fsd_infer.targets.checks import check_numbers
 
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
@@ -229,6 +230,7 @@ def check_layer(layer: Any, hidden_size: int) -> None:
     if not isinstance(layer, Mapping) or not isinstance(layer.get("model_type"), str):
         raise CheckpointError(f"the head's layer must be a mapping with a model_type, got {layer!r:.80}.")
     check_known("layer option", layer, {*LAYER_FIELDS, "model_type"})
+    check_numbers(layer, "the head's layer")
     for name, value in layer.items():
         if name.endswith("size") or name.startswith("num_") or name in ("head_dim", "max_position_embeddings"):
             _check_integer(f"layer option {name}", value, 1)

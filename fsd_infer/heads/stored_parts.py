@@ -34,8 +34,9 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "attention_value_scale": (None, 1), "output_multiplier": (None, 1), "is_neox_style": (None, True),
     "logit_scale": (None, 1), "layernorms": (None, False),
 }  # fmt: skip
-_BEGINNINGS = ("model.", "draft_model.")
-_RENAMED = {MIDLAYER: FIRST_LAYER, "transformer.": FIRST_LAYER, "fusion_fc.": "fc."}  # the last two: old speculators
+_TOP = "transformer_layer_config"
+# beginnings of tensors' names, and ours; the last two are of old speculators
+_RENAMED = {"draft_model.": "", "model.": "", MIDLAYER: FIRST_LAYER, "transformer.": FIRST_LAYER, "fusion_fc.": "fc."}
 
 
 @dataclass(frozen=True)
@@ -65,18 +66,48 @@ class StoredHead:
         return state if self.draft_ids is None else {**state, DRAFT_IDS: self.draft_ids}
 
 
-def our_name(stored: str) -> str:
-    """Return our name of a tensor of an EAGLE head: without the names of modules around it, and renamed."""
-    while stored.startswith(_BEGINNINGS):
-        stored = stored.partition(".")[2]
-    theirs = next((name for name in _RENAMED if stored.startswith(name)), "")
-    return _RENAMED.get(theirs, "") + stored.removeprefix(theirs)
+def our_name(stored: str, more: Mapping[str, str] | None = None) -> str:
+    """Return our name of a head's tensor: without the names of modules around it, and renamed, as by ``more``."""
+    for theirs, ours in {**_RENAMED, **(more or {})}.items():
+        if stored.startswith(theirs):
+            stored = ours + stored.removeprefix(theirs)
+    return stored
 
 
 def flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config with its part text_config (heads for targets that see) or model (vLLM's EAGLE-1) at the top."""
     parts = [config[name] for name in ("text_config", "model") if isinstance(config.get(name), Mapping)]
     return {**config, **parts[0]} if parts else config
+
+
+class Options:
+    """The options of a config, wherever they lie: at the top, in a part of that name, or in the layers' config.
+
+    Attributes:
+        nested: the part.
+        layer: the layers' config, which may be the whole one.
+        classes: what the config calls the head.
+        of_speculators: whether it is speculators'.
+    """
+
+    def __init__(self, config: Mapping[str, Any], part: str) -> None:
+        self.nested, self.layer = config.get(part) or {}, config.get(_TOP) or config
+        if not isinstance(self.nested, Mapping) or not isinstance(self.layer, Mapping):
+            raise CheckpointError(f"{part} or {_TOP} in its config.json is not an object.")
+        self._parts = (self.nested, config, self.layer)
+        told = (config.get(name) for name in ("architectures", "speculators_model_type", "model_type"))
+        self.classes = " ".join(map(str, told))
+        self.of_speculators = "speculators_model_type" in config
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = agreed(name, (part.get(name) for part in self._parts))
+        return default if value is None else value
+
+    def whole(self, name: str, default: int | None = None, least: int = 0) -> int:
+        value = self.get(name, default)
+        if type(value) is not int or value < least:
+            raise CheckpointError(f"{name} in config.json must be a whole number from {least}, got {value!r:.60}.")
+        return value
 
 
 def agreed(name: str, said: Iterable[Any]) -> Any:
@@ -155,7 +186,7 @@ def plain_layer(config: Mapping[str, Any], kind: str, mrope: bool = True, rope_o
     multi = {name: rope.pop(name) for name in MROPE if name in rope}
     if any(share not in (None, 1) for share in (config.get(PARTIAL), rope.pop(PARTIAL, None))):
         logger.warning("the head turns all of its dimensions, as programs train it: its %s is not used.", PARTIAL)
-    known = {name: config[name] for name in LAYER_FIELDS if name in config and name != "rope_parameters"}
+    known = {name: config[name] for name in LAYER_FIELDS if config.get(name) is not None and name != "rope_parameters"}
     known |= {"rope_parameters": {"rope_type": "default", **rope}} if rope else {}
     # transformers may fail in any way on another program's values
     fault = "it does not describe a Llama layer ({why})."
@@ -214,7 +245,7 @@ def read_draft_ids(weights: Weights, vocabulary: Any) -> Tensor | None:
     if D2T not in shapes:
         if rows == vocabulary:
             return None
-        ids = weights.read(T2D, BOOLEANS).bool().nonzero()[:, 0] if T2D in shapes else torch.zeros(0)
+        ids = _drafted(weights).nonzero()[:, 0] if T2D in shapes else torch.zeros(0)
         if len(ids) != rows:
             raise CheckpointError(f"it drafts over {rows} of {vocabulary!r:.60} ids and has no d2t to say which.")
         return ids
@@ -225,10 +256,18 @@ def read_draft_ids(weights: Weights, vocabulary: Any) -> Tensor | None:
         raise CheckpointError(f"t2d is of shape {list(shapes[T2D])} for a vocabulary of {vocabulary}. {AGAIN}")
     check_draft_ids(ids.sort().values, vocabulary)
     if T2D in shapes:
-        drafted = weights.read(T2D, BOOLEANS).bool()
+        drafted = _drafted(weights)
         if int(drafted.sum()) != rows or not bool(drafted[ids].all()):
             raise CheckpointError("d2t and t2d name different ids. Export the head again.")
     return None if torch.equal(ids, torch.arange(vocabulary)) else ids
+
+
+def _drafted(weights: Weights) -> Tensor:
+    """Return whether each id of the target is drafted [V], from ``t2d``."""
+    stored = weights.read(T2D, BOOLEANS)
+    if bool(((stored != 0) & (stored != 1)).any()):
+        raise CheckpointError(f"t2d holds other numbers than 0 and 1. {AGAIN}")
+    return stored.bool()
 
 
 def check_draft_ids(ids: Tensor, vocabulary: int) -> None:

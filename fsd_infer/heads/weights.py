@@ -25,7 +25,7 @@ FP8 = "numbers of 8 bits"
 KINDS = {
     FLOATS: ("F64", "F32", "F16", "BF16"),
     INTEGERS: ("I64", "I32", "I16", "I8", "U8"),
-    BOOLEANS: ("BOOL", "U8", "I8"),
+    BOOLEANS: ("BOOL", "I64", "I32", "I16", "I8", "U8"),
     FP8: ("F8_E4M3", "F8_E5M2"),
 }
 
