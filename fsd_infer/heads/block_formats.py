@@ -33,12 +33,13 @@ from fsd_infer.heads.stored_parts import (
     check_uncomputed,
     layer_count,
     our_name,
+    parameters_of,
     plain_layer,
     read_draft_ids,
     shares_table,
     target_layers,
 )
-from fsd_infer.heads.weights import Weights, check_sizes, fill, is_unused
+from fsd_infer.heads.weights import Weights, check_sizes, fill
 from fsd_infer.targets.target import Target
 
 _GRU, _EMBED = "prefix_gru.weight_hh_l0", "embed_proj.0.weight"
@@ -50,7 +51,6 @@ _RENAMED = {
     **{f"{name}.": f"markov_head.{name}." for name in ("markov_w1", "markov_w2", "gate_proj", "joint_proj")},
     "confidence_proj.": "confidence_head.proj.",  # this and the last four: Model-Optimizer
 }
-_IGNORED = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")  # the target's, which some files repeat
 
 
 def read_block_head(directory: Path, config: Mapping[str, Any], target: Target) -> tuple[BlockHead, Tensor | None]:
@@ -69,7 +69,7 @@ def read_block_head(directory: Path, config: Mapping[str, Any], target: Target) 
         VocabularyMismatchError: a head for another vocabulary.
     """
     weights = Weights(directory, partial(our_name, more=_RENAMED))
-    names = {name for name in weights.shapes if not name.endswith(_IGNORED) and not is_unused(name)}
+    names = parameters_of(weights)
     made, order, ids = _described(Options(config, "dflash_config"), weights, names, target)
     check_sizes(f"the block head in {directory}", made.target_size, made.vocab_size, target)
     with torch.device("meta"):
@@ -77,7 +77,8 @@ def read_block_head(directory: Path, config: Mapping[str, Any], target: Target) 
     head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config)
     dropped = {name for name in (EMBEDDINGS, LM_HEAD) if name not in head.state_dict()}  # which are the target's
     fill(head, weights, {name: name for name in names - dropped}, target.dtype)
-    head.fc.weight = nn.Parameter(_ordered(head.fc.weight, order), requires_grad=False)
+    parts = dict(zip(order, head.fc.weight.chunk(len(order), 1), strict=True))  # those of layers, as stored
+    head.fc.weight = nn.Parameter(torch.cat([parts[number] for number in sorted(parts)], 1), requires_grad=False)
     return head.to(target.device), None if ids is None else ids.to(target.device)
 
 
@@ -101,13 +102,11 @@ def _described(
         raise CheckpointError(
             f"fc.weight is of shape {list(shape)}, which does not read {len(stored)} layers of {size}."
         )
-    vocabulary, model = options.whole("vocab_size", target.vocab_size, 1), target.model
+    vocabulary = options.whole("vocab_size", target.vocab_size, 1)
     ids = read_draft_ids(weights, vocabulary)
     check_said(options.get, draft_vocab_size=vocabulary if ids is None else len(ids))
-    own_embeds = EMBEDDINGS in names and not shares_table(weights, EMBEDDINGS, model.get_input_embeddings())
-    own_head = LM_HEAD in names and (
-        ids is not None or not shares_table(weights, LM_HEAD, model.get_output_embeddings())
-    )
+    own_embeds = EMBEDDINGS in names and not shares_table(weights, EMBEDDINGS, target)
+    own_head = LM_HEAD in names and (ids is not None or not shares_table(weights, LM_HEAD, target))
     _check_width(layer["hidden_size"], own_embeds, own_head, target)
     windows, causal = _attention(options, count)
     made = BlockConfig(
@@ -163,12 +162,6 @@ def _target_layers(options: Options, count: int, target: Target) -> list[int]:
             f"it reads the outputs of layers {layers}; {target.name} has 0 to {depth - 1}, each once. {what}"
         )
     return layers
-
-
-def _ordered(fused: Tensor, layers: list[int]) -> Tensor:
-    """Return the projection [H, m·H_t] with its columns in ascending order of the layers that they read."""
-    parts = dict(zip(layers, fused.chunk(len(layers), 1), strict=True))
-    return torch.cat([parts[number] for number in sorted(parts)], 1)
 
 
 def _mask_token(options: Options, vocabulary: int) -> int:

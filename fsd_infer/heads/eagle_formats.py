@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsd_core.errors import CheckpointError
@@ -26,12 +26,13 @@ from fsd_infer.heads.stored_parts import (
     check_said,
     check_uncomputed,
     layer_count,
+    parameters_of,
     plain_layer,
     read_draft_ids,
     shares_table,
     target_layers,
 )
-from fsd_infer.heads.weights import AGAIN, Weights, is_unused
+from fsd_infer.heads.weights import AGAIN, Weights
 
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 # Names of config fields; all others are the same, except those of the layer.
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 EAGLE3_FIELDS = ("target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-# the target's tensors in speculators' training checkpoints, and what P-EAGLE adds
-_IGNORED = {"d2t", "t2d", "draft_ids", "mask_hidden", "verifier_lm_head.weight", "verifier_norm.weight"}
 
 
 def eagle_head(config: Mapping[str, Any], weights: Weights, target: Target | None) -> StoredHead:
@@ -58,9 +57,9 @@ def eagle_head(config: Mapping[str, Any], weights: Weights, target: Target | Non
     options = Options(config, "eagle_config")
     _check_computed(options)
     described, layer = options.layer, _layer(options.layer, shapes)
-    own = EMBEDDINGS in shapes and target is not None and not _shared(weights, target)
-    names = _parameters(shapes) - (set() if own else {EMBEDDINGS})
-    if target is not None and shares_table(weights, LM_HEAD, target.model.get_output_embeddings()):
+    own = EMBEDDINGS in shapes and target is not None and not shares_table(weights, EMBEDDINGS, target)
+    names = parameters_of(weights) - (set() if own else {EMBEDDINGS})
+    if shares_table(weights, LM_HEAD, target):
         names.remove(LM_HEAD)
     bias = "fc.bias" in names and (config.get("bias") is not False or bool(weights.read("fc.bias").any()))
     vocabulary, embed_size = _table(described, shapes, layer["hidden_size"])
@@ -87,15 +86,14 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
             "trained with."
         )
     shapes = weights.shapes
-    names = _parameters(shapes)
+    names = parameters_of(weights)
     # speculators copies the target's M-RoPE into the config and trains on tokens' positions in the text all the same
     described = options.layer
     layer = _layer(described, shapes, not options.of_speculators, SLIDING if options.of_speculators else None)
     made: dict[str, Any] = {name: options.get(name, False) for name in EAGLE3_FIELDS}
     leaving = options.nested.get(AUX_IDS) or None
-    fused_ids = config.get(AUX_IDS) or leaving
-    width, count = _fused_width(shapes, fused_ids, made["target_hidden_size"], layer["hidden_size"])
-    made["target_hidden_size"] = width
+    fused, said = config.get(AUX_IDS) or leaving, made["target_hidden_size"]
+    made["target_hidden_size"], count = _fused_width(shapes, fused, said, layer["hidden_size"])
     vocabulary, _ = _table(described, shapes, layer["hidden_size"])
     ids = read_draft_ids(weights, vocabulary)
     check_said(options.get, draft_vocab_size=vocabulary if ids is None else len(ids))
@@ -110,8 +108,8 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
         draft_vocab_size=None if draft_ids is None else len(draft_ids),
         fused_layers=_fused_layers(config.get(AUX_IDS), leaving, count, target),
         own_lm_head=LM_HEAD in names,
-        own_embeddings=EMBEDDINGS in names and not _shared(weights, target),
-        target={"hidden_size": width, "vocab_size": vocabulary},
+        own_embeddings=EMBEDDINGS in names and not shares_table(weights, EMBEDDINGS, target),
+        target={"hidden_size": made["target_hidden_size"], "vocab_size": vocabulary},
         **made,
     )
     if target and head.own_embeddings and not head.own_lm_head and described.get("tie_word_embeddings"):
@@ -133,11 +131,6 @@ def _layer(described: Mapping[str, Any], names: Collection[str], mrope: bool = T
     normed, biased, biased_output, biased_mlp = (f"{FIRST_LAYER}{part}" in names for part in parts)
     kind = "qwen3" if normed else "qwen2" if biased and not biased_output else "llama"
     return plain_layer({"attention_bias": biased_output, "mlp_bias": biased_mlp, **described}, kind, mrope, rope_of)
-
-
-def _parameters(names: Iterable[str]) -> set[str]:
-    """Return the names of the head's own parameters."""
-    return {name for name in names if name not in _IGNORED and not is_unused(name)}
 
 
 def _fused_width(shapes: Mapping[str, tuple[int, ...]], ids: Any, width: Any, hidden_size: int) -> tuple[int, int]:
@@ -199,8 +192,3 @@ def _fused_layers(entering: Any, leaving: Any, count: int, target: Target | None
             f"fc fuses {count} layers, but {says} {layers}: {count} ascending numbers from 0 are read."
         )
     return layers
-
-
-def _shared(weights: Weights, target: Target | None) -> bool:
-    """Whether the file's embeddings equal the target's up to rounding."""
-    return target is not None and shares_table(weights, EMBEDDINGS, target.model.get_input_embeddings())
