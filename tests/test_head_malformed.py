@@ -114,7 +114,7 @@ FAULTS: list[tuple[str, Any, Any, str]] = [
     ("eagle3", {LAYER_IDS: [2, 4], "eagle_config": None}, {}, r"fuses 3 layers, but config.json names \[1, 3\]"),
     ("eagle3", {LAYER_IDS: [0, 4, 5], "eagle_config": None}, {}, r"names \[-1, 3, 4\]"),
     ("eagle3", {"norm_before_fc": True}, {}, r"missing \['input_norm.weight'\]"),
-    ("eagle3", {"eagle_config": {"norm_output": True}}, {}, "says norm_output twice, False and True"),
+    ("eagle3", {"eagle_config": {"norm_output": True}}, {}, "says norm_output twice, True and False"),
     ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, {}, "final features alone"),
     ("eagle3", {"logit_scale": 0.5}, {}, "logit_scale 0.5, which is not known here"),
     ("eagle3", {"layer_types": ["sliding_attention"], "sliding_window": 8}, {}, "attend to 8 tokens alone"),
@@ -140,6 +140,8 @@ FAULTS: list[tuple[str, Any, Any, str]] = [
     ("eagle3", {}, {"d2t": torch.zeros(len(IDS))}, "d2t is of type F32, not whole numbers"),
     ("eagle3", {}, {"d2t": lambda offsets: offsets + 5000}, "distinct ids from 0 to 96"),
     ("eagle3", {}, {"t2d": lambda drafted: ~drafted}, "d2t and t2d name different ids"),
+    ("eagle3", {}, {"t2d": lambda drafted: drafted.cumsum(0), "d2t": None}, "t2d holds other numbers than 0 and 1"),
+    ("eagle3", {"rope_theta": 0}, {}, "rope_theta is 0, which no model has"),
     ("eagle3", {}, {"d2t": None, "t2d": None}, "has no d2t to say which"),
     ("eagle3", {}, {"fc.weight": torch.zeros(32, 97)}, "fuses no whole number of layers"),
     ("eagle3", {"num_hidden_layers": 10**9}, {}, "names 1000000000 layers"),
@@ -208,6 +210,8 @@ SPELLINGS: dict[str, tuple[str, Any, dict[str, Any]]] = {
         "eagle3", renamed(lambda name: name if name[:2] in ("lm", "d2", "t2") else f"model.{name}"), {}
     ),
     "t2d alone": ("eagle3", {"d2t": None}, {}),
+    "t2d of whole numbers": ("eagle3", {"t2d": lambda drafted: drafted.long()}, {}),
+    "its target's model type": ("eagle3", {}, {"model_type": "qwen3"}),
     "with scales of rounded keys": ("eagle3", {"midlayer.self_attn.k_scale": torch.ones(1)}, {}),
     "rotary options by type of layer": (
         "eagle3", {}, {"rope_theta": None, "rope_parameters": {"full_attention": {"rope_theta": 10000.0}}}

@@ -95,6 +95,8 @@ class Odd:
                 n = self._rms(x, p["input_layernorm.weight"]) if "input_layernorm.weight" in p else x
             q, k, v = (part(n, f"self_attn.{z}_proj").view(count, -1, c["head_dim"]).transpose(0, 1) for z in "qkv")
             groups = c["num_attention_heads"] // c["num_key_value_heads"]
+            if "self_attn.q_norm.weight" in p:
+                q, k = (self._rms(x, p[f"self_attn.{name}_norm.weight"]) for name, x in (("q", q), ("k", k)))
             q, k = self._turned(q, places), self._turned(k, places).repeat_interleave(groups, 0)
             scores = (q @ k.transpose(1, 2) / math.sqrt(c["head_dim"])).masked_fill(~causal, -math.inf)
             attended = scores.softmax(-1) @ v.repeat_interleave(groups, 0)
@@ -135,8 +137,8 @@ def drawn(seed: int) -> Odd:
     def rand(*shape: int) -> Tensor:
         return (torch.randn(*shape, generator=random_generator) * scale / math.sqrt(shape[-1])).to(dtype)
 
-    def norm() -> Tensor:
-        return (1 + 0.3 * torch.randn(H, generator=random_generator)).to(dtype)
+    def norm(size: int = H) -> Tensor:
+        return (1 + 0.3 * torch.randn(size, generator=random_generator)).to(dtype)
 
     tensors = {"fc.weight": rand(H, (3 if is_eagle3 else 2) * H)}
     for layer in range(layers):
@@ -168,6 +170,11 @@ def drawn(seed: int) -> Odd:
         "rope_scaling": None if rope["rope_type"] == "default" else rope, "attention_bias": biases["self_attn"],
         "mlp_bias": biases["mlp"], "norm_before_residual": is_eagle3 and pick.random() < 0.4,
     }  # fmt: skip
+    if not biases["mlp"] and pick.random() < 0.5:  # as in Qwen3, whatever the config calls its layers
+        for layer in range(layers):
+            tensors |= {f"layers.{layer}.self_attn.{name}_norm.weight": norm(width) for name in "qk"}
+    if pick.random() < 0.5:  # the tensors alone say what is biased
+        del config["attention_bias"], config["mlp_bias"]
     more = {"draft_vocab_size": V if ids is None else len(ids), "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
     return Odd(config | (more if is_eagle3 else {"bias": fc_bias}), tensors, is_eagle3)
 

@@ -255,7 +255,7 @@ UNREAD: dict[str, tuple[str, Any, Any, str]] = {  # stored kind, change of tenso
         "gptq int4", lambda state: [value.add_(0x11111111) for name, value in state.items() if "qzeros" in name],
         GPTQ_4, 'their zeros are 9, not 8: set checkpoint_format in its quantization_config to "gptq_v2"',
     ),
-    "no method, as of MLX": ("", (), {"bits": 4, "group_size": 64}, "names no quant_method: add it, .* of MLX"),
+    "no method, as of MLX": ("", (), {"bits": 4, "group_size": 64}, "quantised by None, .* quant_method, as of MLX"),
     "a method alone": ("", (), "fp8", "quantization_config is 'fp8', not an object"),
     "no library": ("", (), {"quant_method": "hqq", "nbits": 4}, r"HQQ version .*\. Install it; fsd-toolkit\[quant\]"),
     "two widths": ("gptq int4", (), GPTQ_4 | {"dynamic": {"+:.*up.*": {"bits": 8}}}, "other bits than 4 in some"),

@@ -317,6 +317,7 @@ def test_a_server_may_set_a_default_and_a_limit(
     for rule in refused:
         with pytest.raises(ValueError, match=f"this server allows {most}"):
             RuleRequest.of(Params(extra_args={"rule": rule}))
-    monkeypatch.setenv("FSD_VLLM_RULE", refused[0])
-    with pytest.raises(ValueError, match=f"this server allows {most}"):
-        RuleRequest.of(Params())
+    for rule, why in ((refused[0], f"this server allows {most}"), ("fuzzyy", "unknown rule 'fuzzyy'")):
+        monkeypatch.setenv("FSD_VLLM_RULE", rule)
+        with pytest.raises(ValueError, match=f"FSD_VLLM_RULE or FSD_VLLM_MOST: rule: {why}"):
+            Server()

@@ -48,7 +48,7 @@ class Calibrated:
 
 
 def check_calibrated(directory: Path) -> None:
-    """Raise, before any measurement, the errors that :func:`write_calibrated` would raise.
+    """Raise, before any measurement, the errors of a file that :func:`write_calibrated` cannot write.
 
     Also for a shipped head: a file in the package holds for every user, and the next installation replaces it.
     """
@@ -64,19 +64,14 @@ def check_calibrated(directory: Path) -> None:
 def write_calibrated(directory: Path, target: Target, setting: Calibrated) -> Path:
     """Add a setting to the drafter's file; it replaces one of the same target and temperature.
 
-    Raises:
-        FsdError: the directory cannot be written.
-        CheckpointError: the file there is damaged.
+    Raises CheckpointError if the file there is damaged.
     """
     file = directory / FILE
     entries = _entries(file) if file.exists() else []
     own = {"target": target.weights_digest(), **asdict(setting)}
     same = ("target", "temperature")
     entries = [entry for entry in entries if any(entry.get(key) != own[key] for key in same)]
-    try:
-        write_json(file, {"version": 1, "settings": [*entries, own]}, indent=1)
-    except OSError as error:
-        raise FsdError(f"{file} cannot be written ({error.strerror or error}): copy the drafter elsewhere.") from error
+    write_json(file, {"version": 1, "settings": [*entries, own]}, indent=1)
     return file
 
 

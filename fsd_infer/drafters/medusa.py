@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.nn.functional import silu
 from fsd_core.errors import CheckpointError
 from fsd_infer.drafters.steps import HEADS, StepDrafter, filled
 from fsd_infer.heads.kinds import HYDRA, MEDUSA
-from fsd_infer.heads.stored_parts import check_draft_ids, check_said, check_uncomputed
+from fsd_infer.heads.stored_parts import check_draft_ids, check_said, check_uncomputed, our_name
 from fsd_infer.heads.weights import AGAIN, INTEGERS, MEDUSA_FILE, SINGLE, Weights, check_sizes
 from fsd_infer.targets.checks import QUANTISED
 from fsd_infer.targets.target import Target
@@ -34,6 +35,7 @@ from fsd_infer.trees.shape import TreeShape
 # The authors' "0.1.linear.weight", under several prefixes, and vLLM's "blocks.0.layers.1.weight": head and block.
 _BLOCK = re.compile(r"(?:medusa_heads?\.|blocks\.)?(\d{1,3})\.(?:layers\.)?(\d{1,2})(?:\.linear)?\.(weight|bias)")
 _LM_HEAD = re.compile(r"(?:lm_heads\.(\d{1,3})|lm_head)\.weight")
+_OF_HYDRA = {"hydra_head.": "", "hydra_mlp.": "blocks.", "hydra_lm_head.": "lm_heads."}
 _TOKEN_MAP = "token_map"  # vLLM's, of a reduced vocabulary
 
 
@@ -111,7 +113,10 @@ class MedusaDrafter(StepDrafter):
         names = _names(directory, weights)
         heads = {int(name.split(".")[1]) for name in names}
         layers = {int(name.split(".")[2]) for name in names if name.startswith("blocks.")}
-        lm_heads, (rows, size) = _sizes(names, weights, target)
+        lm_heads = sum(name.startswith("lm_heads.") for name in names)
+        first = names.get("lm_heads.0.weight") or names.get("blocks.0.0.linear.weight", "")
+        rows, size = (*weights.shapes.get(first, ()), 0, 0)[:2]
+        rows = rows if lm_heads else target.vocab_size  # theirs are the target's
         ids = _draft_ids(config, weights, rows, target.vocab_size) if lm_heads else None
         vocabulary = rows if ids is None else config.get("vocab_size", target.vocab_size)
         check_sizes(f"each of the Medusa heads in {directory}", size, vocabulary, target)
@@ -154,7 +159,7 @@ class HydraDrafter(StepDrafter):
             what = f"the architecture {kind!r:.60}" if kind != "mlp" else f"a hidden_state_offset of {offset!r:.60}"
             raise CheckpointError(f'the Hydra heads in {directory} have {what}: only "mlp" heads of the final feature.')
         check_uncomputed(config.get)
-        weights = Weights(directory, _hydra_name)
+        weights = Weights(directory, partial(our_name, more=_OF_HYDRA))
         count = len({name.split(".")[1] for name in weights.shapes if name.startswith("lm_heads.")})
         blocks = len({name.split(".")[2] for name in weights.shapes if name.startswith("blocks.0.")})
         table = weights.shapes.get("lm_heads.0.weight", ())
@@ -173,20 +178,6 @@ class HydraDrafter(StepDrafter):
         if self.head.grounded:
             state = torch.cat([state, self.target.embed(tokens)], -1)
         return self.head.logits(depth, state, self.target), state
-
-
-def _hydra_name(stored: str) -> str:
-    """Return the name in :class:`MedusaHeads` of a tensor of Hydra's authors."""
-    name = stored.removeprefix("hydra_head.")
-    return name.replace("hydra_mlp.", "blocks.").replace("hydra_lm_head.", "lm_heads.")
-
-
-def _sizes(names: Mapping[str, str], weights: Weights, target: Target) -> tuple[int, tuple[int, int]]:
-    """Return the number of LM heads, and (V, H); (0, (V of the target, H)) if there are none."""
-    lm_heads = sum(name.startswith("lm_heads.") for name in names)
-    first = names.get("lm_heads.0.weight") or names.get("blocks.0.0.linear.weight", "")
-    vocabulary, size = (*weights.shapes.get(first, ()), 0, 0)[:2]
-    return lm_heads, (vocabulary if lm_heads else target.vocab_size, size)
 
 
 def _draft_ids(config: Mapping[str, Any], weights: Weights, rows: int, vocabulary: int) -> Tensor | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,11 @@ from torch.nn.functional import gelu
 from fsd_core.errors import CheckpointError
 from fsd_infer.drafters.steps import HEADS, StepDrafter, filled
 from fsd_infer.heads.kinds import MLP_SPECULATOR
-from fsd_infer.heads.stored_parts import check_said, check_uncomputed
+from fsd_infer.heads.stored_parts import check_said, check_uncomputed, our_name
 from fsd_infer.heads.weights import Weights, check_sizes
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
 
-_PREFIX = "speculator."
 _EPS = 1e-6
 
 
@@ -93,9 +93,8 @@ class MLPSpeculatorDrafter(StepDrafter):
     def read(
         cls, directory: Path, config: Mapping[str, Any], target: Target, shape: TreeShape | None
     ) -> MLPSpeculatorDrafter:
-        weights = Weights(directory)
-        names = {stored.removeprefix(_PREFIX): stored for stored in weights.shapes}
-        count, shapes = config.get("n_predict", 3), {name: weights.shapes[names[name]] for name in names}
+        weights = Weights(directory, partial(our_name, more={"speculator.": ""}))
+        count, shapes, names = config.get("n_predict", 3), weights.shapes, {name: name for name in weights.shapes}
         first = [shapes.get(f"{part}.0.weight", ()) for part in ("emb", "proj", "ln", "head")]
         if type(count) is not int or count < 1 or [len(each) for each in first] != [2, 2, 1, 2]:
             raise CheckpointError(f"the MLP speculator in {directory} lacks n_predict, or a tensor of its first step.")

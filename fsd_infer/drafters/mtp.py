@@ -33,8 +33,9 @@ from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.steps import HEADS
 from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.heads.kinds import MTP
-from fsd_infer.heads.mtp import EMBEDDINGS, LM_HEAD, MtpFiles, find_mtp, said_layers
+from fsd_infer.heads.mtp import MtpFiles, find_mtp, said_layers
 from fsd_infer.heads.mtp_layouts import Layout
+from fsd_infer.heads.stored_parts import EMBEDDINGS, LM_HEAD
 from fsd_infer.targets.masks import windowed
 from fsd_infer.targets.stack import StackOwner
 from fsd_infer.targets.target import Target

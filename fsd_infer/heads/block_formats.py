@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,32 +27,30 @@ from fsd_infer.heads.stored_parts import (
     EMBEDDINGS,
     LM_HEAD,
     SLIDING,
+    Options,
     agreed,
     check_said,
     check_uncomputed,
     layer_count,
+    our_name,
+    parameters_of,
     plain_layer,
     read_draft_ids,
     shares_table,
     target_layers,
 )
-from fsd_infer.heads.weights import Weights, check_sizes, fill, is_unused
+from fsd_infer.heads.weights import Weights, check_sizes, fill
 from fsd_infer.targets.target import Target
 
-_TOP = "transformer_layer_config"
 _GRU, _EMBED = "prefix_gru.weight_hh_l0", "embed_proj.0.weight"
 _MARKOV, _CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
 _RENAMED = {
-    "model.": "",
-    "draft_model.": "",
     "logit_head.": "",
-    "midlayer.": "layers.0.",
     "encoder.fc.": "fc.",
     "encoder.output_norm_enc.": "hidden_norm.",
     **{f"{name}.": f"markov_head.{name}." for name in ("markov_w1", "markov_w2", "gate_proj", "joint_proj")},
     "confidence_proj.": "confidence_head.proj.",  # this and the last four: Model-Optimizer
 }
-_IGNORED = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")  # the target's, which some files repeat
 
 
 def read_block_head(directory: Path, config: Mapping[str, Any], target: Target) -> tuple[BlockHead, Tensor | None]:
@@ -69,49 +68,22 @@ def read_block_head(directory: Path, config: Mapping[str, Any], target: Target) 
         CheckpointError: malformed or ambiguous files, an unknown option, or a head for another target.
         VocabularyMismatchError: a head for another vocabulary.
     """
-    weights = Weights(directory, _name)
-    names = {name for name in weights.shapes if not name.endswith(_IGNORED) and not is_unused(name)}
-    made, order, ids = _described(_Options(config), weights, names, target)
+    weights = Weights(directory, partial(our_name, more=_RENAMED))
+    names = parameters_of(weights)
+    made, order, ids = _described(Options(config, "dflash_config"), weights, names, target)
     check_sizes(f"the block head in {directory}", made.target_size, made.vocab_size, target)
     with torch.device("meta"):
         head = BlockHead(made)
     head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config)
     dropped = {name for name in (EMBEDDINGS, LM_HEAD) if name not in head.state_dict()}  # which are the target's
     fill(head, weights, {name: name for name in names - dropped}, target.dtype)
-    head.fc.weight = nn.Parameter(_ordered(head.fc.weight, order), requires_grad=False)
+    parts = dict(zip(order, head.fc.weight.chunk(len(order), 1), strict=True))  # those of layers, as stored
+    head.fc.weight = nn.Parameter(torch.cat([parts[number] for number in sorted(parts)], 1), requires_grad=False)
     return head.to(target.device), None if ids is None else ids.to(target.device)
 
 
-class _Options:
-    """The options of a config, wherever they lie: at the top, in ``dflash_config``, or in the layers' config."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        nested, layer = config.get("dflash_config") or {}, config.get(_TOP) or config
-        if not isinstance(nested, Mapping) or not isinstance(layer, Mapping):
-            raise CheckpointError(f"dflash_config or {_TOP} in its config.json is not an object.")
-        self._parts, self.layer = (nested, config, layer), layer
-        told = f"{config.get('architectures')} {config.get('speculators_model_type')} {config.get('model_type')}"
-        self.classes, self.of_speculators = told, "speculators_model_type" in config
-
-    def get(self, name: str, default: Any = None) -> Any:
-        value = agreed(name, (part.get(name) for part in self._parts))
-        return default if value is None else value
-
-    def whole(self, name: str, default: int | None = None, least: int = 0) -> int:
-        value = self.get(name, default)
-        if type(value) is not int or value < least:
-            raise CheckpointError(f"{name} in config.json must be a whole number from {least}, got {value!r:.60}.")
-        return value
-
-
-def _name(stored: str) -> str:
-    for theirs, ours in _RENAMED.items():
-        stored = ours + stored.removeprefix(theirs) if stored.startswith(theirs) else stored
-    return stored
-
-
 def _described(
-    options: _Options, weights: Weights, names: Collection[str], target: Target
+    options: Options, weights: Weights, names: Collection[str], target: Target
 ) -> tuple[BlockConfig, list[int], Tensor | None]:
     """Return the head's config, the order of the layers as stored, and its draft ids."""
     check_uncomputed(options.get)
@@ -130,13 +102,11 @@ def _described(
         raise CheckpointError(
             f"fc.weight is of shape {list(shape)}, which does not read {len(stored)} layers of {size}."
         )
-    vocabulary, model = options.whole("vocab_size", target.vocab_size, 1), target.model
+    vocabulary = options.whole("vocab_size", target.vocab_size, 1)
     ids = read_draft_ids(weights, vocabulary)
     check_said(options.get, draft_vocab_size=vocabulary if ids is None else len(ids))
-    own_embeds = EMBEDDINGS in names and not shares_table(weights, EMBEDDINGS, model.get_input_embeddings())
-    own_head = LM_HEAD in names and (
-        ids is not None or not shares_table(weights, LM_HEAD, model.get_output_embeddings())
-    )
+    own_embeds = EMBEDDINGS in names and not shares_table(weights, EMBEDDINGS, target)
+    own_head = LM_HEAD in names and (ids is not None or not shares_table(weights, LM_HEAD, target))
     _check_width(layer["hidden_size"], own_embeds, own_head, target)
     windows, causal = _attention(options, count)
     made = BlockConfig(
@@ -148,7 +118,7 @@ def _described(
     return made, stored, ids
 
 
-def _fills_in(options: _Options, names: Collection[str]) -> bool:
+def _fills_in(options: Options, names: Collection[str]) -> bool:
     """Whether slots estimate the tokens at their own positions."""
     said, shifted, classes = options.get("sample_from_anchor"), options.get("shift_label"), options.classes
     if not {type(said), type(shifted)} <= {bool, type(None)}:
@@ -174,7 +144,7 @@ def _fills_in(options: _Options, names: Collection[str]) -> bool:
     )
 
 
-def _target_layers(options: _Options, count: int, target: Target) -> list[int]:
+def _target_layers(options: Options, count: int, target: Target) -> list[int]:
     """Return the target's layers whose outputs are read, in the order in which they are stored."""
     leaving, entering = options.get("target_layer_ids"), options.get("aux_hidden_state_layer_ids")
     layers = target_layers("aux_hidden_state_layer_ids and target_layer_ids", entering, leaving)
@@ -194,13 +164,7 @@ def _target_layers(options: _Options, count: int, target: Target) -> list[int]:
     return layers
 
 
-def _ordered(fused: Tensor, layers: list[int]) -> Tensor:
-    """Return the projection [H, m·H_t] with its columns in ascending order of the layers that they read."""
-    parts = dict(zip(layers, fused.chunk(len(layers), 1), strict=True))
-    return torch.cat([parts[number] for number in sorted(parts)], 1)
-
-
-def _mask_token(options: _Options, vocabulary: int) -> int:
+def _mask_token(options: Options, vocabulary: int) -> int:
     if options.get("mask_token_id") is None:
         raise CheckpointError('its config.json has no mask_token_id: add the id, under "dflash_config".')
     token = options.whole("mask_token_id")
@@ -209,7 +173,7 @@ def _mask_token(options: _Options, vocabulary: int) -> int:
     return token
 
 
-def _softcap(options: _Options) -> float | None:
+def _softcap(options: Options) -> float | None:
     """Return the bound of the logits; None, also for 0: none."""
     cap = options.get("final_logit_softcapping", 0)
     if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 <= cap < math.inf:
@@ -217,7 +181,7 @@ def _softcap(options: _Options) -> float | None:
     return cap or None
 
 
-def _attention(options: _Options, count: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+def _attention(options: Options, count: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
     """Return each layer's window, and whether it is causal: by default those are whose type says that they slide.
 
     If no type does, ``use_swa`` makes all slide, as in Model-Optimizer's heads and MiMo's.
@@ -237,7 +201,7 @@ def _attention(options: _Options, count: int) -> tuple[tuple[int | None, ...], t
     return tuple(window if slide else None for slide in slides), causal
 
 
-def _correction(options: _Options, width: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def _correction(options: Options, width: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Return the fields of :class:`BlockConfig` that describe a correction and a confidence head, by the tensors."""
     if any(len(shapes.get(name, (1, 1))) != 2 for name in (_GRU, _EMBED, _MARKOV, _CONFIDENCE)):
         raise CheckpointError("a matrix of its correction has another shape.")

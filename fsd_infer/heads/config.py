@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from fsd_core.errors import CheckpointError, foreign_errors
 from fsd_core.registry import did_you_mean, is_whole
 from fsd_infer.heads.layers import EAGLE3_LAYERS, LAYER_FIELDS, llama_layer, own_layer
+from fsd_infer.targets.checks import check_numbers
 
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
@@ -229,11 +230,13 @@ def check_layer(layer: Any, hidden_size: int) -> None:
     if not isinstance(layer, Mapping) or not isinstance(layer.get("model_type"), str):
         raise CheckpointError(f"the head's layer must be a mapping with a model_type, got {layer!r:.80}.")
     check_known("layer option", layer, {*LAYER_FIELDS, "model_type"})
+    check_numbers(layer, "the head's layer")
     for name, value in layer.items():
         if name.endswith("size") or name.startswith("num_") or name in ("head_dim", "max_position_embeddings"):
             _check_integer(f"layer option {name}", value, 1)
         elif name in ("rms_norm_eps", "layer_norm_eps", "query_pre_attn_scalar", "attention_multiplier"):
-            _check_number(f"layer option {name}", value, 0.0)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise CheckpointError(f"layer option {name} must be a number from 0, got {value!r:.60}.")
     if layer.get("hidden_size", hidden_size) != hidden_size:
         raise CheckpointError(f"the head's layer has hidden_size {layer['hidden_size']}, the head {hidden_size}.")
 
@@ -249,8 +252,3 @@ def check_known(kind: str, names: Iterable[Any], known: set[str]) -> None:
 def _check_integer(name: str, value: Any, least: int, most: int = MAX_INTEGER) -> None:
     if not is_whole(value, least, most):
         raise CheckpointError(f"{name} must be a whole number from {least} to {most}, got {value!r:.60}.")
-
-
-def _check_number(name: str, value: Any, least: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
-        raise CheckpointError(f"{name} must be a number from {least:g}, got {value!r:.60}.")

@@ -9,12 +9,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsd_core.errors import CheckpointError
 from fsd_infer.heads.config import EagleConfig, default_fused_layers
-from fsd_infer.heads.layers import EAGLE3_LAYERS
 from fsd_infer.heads.stored_parts import (
     CONFIG,
     EMBEDDINGS,
@@ -22,17 +21,18 @@ from fsd_infer.heads.stored_parts import (
     LM_HEAD,
     SLIDING,
     T2D,
+    Options,
     StoredHead,
-    agreed,
     check_said,
     check_uncomputed,
     layer_count,
+    parameters_of,
     plain_layer,
     read_draft_ids,
     shares_table,
     target_layers,
 )
-from fsd_infer.heads.weights import AGAIN, Weights, is_unused
+from fsd_infer.heads.weights import AGAIN, Weights
 
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 # Names of config fields; all others are the same, except those of the layer.
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 EAGLE3_FIELDS = ("target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-# the target's tensors in speculators' training checkpoints, and what P-EAGLE adds
-_IGNORED = {"d2t", "t2d", "draft_ids", "mask_hidden", "verifier_lm_head.weight", "verifier_norm.weight"}
 
 
 def eagle_head(config: Mapping[str, Any], weights: Weights, target: Target | None) -> StoredHead:
@@ -56,58 +54,49 @@ def eagle_head(config: Mapping[str, Any], weights: Weights, target: Target | Non
         CheckpointError: a config or a tensor that no head has here.
     """
     shapes = weights.shapes
-    # EAGLE's layer is Llama's, with Qwen2's biases for Qwen2. Missing fields have Llama's defaults, not the target's
-    # values (a rotary base of 10000, for example).
-    described = _described(config)
-    biased = {name for name in ("q", "o") if f"{FIRST_LAYER}self_attn.{name}_proj.bias" in shapes}
-    layer = plain_layer(described, "qwen2" if biased == {"q"} else "llama")
-    own = EMBEDDINGS in shapes and target is not None and not _shared(weights, target)
-    names = _parameters(shapes) - (set() if own else {EMBEDDINGS})
-    if target is not None and shares_table(weights, LM_HEAD, target.model.get_output_embeddings()):
+    options = Options(config, "eagle_config")
+    _check_computed(options)
+    described, layer = options.layer, _layer(options.layer, shapes)
+    own = EMBEDDINGS in shapes and target is not None and not shares_table(weights, EMBEDDINGS, target)
+    names = parameters_of(weights) - (set() if own else {EMBEDDINGS})
+    if shares_table(weights, LM_HEAD, target):
         names.remove(LM_HEAD)
     bias = "fc.bias" in names and (config.get("bias") is not False or bool(weights.read("fc.bias").any()))
     vocabulary, embed_size = _table(described, shapes, layer["hidden_size"])
     check_said(config.get, draft_vocab_size=vocabulary)
     sizes = {"hidden_size": layer["hidden_size"], "vocab_size": vocabulary, "embed_size": embed_size}
     count = layer_count(described.get("num_hidden_layers"), names)
-    options: dict[str, Any] = {"layout": "eagle", "num_layers": count, "fc_bias": bias, "own_embeddings": own}
-    head = EagleConfig(**sizes, layer=layer, target=sizes, **options)
+    made: dict[str, Any] = {"layout": "eagle", "num_layers": count, "fc_bias": bias, "own_embeddings": own}
+    head = EagleConfig(**sizes, layer=layer, target=sizes, **made)
     names -= set() if bias else {"fc.bias"}  # zeros, which some programs need in the file
     return StoredHead(head, weights, {name: name for name in names})
 
 
 def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | None) -> StoredHead:
     """Return an EAGLE-3 head. Arguments and errors as of :func:`eagle_head`."""
-    described = _described(config)
-    nested = config.get("eagle_config") or {}
-    if not isinstance(nested, Mapping):
-        raise CheckpointError("eagle_config is not a mapping.")
-    if False in (nested.get("use_aux_hidden_state"), config.get("use_aux_hidden_state")):
+    options = Options(config, "eagle_config")
+    _check_computed(options)
+    if options.get("use_aux_hidden_state") is False:
         raise CheckpointError(
             "it reads the target's final features alone (use_aux_hidden_state), by no layout known here. Use another."
         )
-    if config.get("norm_before_residual") is None and "speculators_model_type" in config:
+    if options.of_speculators and options.get("norm_before_residual") is None:
         raise CheckpointError(
             "it does not say norm_before_residual, whose default differs between programs: add the value it was "
             "trained with."
         )
     shapes = weights.shapes
-    names = _parameters(shapes)
-    kind = described.get("model_type")
+    names = parameters_of(weights)
     # speculators copies the target's M-RoPE into the config and trains on tokens' positions in the text all the same
-    of_speculators = "speculators_model_type" in config
-    layer = plain_layer(
-        described, kind if kind in EAGLE3_LAYERS else "llama", not of_speculators, SLIDING if of_speculators else None
-    )
-    options: dict[str, Any] = {
-        name: agreed(name, (config.get(name), nested.get(name))) or False for name in EAGLE3_FIELDS
-    }
-    fused_ids = config.get(AUX_IDS) or nested.get(AUX_IDS)
-    width, count = _fused_width(shapes, fused_ids, options["target_hidden_size"], layer["hidden_size"])
-    options["target_hidden_size"] = width
+    described = options.layer
+    layer = _layer(described, shapes, not options.of_speculators, SLIDING if options.of_speculators else None)
+    made: dict[str, Any] = {name: options.get(name, False) for name in EAGLE3_FIELDS}
+    leaving = options.nested.get(AUX_IDS) or None
+    fused, said = config.get(AUX_IDS) or leaving, made["target_hidden_size"]
+    made["target_hidden_size"], count = _fused_width(shapes, fused, said, layer["hidden_size"])
     vocabulary, _ = _table(described, shapes, layer["hidden_size"])
     ids = read_draft_ids(weights, vocabulary)
-    check_said(config.get, draft_vocab_size=vocabulary if ids is None else len(ids))
+    check_said(options.get, draft_vocab_size=vocabulary if ids is None else len(ids))
     draft_ids = None if ids is None or len(ids) == vocabulary else ids.sort().values
     order = None if ids is None or bool((ids.diff() > 0).all()) else ids.argsort()
     head = EagleConfig(
@@ -117,11 +106,11 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
         layout="eagle3",
         num_layers=layer_count(described.get("num_hidden_layers"), names),
         draft_vocab_size=None if draft_ids is None else len(draft_ids),
-        fused_layers=_fused_layers(config.get(AUX_IDS), nested.get(AUX_IDS) or None, count, target),
+        fused_layers=_fused_layers(config.get(AUX_IDS), leaving, count, target),
         own_lm_head=LM_HEAD in names,
-        own_embeddings=EMBEDDINGS in names and not _shared(weights, target),
-        target={"hidden_size": width, "vocab_size": vocabulary},
-        **options,
+        own_embeddings=EMBEDDINGS in names and not shares_table(weights, EMBEDDINGS, target),
+        target={"hidden_size": made["target_hidden_size"], "vocab_size": vocabulary},
+        **made,
     )
     if target and head.own_embeddings and not head.own_lm_head and described.get("tie_word_embeddings"):
         raise CheckpointError(
@@ -132,9 +121,16 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
     return StoredHead(head, weights, {name: name for name in names}, draft_ids, order)
 
 
-def _parameters(names: Iterable[str]) -> set[str]:
-    """Return the names of the head's own parameters."""
-    return {name for name in names if name not in _IGNORED and not is_unused(name)}
+def _layer(described: Mapping[str, Any], names: Collection[str], mrope: bool = True, rope_of: str | None = None) -> Any:
+    """Return what :func:`plain_layer` makes of Llama's layers with the norms and biases that the tensors name.
+
+    Configs copy their target's model type, and may not say what is biased. Other missing fields have Llama's defaults,
+    not the target's values (a rotary base of 10000, for example).
+    """
+    parts = ("self_attn.q_norm.weight", "self_attn.q_proj.bias", "self_attn.o_proj.bias", "mlp.up_proj.bias")
+    normed, biased, biased_output, biased_mlp = (f"{FIRST_LAYER}{part}" in names for part in parts)
+    kind = "qwen3" if normed else "qwen2" if biased and not biased_output else "llama"
+    return plain_layer({"attention_bias": biased_output, "mlp_bias": biased_mlp, **described}, kind, mrope, rope_of)
 
 
 def _fused_width(shapes: Mapping[str, tuple[int, ...]], ids: Any, width: Any, hidden_size: int) -> tuple[int, int]:
@@ -154,20 +150,17 @@ def _fused_width(shapes: Mapping[str, tuple[int, ...]], ids: Any, width: Any, hi
     return width, fused[1] // width
 
 
-def _described(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the layers. Raises CheckpointError if they compute what no head's layers do here."""
-    described = config.get("transformer_layer_config", config)
-    if not isinstance(described, Mapping):
-        raise CheckpointError("transformer_layer_config is not a mapping.")
-    check_uncomputed(config.get)
-    window, types = described.get("sliding_window"), described.get("layer_types")
-    slides = "sliding_attention" in types if isinstance(types, list) else described.get("use_sliding_window")
-    if slides and window and window < (described.get("max_position_embeddings") or window + 1):
+def _check_computed(options: Options) -> None:
+    """Raise CheckpointError for layers that compute what no head's layers do here."""
+    check_uncomputed(options.get)
+    types = options.get("layer_types")
+    slides = SLIDING in types if isinstance(types, list) else options.get("use_sliding_window")
+    window = options.whole("sliding_window", 0) if slides else 0
+    if 0 < window < options.whole("max_position_embeddings", window + 1):
         raise CheckpointError(
             f"its layers attend to {window!r:.60} tokens alone (sliding_window), and EAGLE heads attend to all here: "
             "use a head with full attention."
         )
-    return described
 
 
 def _table(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], width: int) -> tuple[Any, int]:
@@ -199,8 +192,3 @@ def _fused_layers(entering: Any, leaving: Any, count: int, target: Target | None
             f"fc fuses {count} layers, but {says} {layers}: {count} ascending numbers from 0 are read."
         )
     return layers
-
-
-def _shared(weights: Weights, target: Target | None) -> bool:
-    """Whether the file's embeddings equal the target's up to rounding."""
-    return target is not None and shares_table(weights, EMBEDDINGS, target.model.get_input_embeddings())

@@ -19,12 +19,12 @@ from transformers.utils import cached_file
 from fsd_core.errors import ModelLoadError
 from fsd_core.files import read_json
 from fsd_infer.heads.mtp_layouts import OWN_DIRECTORY, Layout, family_layout, layout_of, separate_layout
+from fsd_infer.heads.stored_parts import EMBEDDINGS, LM_HEAD
 from fsd_infer.heads.weights import FLOATS, FP8, KINDS, Weights, has_weights, is_unused
 from fsd_infer.targets.checks import QUANTISED, is_mtp_alone, mtp_names
 from fsd_infer.targets.target import Target
 
 logger = logging.getLogger(__name__)
-EMBEDDINGS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"  # copies of the target's, or the layer's own
 MTP_ADVICE = '. Fetch the checkpoint again, or name another drafter than "mtp".'
 
 

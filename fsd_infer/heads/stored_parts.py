@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,11 @@ from transformers import AutoConfig
 from fsd_core.errors import CheckpointError, foreign_errors
 from fsd_infer.heads.config import EagleConfig, check_layer
 from fsd_infer.heads.layers import LAYER_FIELDS, MROPE, layer_of
-from fsd_infer.heads.weights import AGAIN, BOOLEANS, INTEGERS, Weights, read_state
+from fsd_infer.heads.weights import AGAIN, BOOLEANS, INTEGERS, Weights, is_unused, read_state
 from fsd_infer.targets.weights import weight_rows
+
+if TYPE_CHECKING:
+    from fsd_infer.targets.target import Target
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +37,11 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "attention_value_scale": (None, 1), "output_multiplier": (None, 1), "is_neox_style": (None, True),
     "logit_scale": (None, 1), "layernorms": (None, False),
 }  # fmt: skip
-_BEGINNINGS = ("model.", "draft_model.")
-_RENAMED = {MIDLAYER: FIRST_LAYER, "transformer.": FIRST_LAYER, "fusion_fc.": "fc."}  # the last two: old speculators
+_TOP = "transformer_layer_config"
+# no parameters: the target's tensors, which some files repeat, the draft vocabulary, and what P-EAGLE adds
+_IGNORED = {D2T, T2D, DRAFT_IDS, "mask_hidden", "verifier_lm_head.weight", "verifier_norm.weight"}
+# beginnings of tensors' names, and ours; the last two are of old speculators
+_RENAMED = {"draft_model.": "", "model.": "", MIDLAYER: FIRST_LAYER, "transformer.": FIRST_LAYER, "fusion_fc.": "fc."}
 
 
 @dataclass(frozen=True)
@@ -65,18 +71,53 @@ class StoredHead:
         return state if self.draft_ids is None else {**state, DRAFT_IDS: self.draft_ids}
 
 
-def our_name(stored: str) -> str:
-    """Return our name of a tensor of an EAGLE head: without the names of modules around it, and renamed."""
-    while stored.startswith(_BEGINNINGS):
-        stored = stored.partition(".")[2]
-    theirs = next((name for name in _RENAMED if stored.startswith(name)), "")
-    return _RENAMED.get(theirs, "") + stored.removeprefix(theirs)
+def our_name(stored: str, more: Mapping[str, str] | None = None) -> str:
+    """Return our name of a head's tensor: without the names of modules around it, and renamed, as by ``more``."""
+    for theirs, ours in {**_RENAMED, **(more or {})}.items():
+        if stored.startswith(theirs):
+            stored = ours + stored.removeprefix(theirs)
+    return stored
 
 
 def flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config with its part text_config (heads for targets that see) or model (vLLM's EAGLE-1) at the top."""
     parts = [config[name] for name in ("text_config", "model") if isinstance(config.get(name), Mapping)]
     return {**config, **parts[0]} if parts else config
+
+
+def parameters_of(weights: Weights) -> set[str]:
+    """Return our names of the head's own parameters."""
+    return {name for name in weights.shapes if name not in _IGNORED and not is_unused(name)}
+
+
+class Options:
+    """The options of a config, wherever they lie: at the top, in a part of that name, or in the layers' config.
+
+    Attributes:
+        nested: the part.
+        layer: the layers' config, which may be the whole one.
+        classes: what the config calls the head.
+        of_speculators: whether it is speculators'.
+    """
+
+    def __init__(self, config: Mapping[str, Any], part: str) -> None:
+        self.nested, self.layer = config.get(part) or {}, config.get(_TOP) or config
+        if not isinstance(self.nested, Mapping) or not isinstance(self.layer, Mapping):
+            raise CheckpointError(f"{part} or {_TOP} in its config.json is not an object.")
+        self._parts = (self.nested, config, self.layer)
+        told = (config.get(name) for name in ("architectures", "speculators_model_type", "model_type"))
+        self.classes = " ".join(map(str, told))
+        self.of_speculators = "speculators_model_type" in config
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = agreed(name, (part.get(name) for part in self._parts))
+        return default if value is None else value
+
+    def whole(self, name: str, default: int | None = None, least: int = 0) -> int:
+        value = self.get(name, default)
+        if type(value) is not int or value < least:
+            raise CheckpointError(f"{name} in config.json must be a whole number from {least}, got {value!r:.60}.")
+        return value
 
 
 def agreed(name: str, said: Iterable[Any]) -> Any:
@@ -155,7 +196,7 @@ def plain_layer(config: Mapping[str, Any], kind: str, mrope: bool = True, rope_o
     multi = {name: rope.pop(name) for name in MROPE if name in rope}
     if any(share not in (None, 1) for share in (config.get(PARTIAL), rope.pop(PARTIAL, None))):
         logger.warning("the head turns all of its dimensions, as programs train it: its %s is not used.", PARTIAL)
-    known = {name: config[name] for name in LAYER_FIELDS if name in config and name != "rope_parameters"}
+    known = {name: config[name] for name in LAYER_FIELDS if config.get(name) is not None and name != "rope_parameters"}
     known |= {"rope_parameters": {"rope_type": "default", **rope}} if rope else {}
     # transformers may fail in any way on another program's values
     fault = "it does not describe a Llama layer ({why})."
@@ -179,8 +220,7 @@ def layer_count(said: Any, names: Collection[str]) -> int:
             raise CheckpointError(f"its layers have {what} ({odd}), unknown here. Use a head with Llama's layers.")
     numbers = {int(found[1]) for name in names if (found := re.match(r"layers\.(\d{1,3})\.", name))}
     count = len(numbers)
-    said = count if said is None else said
-    if numbers != set(range(count)) or not count or said != count:
+    if numbers != set(range(count)) or not count or said not in (None, count):
         raise CheckpointError(f"it names {said!r:.60} layers, but the weights hold layers {sorted(numbers)}.")
     return count
 
@@ -211,23 +251,24 @@ def read_draft_ids(weights: Weights, vocabulary: Any) -> Tensor | None:
     """Return the target id of each row of the stored LM head [Vd], from ``d2t`` or ``t2d``; None: all ids in order."""
     shapes = weights.shapes
     rows = shapes.get(LM_HEAD, (vocabulary,))[0]
+    if shapes.get(T2D, (vocabulary,)) != (vocabulary,):
+        raise CheckpointError(f"t2d is of shape {list(shapes[T2D])} for a vocabulary of {vocabulary!r:.60}. {AGAIN}")
+    flags = weights.read(T2D, BOOLEANS) if T2D in shapes else torch.zeros(0)
+    drafted = flags.nonzero()[:, 0]
+    if not bool((flags[drafted] == 1).all()):
+        raise CheckpointError(f"t2d holds other numbers than 0 and 1. {AGAIN}")
     if D2T not in shapes:
         if rows == vocabulary:
             return None
-        ids = weights.read(T2D, BOOLEANS).bool().nonzero()[:, 0] if T2D in shapes else torch.zeros(0)
-        if len(ids) != rows:
+        if len(drafted) != rows:
             raise CheckpointError(f"it drafts over {rows} of {vocabulary!r:.60} ids and has no d2t to say which.")
-        return ids
+        return drafted
     if LM_HEAD not in shapes or shapes[D2T] != (rows,) or type(vocabulary) is not int:
         raise CheckpointError(f"d2t is of shape {list(shapes[D2T])}, lm_head of {rows!r:.60} rows.")
     ids = torch.arange(rows) + weights.read(D2T, INTEGERS)
-    if shapes.get(T2D, (vocabulary,)) != (vocabulary,):
-        raise CheckpointError(f"t2d is of shape {list(shapes[T2D])} for a vocabulary of {vocabulary}. {AGAIN}")
     check_draft_ids(ids.sort().values, vocabulary)
-    if T2D in shapes:
-        drafted = weights.read(T2D, BOOLEANS).bool()
-        if int(drafted.sum()) != rows or not bool(drafted[ids].all()):
-            raise CheckpointError("d2t and t2d name different ids. Export the head again.")
+    if T2D in shapes and not torch.equal(ids.sort().values, drafted):
+        raise CheckpointError("d2t and t2d name different ids. Export the head again.")
     return None if torch.equal(ids, torch.arange(vocabulary)) else ids
 
 
@@ -239,11 +280,12 @@ def check_draft_ids(ids: Tensor, vocabulary: int) -> None:
         )
 
 
-def shares_table(weights: Weights, name: str, module: Any) -> bool:
-    """Whether a table of the file equals the weight of one of the target's modules up to rounding."""
-    if name not in weights.shapes:
+def shares_table(weights: Weights, name: str, target: Target | None) -> bool:
+    """Whether the file's embeddings or LM head, by their ``name``, are the target's up to rounding."""
+    if name not in weights.shapes or target is None:
         return False
-    table = weight_rows(module, None)
+    model: Any = target.model
+    table = weight_rows(model.get_input_embeddings() if name == EMBEDDINGS else model.get_output_embeddings(), None)
     if tuple(table.shape) != weights.shapes[name]:
         return False
     return torch.allclose(weights.read(name).float(), table.detach().float().cpu(), rtol=2**-7, atol=1e-6)

@@ -25,7 +25,7 @@ FP8 = "numbers of 8 bits"
 KINDS = {
     FLOATS: ("F64", "F32", "F16", "BF16"),
     INTEGERS: ("I64", "I32", "I16", "I8", "U8"),
-    BOOLEANS: ("BOOL", "U8", "I8"),
+    BOOLEANS: ("BOOL", "I64", "I32", "I16", "I8", "U8"),
     FP8: ("F8_E4M3", "F8_E5M2"),
 }
 
@@ -130,17 +130,12 @@ def read_state(weights: Weights, names: Mapping[str, str], wanted: Mapping[str, 
             f"{sorted(surplus)}, wrong shape {sorted(wrong)}."
         )
     state = {name: weights.read(names[name]) for name in shapes}
-    broken = [weights.stored[names[name]] for name, value in state.items() if not _is_finite(value)]
+    broken = [weights.stored[names[name]] for name, value in state.items() if not bool(value.isfinite().all())]
     if broken:  # decoding would be exact, and no draft ever accepted
         raise CheckpointError(
             f"{len(broken)} tensors in {weights.directory}, first {broken[0]!r}, hold NaN or infinite numbers. {AGAIN}"
         )
     return state
-
-
-def _is_finite(value: Tensor) -> bool:
-    value = value.float() if value.element_size() == 1 else value  # torch does not tell for all kinds of fp8
-    return bool(value.isfinite().all())
 
 
 def check_sizes(what: str, size: int, vocabulary: int, target: Target) -> None:

@@ -205,14 +205,11 @@ def check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> N
             "programs keep it (quantize_config.json, quant_config.json); else use another checkpoint."
         )
     for name, stored, wanted in sorted(info["mismatched_keys"]):
+        advice = "Check that config.json belongs to these weights."
         if QUANTISED.search(name):
-            raise ModelLoadError(
-                f"{source}: transformers {VERSION} does not read its quantised weights: {name} has the shape "
-                f"{list(stored)}, not {list(wanted)}. Use a checkpoint of another form, as without zero points."
-            )
+            advice = f"transformers {VERSION} does not read such weights: use others, as without zero points."
         raise ModelLoadError(
-            f"{source}: {name} has the shape {list(stored)}, but {type(model).__name__} needs {list(wanted)}. Check "
-            "that config.json belongs to these weights."
+            f"{source}: {name} has the shape {list(stored)}, but {type(model).__name__} needs {list(wanted)}. {advice}"
         )
     if missing:
         raise ModelLoadError(

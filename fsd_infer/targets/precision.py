@@ -25,8 +25,6 @@ _EXPANDED = ("fp8", "mxfp4", "mxfp8")  # a CPU can expand stored weights of thes
 def method_of(config: Any) -> str | None:
     """Return the method of a quantisation config (transformers' object or a dict) or of a model's config, or None."""
     quantization = _quantization(config)
-    if not quantization:
-        return None
     method = quantization.get("quant_method")
     if method is None and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
         return "bitsandbytes"  # older configs do not name it
@@ -63,15 +61,10 @@ def check_quantization(config: Any, device: torch.device, stored: bool = True) -
         stored: the weights are quantised in their files, not at load.
     """
     method, quantization = method_of(config), _quantization(config)
-    if method is None:
-        raise ModelLoadError(
-            "the quantization_config names no quant_method: add it, or delete the config if the weights are not "
-            "quantised. Checkpoints of MLX name none, and MLX alone reads them."
-        )
     if method not in ("bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING):
         raise ModelLoadError(
             f"weights are quantised by {method!r}, which transformers does not read: use an unquantised checkpoint, or "
-            "one of compressed-tensors."
+            "one of compressed-tensors. A quantization_config without quant_method, as of MLX, names none."
         )
     if not is_host(device):
         return
@@ -102,8 +95,7 @@ def ready(model: Any) -> None:
     """
     if method_of(getattr(model, "config", None)) != "compressed-tensors":
         return
-    name, dtype = model.name_or_path, model.dtype
-    advice = f"the weights of {name} cannot be decompressed to {dtype} ({{why}}). Load it with dtype=torch.bfloat16."
+    advice = f"{model.name_or_path} cannot be decompressed to {model.dtype} ({{why}}): load it with dtype bfloat16."
     with foreign_errors(ModelLoadError, advice):  # some formats are decompressed to bf16, whatever the model's dtype
         model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
     if is_host(model.device):

@@ -17,8 +17,9 @@ from fsd_infer.drafters.eagle import EagleDrafter
 from fsd_infer.drafters.mtp import MtpDrafter, MtpHead, read_layers
 from fsd_infer.heads.hub import find
 from fsd_infer.heads.kinds import MTP
-from fsd_infer.heads.mtp import LM_HEAD, MTP_ADVICE, MtpFiles, find_mtp, said_layers
+from fsd_infer.heads.mtp import MTP_ADVICE, MtpFiles, find_mtp, said_layers
 from fsd_infer.heads.mtp_layouts import LAYOUTS
+from fsd_infer.heads.stored_parts import LM_HEAD
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
 from fsd_train.commands.feeding import Feeding, Finding, Variant, other_positions, with_values
