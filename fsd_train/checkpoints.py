@@ -85,6 +85,23 @@ def check_weights(module: LightningModule, checkpoint: dict[str, Any], source: s
         )
 
 
+def check_classes(ours: Mapping[str, Any], theirs: Mapping[str, Any], source: str) -> None:
+    """Raise CheckpointError if a checkpoint has the state of another class of optimizer or schedule than a run needs.
+
+    Args:
+        ours, theirs: settings of the run's module and of the checkpoint's.
+        source: name of the checkpoint in errors.
+    """
+    for name in ("optimizer", "lr_scheduler"):
+        described = [each[name] for each in (theirs, ours) if isinstance(each.get(name), Mapping)]
+        classes = [each["class_path"] for each in described if "class_path" in each]
+        if len(set(classes)) > 1:
+            raise CheckpointError(
+                f"{source} holds the state of {classes[0]}, which {classes[1]} cannot go on from. Resume it with the "
+                f"model.{name} of its training; other options of that may change."
+            )
+
+
 def target_record(target: Target) -> dict[str, str]:
     """Return a checkpoint's record of its target, for :func:`check_target`."""
     return {"name": target.name, "weights_sha256": target.weights_digest()}

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fsd_core.errors import DataError, foreign_errors
 from fsd_train.callbacks.safety import CheckResume, StopOnNonFinite
-from fsd_train.checkpoints import callbacks_of, count_for
+from fsd_train.checkpoints import callbacks_of, check_classes, count_for, source_of
 from fsd_train.models.optim import WarmupCosine
 
 
@@ -100,7 +100,23 @@ class RunModule(LightningModule):
             raise DataError(f"model.optimizer: Invalid learning rate: {optimizer.param_groups[0]['lr']}")
         if isinstance(scheduler, WarmupCosine):
             scheduler.follow(self._completed_share)
+        self._given = [{**group, "params": None} for group in optimizer.param_groups]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        """Let the recipe's options of the optimizer hold where those of a checkpoint have replaced them."""
+        if self.trainer.ckpt_path is None:
+            return
+        (optimizer,), scheduler = self.trainer.optimizers, self.lr_schedulers()
+        for group, given in zip(optimizer.param_groups, self._given, strict=True):
+            share = group["lr"] / group["initial_lr"] if group["initial_lr"] else 1.0  # of the peak, by the schedule
+            unchanged = given["initial_lr"] == group["initial_lr"]  # then to the bit
+            rate = group["lr"] if unchanged else share * given["initial_lr"]
+            group.update({**given, "params": group["params"], "lr": rate})
+        scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]  # type: ignore[union-attr]
+        if isinstance(scheduler, WarmupCosine):  # its own options and the run's length may be others, too
+            for group, rate in zip(optimizer.param_groups, scheduler.get_lr(), strict=True):
+                group["lr"] = rate
 
     def _completed_share(self, step: int) -> float:
         """Return the completed share of the run at the beginning of a step, 0 to 1: the larger share of steps or time.
@@ -149,8 +165,11 @@ class RunModule(LightningModule):
         checkpoint["batches"] = {"begun": self._batches, "replicas": self.trainer.world_size}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        trainer = self._trainer_or_none
+        if trainer is not None and trainer.training:
+            check_classes(self.settings, checkpoint["hyper_parameters"], source_of(trainer))
         begun = checkpoint.get("batches", {"begun": 0, "replicas": 0})
-        before, now = begun["replicas"], 1 if self._trainer_or_none is None else self.trainer.world_size
+        before, now = begun["replicas"], 1 if trainer is None else trainer.world_size
         self._batches = begun["begun"]
         if before not in (0, now):
             self._batches = self._batches * before // now
