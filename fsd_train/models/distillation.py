@@ -27,6 +27,7 @@ from fsd_train.losses.base import LossIndex
 from fsd_train.losses.confidence import with_confidence
 from fsd_train.losses.metrics import DEFAULT_RULES, ValidationMetrics, compare
 from fsd_train.models.compiled import LayerCompiler
+from fsd_train.models.head_options import HeadOptions
 from fsd_train.models.optim import WarmupCosine
 from fsd_train.models.run import RunModule
 from fsd_train.models.slim import load_slim, move
@@ -82,6 +83,8 @@ class DistillationModule(RunModule, ABC):
         DataError: the loss needs arguments.
     """
 
+    head_options_class: type[Any] = HeadOptions  # of the option ``head``
+    of_weights: tuple[str, ...] = ()  # options, beside the target, that say which weights there are
     steps_differ = True  # whether a draft depends on its chain step
     reads_images = True  # whether rows may have images
 

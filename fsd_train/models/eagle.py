@@ -52,6 +52,7 @@ class EagleModule(DistillationModule):
     """
 
     head: EagleHead
+    of_weights = ("head", "draft_vocab_size")
 
     def __init__(
         self,

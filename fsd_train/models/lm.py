@@ -62,6 +62,7 @@ class LMModule(DistillationModule):
     """
 
     head: SmallLM
+    of_weights = ("drafter", "lora")
     steps_differ = reads_images = False
 
     def __init__(
