@@ -93,12 +93,11 @@ def check_classes(ours: Mapping[str, Any], theirs: Mapping[str, Any], source: st
         source: name of the checkpoint in errors.
     """
     for name in ("optimizer", "lr_scheduler"):
-        described = [each[name] for each in (theirs, ours) if isinstance(each.get(name), Mapping)]
-        classes = [each["class_path"] for each in described if "class_path" in each]
+        classes = [str(each[name].get("class_path")) for each in (theirs, ours) if isinstance(each.get(name), Mapping)]
         if len(set(classes)) > 1:
             raise CheckpointError(
                 f"{source} holds the state of {classes[0]}, which {classes[1]} cannot go on from. Resume it with the "
-                f"model.{name} of its training; other options of that may change."
+                f"model.{name} of its training, whose other options may change."
             )
 
 

@@ -60,10 +60,6 @@ class _Clock(Callback):
     def on_train_batch_end(self, *args: Any, **options: Any) -> None:
         self.ends.append(time.perf_counter())
 
-    def seconds(self) -> float:
-        """Return the mean seconds of a batch, except the first."""
-        return (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
-
 
 def estimate(recipe: Recipe) -> list[Line]:
     """Estimate the needs of a recipe whose answers exist.
@@ -105,7 +101,7 @@ def estimate(recipe: Recipe) -> list[Line]:
 
 
 def _train(recipe: Recipe, data: AnswersDataModule) -> tuple[Any, float]:
-    """Train a few batches; return the module and the seconds of a batch."""
+    """Train a few batches; return the module and the mean seconds of a batch, except the first."""
     module: Any = recipe.build()
     clock = _Clock()
     kept = {name: recipe.trainer[name] for name in ("accelerator", "precision") if name in recipe.trainer}
@@ -117,7 +113,7 @@ def _train(recipe: Recipe, data: AnswersDataModule) -> tuple[Any, float]:
         ).fit(module, data)  # fmt: skip
     if len(clock.ends) < 2:
         raise DataError("the recipe's rows make fewer than two batches. Add rows, or lower data.batch_tokens.")
-    return module, clock.seconds()
+    return module, (clock.ends[-1] - clock.ends[0]) / (len(clock.ends) - 1)
 
 
 def _forward_seconds(target: Target, data: AnswersDataModule) -> float:

@@ -44,7 +44,7 @@ from fsd_train.models.start import choose_draft_ids
 
 def module_class(options: Mapping[str, Any]) -> type[DistillationModule]:
     """Return the class of a checkpoint's module, which only its options tell."""
-    told_by = {"drafter": LMModule, "new": MtpModule, "blocks": BlockModule}
+    told_by: dict[str, type[DistillationModule]] = {"drafter": LMModule, "new": MtpModule, "blocks": BlockModule}
     return next((kind for option, kind in told_by.items() if option in options), EagleModule)
 
 

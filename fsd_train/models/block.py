@@ -137,7 +137,7 @@ class BlockModule(DistillationModule):
             torch.manual_seed(self.seed)
             head = BlockHead(self.options.config(target, self.block_size, size or target.vocab_size)).float()
         ids = None if size is None else torch.arange(size)
-        if size is not None and self._trainer_or_none is not None and self.trainer.training:
+        if size is not None and self._in_training:
             ends = [i for i in target.eos_token_ids if i < target.vocab_size]
             ids = choose_draft_ids(self._answer_counts("draft_vocab_size"), size, ends)
         head.register_buffer("draft_ids", ids)

@@ -117,9 +117,6 @@ class WarmupCosine(LRScheduler):
         options = {"_passed", "base_lrs", "warmup_steps", "warmup_ratio", "final_lr"}
         return {name: value for name, value in super().state_dict().items() if name not in options}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict({name: state_dict[name] for name in self.state_dict()})
-
 
 def cosine_factor(step: int, warmup: int, share: float, floor: float) -> float:
     """Return the factor on the peak learning rate: a half cosine from 1 to ``floor`` times a linear warm-up.

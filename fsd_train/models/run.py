@@ -61,12 +61,8 @@ class RunModule(LightningModule):
             return None
 
     @property
-    def _single_process(self) -> bool:
-        return self._trainer_or_none is None or self.trainer.world_size == 1
-
-    @property
-    def _in_bf16(self) -> bool:
-        return self._trainer_or_none is not None and "bf16" in str(self.trainer.precision)
+    def _in_training(self) -> bool:
+        return self._trainer_or_none is not None and bool(self.trainer.training)
 
     @property
     def _datamodule(self) -> Any:
@@ -109,14 +105,9 @@ class RunModule(LightningModule):
             return
         (optimizer,), scheduler = self.trainer.optimizers, self.lr_schedulers()
         for group, given in zip(optimizer.param_groups, self._given, strict=True):
-            share = group["lr"] / group["initial_lr"] if group["initial_lr"] else 1.0  # of the peak, by the schedule
-            unchanged = given["initial_lr"] == group["initial_lr"]  # then to the bit
-            rate = group["lr"] if unchanged else share * given["initial_lr"]
+            rate = group["lr"] * (given["initial_lr"] / (group["initial_lr"] or 1.0))  # as far below the peak as it was
             group.update({**given, "params": group["params"], "lr": rate})
         scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]  # type: ignore[union-attr]
-        if isinstance(scheduler, WarmupCosine):  # its own options and the run's length may be others, too
-            for group, rate in zip(optimizer.param_groups, scheduler.get_lr(), strict=True):
-                group["lr"] = rate
 
     def _completed_share(self, step: int) -> float:
         """Return the completed share of the run at the beginning of a step, 0 to 1: the larger share of steps or time.
@@ -125,7 +116,7 @@ class RunModule(LightningModule):
         """
         total = float(self.trainer.estimated_stepping_batches)
         shares = [step / total if 0 < total < math.inf else 0.0]
-        for timer in callbacks_of(self.trainer, Timer) if self._single_process else ():
+        for timer in callbacks_of(self.trainer, Timer) if self.trainer.world_size == 1 else ():
             if (left := timer.time_remaining()) is not None:
                 spent = timer.time_elapsed()
                 shares.append(spent / max(spent + left, 1e-9))
@@ -166,7 +157,7 @@ class RunModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         trainer = self._trainer_or_none
-        if trainer is not None and trainer.training:
+        if self._in_training:
             check_classes(self.settings, checkpoint["hyper_parameters"], source_of(trainer))
         begun = checkpoint.get("batches", {"begun": 0, "replicas": 0})
         before, now = begun["replicas"], 1 if trainer is None else trainer.world_size
