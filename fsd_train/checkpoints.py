@@ -85,6 +85,22 @@ def check_weights(module: LightningModule, checkpoint: dict[str, Any], source: s
         )
 
 
+def check_classes(ours: Mapping[str, Any], theirs: Mapping[str, Any], source: str) -> None:
+    """Raise CheckpointError if a checkpoint has the state of another class of optimizer or schedule than a run needs.
+
+    Args:
+        ours, theirs: settings of the run's module and of the checkpoint's.
+        source: name of the checkpoint in errors.
+    """
+    for name in ("optimizer", "lr_scheduler"):
+        classes = [str(each[name].get("class_path")) for each in (theirs, ours) if isinstance(each.get(name), Mapping)]
+        if len(set(classes)) > 1:
+            raise CheckpointError(
+                f"{source} holds the state of {classes[0]}, which {classes[1]} cannot go on from. Resume it with the "
+                f"model.{name} of its training, whose other options may change."
+            )
+
+
 def target_record(target: Target) -> dict[str, str]:
     """Return a checkpoint's record of its target, for :func:`check_target`."""
     return {"name": target.name, "weights_sha256": target.weights_digest()}

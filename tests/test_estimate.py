@@ -73,7 +73,7 @@ def test_a_recipe_is_estimated(toys: Path, tmp_path: Path, capsys: Any, monkeypa
     small_lm = {"class_path": "fsd_train.models.LMModule", "init_args": {"target": "x", "drafter": "y"}}
     config = yaml.safe_load(path.read_text())
     config["data"]["features"] = "not-yet"
-    for words, model in {"GB free": config["model"], "trains a small LM": small_lm}.items():
+    for words, model in {"are to stay free": config["model"], "trains a small LM": small_lm}.items():
         path.write_text(yaml.safe_dump({**config, "model": model}))
         assert cli(["estimate", "--config", str(path)]) == 2
         assert words in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 from fsd_core.errors import DataError
 from fsd_core.text import encoding
 from fsd_core.text.conversations import row_conversation, row_messages
-from fsd_core.text.encoding import encode_chat
+from fsd_core.text.encoding import encode_chat, end_of_turn
 from fsd_core.text.masks import encode_conversation
 from tests.test_prompts import BOT, LAST, MORE, USER, marked
 from tests.text_toys import CHATML, THINKING, tiny_tokenizer
@@ -94,6 +94,8 @@ def test_what_a_template_writes_after_the_end_of_a_turn_is_not_supervised(templa
     for turns in ([USER, BOT], [USER, BOT, MORE, LAST]):
         texts = [said(tokenizer, sequence) for sequence in encode_conversation(tokenizer, turns)]
         assert "".join(texts) == "".join(turn["content"] + end for turn in turns[1::2])
+    [cut] = encode_conversation(tokenizer, [USER, BOT], complete=False)
+    assert said(tokenizer, cut) == BOT["content"] and tokenizer.decode([end_of_turn(tokenizer)]) == "<|end|>"
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])

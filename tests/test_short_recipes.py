@@ -21,7 +21,15 @@ from fsd_train.commands.fit import _RecipeReader, configured, read_recipe
 from fsd_train.commands.recipe_keys import check, keys_of
 from fsd_train.commands.short_recipe import written_out
 from fsd_train.data.module import AnswersDataModule
-from fsd_train.models import DistillationModule, EagleModule, HeadOptions, LMModule, WarmupCosine
+from fsd_train.models import (
+    BlockModule,
+    DistillationModule,
+    EagleModule,
+    HeadOptions,
+    LMModule,
+    MtpModule,
+    WarmupCosine,
+)
 
 SHORT = {
     "output_dir": "runs/mine", "save_steps": 20, "resume": "auto", "num_epochs": 3, "warmup_ratio": 0.25,
@@ -44,7 +52,7 @@ def test_keys_that_are_read_from_sources_are_those_of_the_classes() -> None:
     assert keys_of("trainer") == arguments(Trainer)
     assert keys_of("data") == arguments(AnswersDataModule)
     assert keys_of("model.head") == {field.name for field in fields(HeadOptions)}
-    for kind in (EagleModule, LMModule):
+    for kind in (EagleModule, LMModule, BlockModule, MtpModule):
         assert keys_of(f"model.{kind.__name__}") == arguments(DistillationModule, kind)
 
 
@@ -55,6 +63,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"data": {"output_dir": "x"}}, "there is no data.output_dir: output_dir stands at the top level."),
     ({"model": {"head": {"layuot": "fsd"}}}, "there is no model.head.layuot. Did you mean 'layout'?"),
     ({"model": {"class_path": "fsd_train.models.LMModule", "init_args": {"draftr": "x"}}}, "mean 'drafter'?"),
+    ({"model": {"class_path": "fsd_train.models.MtpModule", "init_args": {"unrol_steps": 2}}}, "mean 'unroll_steps'?"),
     ({"model": {"learning_rate": 3}}, "there is no model.learning_rate: here it is model.optimizer.init_args.lr."),
     ({"tp_size": 2}, "there is no tp_size: here it is trainer.strategy: fsdp, which shards the target; there is no"),
 ]

@@ -6,12 +6,16 @@ import json
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import StepLR
 
 from fsd_core.divergence import divergence, expand_draft
 from fsd_core.errors import CheckpointError, DataError
@@ -141,7 +145,7 @@ def in_a_process(rank: int, port: int, argv: list[str]) -> None:
     cli([*argv, "--trainer.callbacks+", "tests.test_training.Kill"])
 
 
-def test_killed_run_resumes(toys: Path, tmp_path: Path) -> None:
+def test_killed_run_resumes(toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = [
         "--trainer.accumulate_grad_batches", "2", "--model.unroll_steps", "2",
         "--model.chain_share", "0.6",
@@ -151,6 +155,9 @@ def test_killed_run_resumes(toys: Path, tmp_path: Path) -> None:
     assert run_group(in_a_process, [(argv,)]) == [-signal.SIGKILL]
     last = tmp_path / "killed" / "ckpt" / "last.ckpt"
     assert cli([*argv, "--ckpt_path", str(last)]) == 0
+    sgd = ["--model.optimizer", "torch.optim.SGD", "--model.optimizer.lr", "0.1"]
+    assert cli([*argv, "--ckpt_path", str(last), "--trainer.max_steps", "12", *sgd]) == 2
+    assert "holds the state of torch.optim.AdamW, which torch.optim.SGD cannot go on from" in capsys.readouterr().err
     assert cli(command(toys, tmp_path / "straight", *options)) == 0
     resumed, straight = (
         torch.load(tmp_path / name / "ckpt" / "last.ckpt", weights_only=True) for name in ("killed", "straight")
@@ -208,6 +215,26 @@ def test_bad_checkpoints_are_refused_before_training(toys: Path, checkpoint: Pat
     ]:
         with pytest.raises(CheckpointError, match=f"{path}.*{words}"):
             resumed(toys, tmp_path / "again", path, **options)
+
+
+@pytest.mark.parametrize("schedule", [None, partial(StepLR, step_size=2, gamma=0.5)])
+def test_options_of_the_optimizer_may_change_between_runs(schedule: Any, toys: Path, tmp_path: Path) -> None:
+    """A lower learning rate was advised for a run that had diverged, and the checkpoint's was used in silence."""
+
+    def groups(ckpt: str | None, **options: Any) -> list[dict[str, Any]]:
+        """Options of the optimizer at each step of a run."""
+        seen: list[dict[str, Any]] = []
+        module, rows = make(toys)
+        module.scheduler_of, module.optimizer_of = schedule or module.scheduler_of, partial(AdamW, **options)
+        watch = LambdaCallback(on_train_batch_start=lambda run, *_: seen.append({**run.optimizers[0].param_groups[0]}))
+        path = ckpt and tmp_path / "ckpt" / ckpt
+        trainer(tmp_path, watch, steps=5, limit_val_batches=0).fit(module, rows, ckpt_path=path, weights_only=True)
+        return seen
+
+    before = groups(None, lr=1e-3, weight_decay=0.1)
+    after = groups("step=3.ckpt", lr=1e-5, weight_decay=0.2)
+    assert [each["lr"] for each in after] == pytest.approx([each["lr"] / 100 for each in before[3:]])
+    assert (before[3]["weight_decay"], after[0]["weight_decay"]) == (0.1, 0.2)
 
 
 def test_a_checkpoint_is_not_continued_in_another_order(toys: Path, checkpoint: Path, tmp_path: Path) -> None:

@@ -146,13 +146,24 @@ def end_of_turn(tokenizer: Any) -> int | None:
     """Return the token that ends an answer: the chat template's, else the tokenizer's eos, else None."""
     if getattr(tokenizer, "chat_template", None):
         turns: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": WORD}]
-        suffix = render(tokenizer, turns, False).partition(WORD)[2]
-        special = special_ids(tokenizer)
-        for token in encode_rendered(tokenizer, suffix):
-            if token in special:
-                return token
+        suffix = encode_rendered(tokenizer, render(tokenizer, turns, False).partition(WORD)[2])
+        if end := turn_end(tokenizer, suffix):
+            return suffix[end - 1]
     own: int | None = tokenizer.eos_token_id
     return own
+
+
+def turn_end(tokenizer: Any, ids: Sequence[int]) -> int:
+    """Return how many of the ids that a template writes behind an answer end its turn; 0: none does.
+
+    They are those up to eos, or up to the end of the first special tokens in a row: later ones, such as an opening of
+    the next turn that a template always writes, come after the end.
+    """
+    special = special_ids(tokenizer)
+    end = next((place for place, token in enumerate(ids) if token in special), -1) + 1
+    while 0 < end < len(ids) and ids[end] in special and ids[end - 1] != tokenizer.eos_token_id:
+        end += 1
+    return end
 
 
 def special_ids(tokenizer: Any) -> set[int]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from fsd_core.errors import DataError
 from fsd_core.text.control import encode_with_offsets, hidden, render_marked
 from fsd_core.text.conversations import WEIGHT, Message, check_messages
-from fsd_core.text.encoding import encode_chat, encode_rendered, refusal, render, special_ids
+from fsd_core.text.encoding import encode_chat, encode_rendered, refusal, render, special_ids, turn_end
 from fsd_core.text.templates import WORD, template_of, turns_for
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -193,8 +193,10 @@ class _Encoder:
         probe: list[Message] = [*turns[:-1], {"role": "assistant", "content": WORD}]
         _, found, behind = render(tokenizer, probe, False, options).rpartition(WORD)
         suffix = encode_rendered(tokenizer, behind if found else "")
-        end = _turn_end(tokenizer, suffix)
-        self.ended, self.rest = end > 0, len(suffix) - end if end else 0
+        end = turn_end(tokenizer, suffix)
+        special = special_ids(tokenizer)
+        self.ended = sum(token in special for token in suffix[:end])  # tokens that end a turn
+        self.rest = len(suffix) - end if end else 0
 
     def sequences(self, max_length: int | None) -> list[_Encoded]:
         """Return the sequences of single answers, then that of the other answers in the whole conversation."""
@@ -219,9 +221,9 @@ class _Encoder:
         return [*apart, *([_masked(whole.ids, shared)] if shared else [])]
 
     def _cut(self, answer: _Answer) -> int:
-        """Return how many tokens to leave out at the end of an answer: all after its end token, and that if cut off."""
-        unfinished = self.ended and not self.complete and answer.turn == len(self.turns) - 1
-        return self.rest + unfinished
+        """Return how many tokens to leave out at the end of an answer: those after its end, and that if cut off."""
+        unfinished = not self.complete and answer.turn == len(self.turns) - 1
+        return self.rest + self.ended * unfinished
 
     def _alone(self, answer: _Answer) -> tuple[list[int], int]:
         """Return the ids of an answer behind those of its prompt, which end where that text ends, and their number."""
@@ -230,19 +232,6 @@ class _Encoder:
         if tokens.ids[: len(prompt)] == prompt:
             return tokens.ids, len(prompt)
         return prompt + _continued(self.tokenizer, answer.text[answer.start : answer.closed]), len(prompt)
-
-
-def _turn_end(tokenizer: Any, ids: Sequence[int]) -> int:
-    """Return how many of the ids that a template writes behind an answer end its turn; 0: none does.
-
-    They are those up to eos, or up to the end of the first special tokens in a row: later ones, such as an opening of
-    the next turn that a template always writes, come after the end.
-    """
-    special = special_ids(tokenizer)
-    end = next((place for place, token in enumerate(ids) if token in special), -1) + 1
-    while 0 < end < len(ids) and ids[end] in special and ids[end - 1] != tokenizer.eos_token_id:
-        end += 1
-    return end
 
 
 def _masked(ids: list[int], spans: Sequence[tuple[int, int]]) -> _Encoded:

@@ -201,7 +201,8 @@ class TokenRate(Callback):
         self._answers += int(mask.sum())
         self._tokens += mask.numel()
         self._padding += sum(batch["lengths"].tolist()[len(batch["ids"]) :])
-        peak = _peak(pl_module.device)
+        on_cuda = pl_module.device.type == "cuda"
+        peak = peak_of(torch.cuda.get_device_name(pl_module.device)) if on_cuda else None
         operations: Any = getattr(pl_module, "operations", None)
         if peak is not None and operations is not None:
             self._operations += sum(operations(batch).values())
@@ -209,7 +210,7 @@ class TokenRate(Callback):
             seconds = self.window * max(statistics.median(self._seconds), 1e-9)
             pl_module.log("tokens_per_s", self._answers * trainer.world_size / seconds, prog_bar=True)
             pl_module.log("padding", self._padding / self._tokens, prog_bar=True)
-            if pl_module.device.type == "cuda":
+            if on_cuda:
                 pl_module.log("gpu_gb", torch.cuda.max_memory_allocated(pl_module.device) / 1e9, prog_bar=True)
             if peak is not None and self._operations:
                 pl_module.log("mfu", self._operations / seconds / peak, prog_bar=True)
@@ -221,8 +222,3 @@ class TokenRate(Callback):
     def pause(self) -> None:
         """Exclude the time until the next batch begins."""
         self._start = None
-
-
-def _peak(device: torch.device) -> float | None:
-    """Return the bf16 operations per second that a device's data sheet gives, or None if it is not known."""
-    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

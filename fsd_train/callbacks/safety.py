@@ -41,7 +41,7 @@ class StopOnNonFinite(Callback):
         self._batch = batch
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self._seen.append((loss.detach(), _row_ids(self._batch)))
+        self._seen.append((loss.detach(), list(self._batch["ids"])))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self.check_finite(trainer)
@@ -111,14 +111,6 @@ def check_finite(trainer: Trainer) -> None:
     """Raise NonFiniteLossError if the last step was bad, before its weights are used."""
     for callback in callbacks_of(trainer, StopOnNonFinite):
         callback.check_finite(trainer)
-
-
-def _row_ids(batch: Any) -> list[Any]:
-    """Return the ids of a batch's rows, or their numbers, or nothing."""
-    if not isinstance(batch, dict):
-        return []
-    ids: Any = batch.get("ids", batch.get("index", []))
-    return ids.tolist() if isinstance(ids, Tensor) else list(ids)
 
 
 def _last_checkpoint(trainer: Trainer) -> str:

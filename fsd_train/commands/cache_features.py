@@ -19,7 +19,6 @@ from fsd_train.commands.fit import read_recipe, target_kwargs_of
 from fsd_train.data.answers import conclude, read_answers
 from fsd_train.data.features import cache_features, token_bytes
 from fsd_train.data.images import ImageReader
-from fsd_train.models.block import BlockOptions
 from fsd_train.models.head_options import HeadOptions
 
 
@@ -28,8 +27,8 @@ def complete(args: argparse.Namespace) -> None:
     args.head = HeadOptions()
     if args.config is not None:
         recipe = read_recipe(args.config)
-        data, kind = recipe.data, BlockOptions if "blocks" in recipe.model else HeadOptions
-        args.head = kind(**recipe.model.get("head") or {})
+        data = recipe.data
+        args.head = recipe.kind.head_options_class(**recipe.model.get("head") or {})
         args.target = args.target or recipe.model["target"]
         args.data = args.data or [*data["train_files"], *(data["validation_files"] or [])]
         args.target_kwargs = target_kwargs_of(recipe, args.target_kwargs)

@@ -23,11 +23,12 @@ from fsd_core.errors import DataError
 from fsd_core.tables import table
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
-from fsd_train.commands.fit import Recipe, head_module, quiet, read_recipe, run_errors
+from fsd_train.commands.fit import Recipe, quiet, read_recipe, run_errors
 from fsd_train.commands.sizing import BatchSize, facts_of, step_memory
 from fsd_train.data.features import check_disk, token_bytes
 from fsd_train.data.module import AnswersDataModule
 from fsd_train.models.eagle import EagleModule
+from fsd_train.models.lm import LMModule
 
 _STEPS = 3  # timed batches, after one warm-up
 # Least time by the data sheet over measured time. On an H200, bf16-mixed, without cuDNN's attention, a step of 8,192
@@ -39,7 +40,7 @@ Line = tuple[str, str, str]  # name, amount, source
 def head_recipe(path: str | Path) -> Recipe:
     """Read the recipe of a head. Raises DataError for a small LM's, and as :func:`read_recipe`."""
     recipe = read_recipe(path)
-    if "drafter" in recipe.model:
+    if issubclass(recipe.kind, LMModule):
         raise DataError(f"{path} trains a small LM. Give the recipe of a head.")
     return recipe
 
@@ -58,10 +59,6 @@ class _Clock(Callback):
 
     def on_train_batch_end(self, *args: Any, **options: Any) -> None:
         self.ends.append(time.perf_counter())
-
-    def seconds(self) -> float:
-        """Return the mean seconds of a batch, except the first."""
-        return (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
 
 
 def estimate(recipe: Recipe) -> list[Line]:
@@ -103,9 +100,9 @@ def estimate(recipe: Recipe) -> list[Line]:
     return [*lines, ("time to train", _time(total), f"{how}one device")]
 
 
-def _train(recipe: Recipe, data: AnswersDataModule) -> tuple[EagleModule, float]:
-    """Train a few batches; return the module and the seconds of a batch."""
-    module = head_module(recipe.path)
+def _train(recipe: Recipe, data: AnswersDataModule) -> tuple[Any, float]:
+    """Train a few batches; return the module and the mean seconds of a batch, except the first."""
+    module: Any = recipe.build()
     clock = _Clock()
     kept = {name: recipe.trainer[name] for name in ("accelerator", "precision") if name in recipe.trainer}
     with tempfile.TemporaryDirectory() as scratch, quiet(), run_errors():
@@ -116,7 +113,7 @@ def _train(recipe: Recipe, data: AnswersDataModule) -> tuple[EagleModule, float]
         ).fit(module, data)  # fmt: skip
     if len(clock.ends) < 2:
         raise DataError("the recipe's rows make fewer than two batches. Add rows, or lower data.batch_tokens.")
-    return module, clock.seconds()
+    return module, (clock.ends[-1] - clock.ends[0]) / (len(clock.ends) - 1)
 
 
 def _forward_seconds(target: Target, data: AnswersDataModule) -> float:
@@ -176,7 +173,7 @@ def on_paper(recipe: Recipe, name: str | None = None) -> str:
         ModelLoadError: the target's config cannot be found or used.
         CheckpointError: an option of the head.
     """
-    if "layout" not in (recipe.model.get("head") or {}):
+    if not issubclass(recipe.kind, EagleModule):
         raise DataError(f"{recipe.path} trains no EAGLE head, and only those are estimated on paper. Omit --on-paper.")
     name = name or recipe.model["target"]
     facts = facts_of(name)

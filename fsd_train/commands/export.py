@@ -33,14 +33,19 @@ from fsd_train.checkpoints import read_checkpoint
 from fsd_train.commands.stitch import stitch_mtp
 from fsd_train.data.answers import conclude, read_answers
 from fsd_train.data.images import ImageReader
-from fsd_train.models.block import BlockModule, BlockOptions
+from fsd_train.models.block import BlockModule
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.eagle import EagleModule
-from fsd_train.models.head_options import HeadOptions
 from fsd_train.models.lm import LMModule
 from fsd_train.models.mtp import MtpModule
 from fsd_train.models.slim import load_slim
 from fsd_train.models.start import choose_draft_ids
+
+
+def module_class(options: Mapping[str, Any]) -> type[DistillationModule]:
+    """Return the class of a checkpoint's module, which only its options tell."""
+    told_by: dict[str, type[DistillationModule]] = {"drafter": LMModule, "new": MtpModule, "blocks": BlockModule}
+    return next((kind for option, kind in told_by.items() if option in options), EagleModule)
 
 
 def load_module(checkpoint: str | Path, target_kwargs: dict[str, Any] | None = None) -> DistillationModule:
@@ -50,27 +55,15 @@ def load_module(checkpoint: str | Path, target_kwargs: dict[str, Any] | None = N
     """
     state = read_checkpoint(checkpoint)
     options = state["hyper_parameters"]
-    kwargs = {**(options.get("target_kwargs") or {}), **(target_kwargs or {})}
-    if "drafter" in options:
-        module: DistillationModule = LMModule(
-            options["target"], options["drafter"], options.get("lora"), target_kwargs=kwargs
-        )
-    elif "new" in options:
-        given = {"new": options["new"], "loss": "kl_pq", "eval_steps": 7, "target_kwargs": kwargs}
-        layer = MtpModule(options["target"], options["unroll_steps"], **given)
-        if options["new"]:
-            layer.head = layer.new_head().float()
-        module = layer
-    elif "blocks" in options:
-        size = options.get("draft_vocab_size")
-        block = BlockOptions(**options.get("head", {}))
-        given = {"draft_vocab_size": size, "loss": "kl_pq", "target_kwargs": kwargs}
-        module = BlockModule(options["target"], block, options["block_size"], **given)
-    else:
-        head = HeadOptions(**options.get("head", {}))
-        # every layout allows a loss without feature term; the loss does not affect weights
-        size = options.get("draft_vocab_size")
-        module = EagleModule(options["target"], head, draft_vocab_size=size, loss="kl_pq", target_kwargs=kwargs)
+    kind = module_class(options)
+    given = {name: options[name] for name in kind.of_weights if name in options}
+    if "head" in given:
+        given["head"] = kind.head_options_class(**given["head"])
+    given["target_kwargs"] = {**(options.get("target_kwargs") or {}), **(target_kwargs or {})}
+    # every kind allows a loss without feature term; the loss does not affect weights
+    module = kind(options["target"], loss="kl_pq", **given)
+    if isinstance(module, MtpModule) and module.new:  # it would copy a layer of the target, which has none here
+        module.head = module.new_head().float()
     module.configure_model()
     module.load_state_dict(state["state_dict"])  # with EMA these are the averaged weights
     return module

@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +32,10 @@ from fsd_train.callbacks.export import ExportHead
 from fsd_train.callbacks.progress import Announce, RunProgress
 from fsd_train.callbacks.runs import AUTO, RunDirectory
 from fsd_train.checkpoints import callbacks_of, check_checkpoint, read_checkpoint
-from fsd_train.commands.recipe_keys import check_nulls
+from fsd_train.commands.recipe_keys import check_nulls, class_of
 from fsd_train.commands.short_recipe import written_out
 from fsd_train.data.module import AnswersDataModule
-from fsd_train.models import DistillationModule, EagleModule
+from fsd_train.models import DistillationModule
 from fsd_train.strategies import check_ranks, named_strategy
 from fsd_train.types import in_words
 
@@ -86,11 +86,11 @@ class TrainCLI(LightningCLI):
                 raise FsdError(f"the section {name} holds no options. See recipes/template.yaml.")
         refuse_head(Path(self.config["model.init_args.target"]))
         check_nulls("data", AnswersDataModule, sections["data"])
-        check_nulls("model", self.config["model.class_path"], self.config["model.init_args"])
+        check_nulls("model", class_of(self.config["model.class_path"]), self.config["model.init_args"])
         callbacks = sections["trainer"].get("callbacks")
         for each in callbacks if isinstance(callbacks, list) else []:
             if each["class_path"].startswith("fsd_"):  # null may mean something to others
-                check_nulls("trainer.callbacks", each["class_path"], each.get("init_args") or {})
+                check_nulls("trainer.callbacks", class_of(each["class_path"]), each.get("init_args") or {})
         if self.config.get("ckpt_path") != AUTO:
             check_checkpoint(self.config.get("ckpt_path"))  # before anything is loaded
 
@@ -241,12 +241,21 @@ def configured(argv: Sequence[str], kind: type[TrainCLI] = TrainCLI) -> TrainCLI
 
 @dataclass(frozen=True)
 class Recipe:
-    """The sections of a recipe with defaults; ``model`` holds the options of its class."""
+    """The sections of a recipe with defaults.
+
+    Attributes:
+        path: of its file.
+        kind: class of the module.
+        trainer, model, data: options, those of ``model`` for this class.
+        build: makes the module; raises FsdError like `fit`.
+    """
 
     path: str
+    kind: type[DistillationModule]
     trainer: dict[str, Any]
     model: dict[str, Any]
     data: dict[str, Any]
+    build: Callable[[], DistillationModule]
 
     @property
     def steps(self) -> int:
@@ -262,35 +271,21 @@ class Recipe:
 def read_recipe(path: str | Path) -> Recipe:
     """Read a recipe with the checks of `fit`. Raises FsdError with the file's name."""
     try:
-        config = _read(path).config
+        with quiet():
+            cli = configured(["--config", str(path)], _RecipeReader)
     except FsdError as error:
+        if str(path) in str(error):
+            raise
         raise FsdError(f"{path} is not a recipe: {error}") from error
-    trainer, model, data = (config[section].as_dict() for section in ("trainer", "model", "data"))
-    return Recipe(str(path), trainer, model["init_args"], data)
+    trainer, model, data = (cli.config[section].as_dict() for section in ("trainer", "model", "data"))
+    kind = class_of(model["class_path"])
+    return Recipe(str(path), kind, trainer, model["init_args"], data, lambda: cli.parser.instantiate(cli.config).model)
 
 
 def target_kwargs_of(recipe: Recipe, given: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the keywords of a recipe's target, or those ``given``, with what its data say of the tokenizer."""
     kwargs = dict(given or recipe.model.get("target_kwargs") or {})
     return {**kwargs, "allow_control_tokens": True} if recipe.data.get("allow_control_tokens") else kwargs
-
-
-def head_module(path: str | Path) -> EagleModule:
-    """Build the module of a head's recipe. Raises FsdError like `fit`."""
-    cli = _read(path)
-    module: EagleModule = cli.parser.instantiate(cli.config).model
-    return module
-
-
-def _read(path: str | Path) -> TrainCLI:
-    argv = ["--config", str(path)]
-    try:
-        with quiet():
-            return configured(argv, _RecipeReader)
-    except FsdError as error:
-        if str(path) in str(error):
-            raise
-        raise FsdError(f"{path}: {error}") from error
 
 
 # errors -------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,10 @@ SHORT = {
     "warmup_ratio": "share of the run in which the learning rate rises",
     "import": "modules that register losses, or hold classes, of your own",
 }
-MODELS = {"EagleModule": "models/eagle.py", "LMModule": "models/lm.py", "BlockModule": "models/block.py"}
+MODELS = {
+    "EagleModule": "models/eagle.py", "LMModule": "models/lm.py", "BlockModule": "models/block.py",
+    "MtpModule": "models/mtp.py",
+}  # fmt: skip
 ELSEWHERE = {  # what other trainers call these
     **dict.fromkeys(("lr", "learning_rate"), "model.optimizer.init_args.lr"),
     **dict.fromkeys(("batch_size", "per_device_train_batch_size"), "data.batch_tokens"),
@@ -203,21 +206,23 @@ def _said(section: str, key: str, dashes: str = "") -> str:
     return f"there is no {named}.{did_you_mean(key, meant) or f' Known: {listed}.'}"
 
 
-def check_nulls(section: str, kind: type | str, values: Mapping[str, Any] | Any) -> None:
+def class_of(path: str) -> Any:
+    """Return the class that a class_path names."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def check_nulls(section: str, kind: type, values: Mapping[str, Any] | Any) -> None:
     """Raise FsdError for a null where the default is none, which jsonargparse takes.
 
     Args:
         section: of the recipe, for the message.
-        kind: the class that takes the values, or its path.
+        kind: the class that takes the values.
         values: by parameter, a mapping or a Namespace.
     """
-    owner: Any = kind
-    if isinstance(kind, str):
-        module, _, name = kind.rpartition(".")
-        owner = getattr(import_module(module), name)
     declared: dict[str, Any] = {}
-    for base in reversed(owner.__mro__):
-        declared |= inspect.signature(base.__init__).parameters if "__init__" in vars(base) else {}
+    for base in reversed(kind.__mro__):
+        declared |= inspect.signature(base.__init__).parameters if "__init__" in vars(base) else {}  # type: ignore[misc]
     for name, parameter in declared.items():
         default = parameter.default
         if values.get(name, "") is None and default not in (None, inspect.Parameter.empty):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fsd_core.errors import ModelLoadError
-from fsd_core.files import disk_errors, read_json, read_weight_map, replacing, write_json
+from fsd_core.files import read_json, read_weight_map, replacing, write_json
 from fsd_infer.drafters.mtp import MtpHead
 from fsd_infer.heads.mtp import find_mtp, in_own_layout
 from fsd_infer.heads.stored_parts import CONFIG
@@ -99,12 +99,12 @@ def _others(file: Path, without: set[str]) -> dict[str, Tensor]:
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    with disk_errors(path), replacing(path) as draft:
+    with replacing(path) as draft:
         save_file(tensors, draft, metadata={"format": "pt"})
 
 
 def _copy(source: Path, place: Path) -> None:
-    with disk_errors(place), replacing(place) as draft:
+    with replacing(place) as draft:
         shutil.copyfile(source, draft)
 
 

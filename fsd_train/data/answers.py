@@ -60,6 +60,9 @@ class AnswersDataset(Dataset[Item]):
         tops: the highest token id of each row and its place ("file:line"), for :meth:`within`.
         seen: the images of each sequence, or None; empty: there are none.
         reader: of the images.
+
+    Attributes:
+        texts: the token ids of all sequences.
     """
 
     def __init__(
@@ -75,15 +78,10 @@ class AnswersDataset(Dataset[Item]):
         self.seen, self.reader = list(seen) if any(seen) else [None] * len(rows), reader
         self.row_ids = [name for name, _, _ in rows]
         self.lengths = [len(ids) for _, ids, _ in rows]
-        self._ids = [torch.as_tensor(ids, dtype=torch.int32) for _, ids, _ in rows]
+        self.texts = [torch.as_tensor(ids, dtype=torch.int32) for _, ids, _ in rows]
         self._masks = [torch.as_tensor(mask, dtype=torch.bool) for _, _, mask in rows]
         self._supervised: dict[int, Tensor] = {}
         self.recorded: FeatureStore | None = None  # features of some rows, see fsd_train.data.recording
-
-    @property
-    def texts(self) -> list[Tensor]:
-        """The token ids of all sequences."""
-        return self._ids
 
     @property
     def has_images(self) -> bool:
@@ -94,24 +92,24 @@ class AnswersDataset(Dataset[Item]):
         """The key of each sequence in a cache of features."""
         return [
             sequence_key(ids, "" if seen is None else seen.digest)
-            for ids, seen in zip(self._ids, self.seen, strict=True)
+            for ids, seen in zip(self.texts, self.seen, strict=True)
         ]
 
     def image_inputs(self, index: int) -> dict[str, Tensor]:
         """Return the target's inputs of a sequence's images; none without images. Raises DataError for a lost image."""
         seen = self.seen[index]
-        return {} if seen is None or self.reader is None else self.reader.inputs(self._ids[index], seen)
+        return {} if seen is None or self.reader is None else self.reader.inputs(self.texts[index], seen)
 
     def prompt_images(self, index: int, count: int) -> ImageInput | None:
         """Return the images among the first ``count`` tokens of a sequence, for decoding; None without any."""
-        seen, ids = self.seen[index], self._ids[index].tolist()[:count]
+        seen, ids = self.seen[index], self.texts[index].tolist()[:count]
         return None if seen is None or self.reader is None else self.reader.image_input(ids, seen)
 
     def __len__(self) -> int:
         return len(self.row_ids)
 
     def __getitem__(self, index: int) -> Item:
-        ids, mask = self._ids[index].long(), self._masks[index].long()
+        ids, mask = self.texts[index].long(), self._masks[index].long()
         item: Item = {"index": index, "id": self.row_ids[index], "input_ids": ids, "loss_mask": mask}
         key, seen = self.keys[index], self.seen[index]
         if self.store is not None:
@@ -164,13 +162,9 @@ class AnswersDataset(Dataset[Item]):
 
     def _some(self, places: Sequence[int], store: FeatureStore | None) -> AnswersDataset:
         tops = [self.tops[place] for place in places] if self.tops else []
-        rows = [(self.row_ids[place], self._ids[place], self._masks[place]) for place in places]
+        rows = [(self.row_ids[place], self.texts[place], self._masks[place]) for place in places]
         seen = [self.seen[place] for place in places]
         return AnswersDataset(rows, max(tops, default=self.highest), store, tops, seen, self.reader)
-
-    def check_ids(self, vocab_size: int) -> None:
-        """Raise DataError with a row if the files hold a token id outside this vocabulary."""
-        check_id(*self.highest, vocab_size)
 
     def check_lengths(self, positions: int | None) -> None:
         """Raise DataError if a sequence exceeds a model's context of this many positions; None: any length fits."""
@@ -182,10 +176,10 @@ class AnswersDataset(Dataset[Item]):
             )
 
     def answer_counts(self, vocab_size: int) -> Tensor:
-        """Count each id under the loss mask: [V]. Raises as :meth:`check_ids`."""
-        self.check_ids(vocab_size)
+        """Count each id under the loss mask: [V]. Raises DataError with a row for an id outside this vocabulary."""
+        check_id(*self.highest, vocab_size)
         counts = torch.zeros(vocab_size, dtype=torch.long)
-        for ids, mask in zip(self._ids, self._masks, strict=True):
+        for ids, mask in zip(self.texts, self._masks, strict=True):
             counts += torch.bincount(ids[mask], minlength=vocab_size)
         return counts
 
@@ -193,7 +187,7 @@ class AnswersDataset(Dataset[Item]):
     def digest(self) -> str:
         """16 hexadecimal digits that identify the rows' ids and masks, in their order."""
         digest = hashlib.sha256()
-        for ids, mask in zip(self._ids, self._masks, strict=True):
+        for ids, mask in zip(self.texts, self._masks, strict=True):
             digest.update(len(ids).to_bytes(8, "little"))
             digest.update(ids.numpy().astype("<i4", copy=False).tobytes())
             digest.update(mask.numpy().tobytes())
@@ -259,7 +253,8 @@ def read_answers(
         check.finish()
         cure = "Raise data.max_length, or shorten the prompts." if left_out else "Add rows with answers."
         raise DataError(f"{named}: no row to train on ({read} read, max_length {max_length}). {cure}")
-    repeated = len(placed) - len({_identity(*row[1:]) for _, row, _ in placed})
+    distinct = {hash((tuple(ids), tuple(mask), seen and seen.digest)) for _, (_, ids, mask, seen), _ in placed}
+    repeated = len(placed) - len(distinct)
     if repeated:
         log.warning(
             "%s: %d of %d sequences repeat an earlier one, token by token; each counts.", named, repeated, len(placed)
@@ -283,10 +278,6 @@ def conclude(check: RowCheck, tokenizer: Any, listing: Path | None = None, speak
     check.finish(listing, speak)
     if speak:
         check.name_unread([WEIGHT, *fields_of(tokenizer)])
-
-
-def _identity(ids: Sequence[int], mask: Sequence[int], seen: SeenImages | None) -> int:
-    return hash((tuple(ids), tuple(mask), None if seen is None else seen.digest))
 
 
 def _placed(

@@ -352,6 +352,7 @@ def check_disk(directory: Path, needed: int) -> None:
     free = shutil.disk_usage(directory).free
     if needed and needed + _DISK_RESERVE > free:
         raise DataError(
-            f"{directory}: the features need {needed / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB free. "
-            "Give another --output, lower --max-tokens or --max-length, or train without a cache."
+            f"{directory}: the features need {needed / 1e9:.2f} GB, and {_DISK_RESERVE / 1e9:.2f} GB are to stay free, "
+            f"but the disk has {free / 1e9:.2f} GB. Give another --output, lower --max-tokens or "
+            "--max-length, or train without a cache."
         )

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from fsd_core.errors import DataError
-from fsd_core.files import disk_errors, replacing, write_text
+from fsd_core.files import replacing, write_text
 from fsd_core.tensors import to_device
 from fsd_infer.drafters import BlockDrafter, TreeShape
 from fsd_infer.heads.blocks import BlockConfig, BlockHead
@@ -104,6 +104,8 @@ class BlockModule(DistillationModule):
     """
 
     head: BlockHead
+    head_options_class = BlockOptions
+    of_weights = ("head", "draft_vocab_size", "block_size")
 
     def __init__(
         self,
@@ -135,7 +137,7 @@ class BlockModule(DistillationModule):
             torch.manual_seed(self.seed)
             head = BlockHead(self.options.config(target, self.block_size, size or target.vocab_size)).float()
         ids = None if size is None else torch.arange(size)
-        if size is not None and self._trainer_or_none is not None and self.trainer.training:
+        if size is not None and self._in_training:
             ends = [i for i in target.eos_token_ids if i < target.vocab_size]
             ids = choose_draft_ids(self._answer_counts("draft_vocab_size"), size, ends)
         head.register_buffer("draft_ids", ids)
@@ -292,7 +294,7 @@ class BlockModule(DistillationModule):
             "training": self.record(extra),
         }  # fmt: skip
         place.mkdir(parents=True, exist_ok=True)
-        with disk_errors(place / SINGLE), replacing(place / SINGLE) as written:
+        with replacing(place / SINGLE) as written:
             save_file(tensors, written)
         write_text(place / "config.json", json.dumps(described, indent=2, default=str) + "\n")
         return place

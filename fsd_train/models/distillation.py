@@ -27,6 +27,7 @@ from fsd_train.losses.base import LossIndex
 from fsd_train.losses.confidence import with_confidence
 from fsd_train.losses.metrics import DEFAULT_RULES, ValidationMetrics, compare
 from fsd_train.models.compiled import LayerCompiler
+from fsd_train.models.head_options import HeadOptions
 from fsd_train.models.optim import WarmupCosine
 from fsd_train.models.run import RunModule
 from fsd_train.models.slim import load_slim, move
@@ -82,6 +83,8 @@ class DistillationModule(RunModule, ABC):
         DataError: the loss needs arguments.
     """
 
+    head_options_class: type[Any] = HeadOptions  # of the option ``head``
+    of_weights: tuple[str, ...] = ()  # options, beside the target, that say which weights there are
     steps_differ = True  # whether a draft depends on its chain step
     reads_images = True  # whether rows may have images
 
@@ -174,20 +177,16 @@ class DistillationModule(RunModule, ABC):
         return self._frozen.target
 
     def _load_target(self) -> Target:
-        dtype = torch.bfloat16 if self._in_bf16 else torch.float32
+        trainer = self._trainer_or_none
+        dtype = torch.bfloat16 if trainer is not None and "bf16" in str(trainer.precision) else torch.float32
         slim = None if self._runs_target or self.target_kwargs else load_slim(self.target_name, dtype)
         if slim is not None:
             return slim
-        target = self.whole_target(dtype, self._target_device)
+        # weights that are quantised as they are loaded cannot be moved afterwards
+        quantised = trainer is not None and self.target_kwargs.get("quantization_config")
+        target = self.whole_target(dtype, self.trainer.strategy.root_device if quantised else "cpu")
         target.check_lm_head()
         return target
-
-    @property
-    def _target_device(self) -> torch.device | str:
-        """Where the target is loaded. Weights that are quantised as they are loaded cannot be moved afterwards."""
-        if self._trainer_or_none is None or not self.target_kwargs.get("quantization_config"):
-            return "cpu"
-        return self.trainer.strategy.root_device
 
     def _capture_layers(self, target: Target, layers: list[int]) -> None:
         """Let the target's features hold inner layers. Raises DataError if the cached features lack one."""
@@ -224,13 +223,14 @@ class DistillationModule(RunModule, ABC):
     on_validation_start = _move_target
 
     def setup(self, stage: str) -> None:
-        """Build the model. Raises DataError for rows that do not fit the target, or weights not in fp32."""
+        """Build the model. Raises DataError for rows or settings that do not fit."""
         if self._trainer_or_none is not None and self.trainer.precision not in PRECISIONS:
             raise DataError(
                 f"trainer.precision is {self.trainer.precision}, but weights are trained in fp32. Choose "
                 f"{', '.join(PRECISIONS)}."
             )
-        self._check_compile()
+        if self.compile_option and (reason := self._uncompilable()) is not None:
+            raise DataError(f"model.compile is true, but {reason}. Set model.compile to false.")
         self.configure_model()
         if hasattr(self._datamodule, "check"):
             self._datamodule.check(self.target.vocab_size, self.target.fixed_positions)
@@ -276,12 +276,6 @@ class DistillationModule(RunModule, ABC):
         if strategy and "SingleDevice" not in strategy and "DDP" not in strategy:
             return f"trainer.strategy is {strategy}, which gathers weights within layers: use one device or ddp"
         return None
-
-    def _check_compile(self) -> None:
-        """Raise DataError if compiled steps are demanded where they are impossible."""
-        reason = self._uncompilable() if self.compile_option else None
-        if reason is not None:
-            raise DataError(f"model.compile is true, but {reason}. Set model.compile to false.")
 
     def _running_compiled(self, layers: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Let these layers run compiled within the context if the step does."""

@@ -52,6 +52,7 @@ class EagleModule(DistillationModule):
     """
 
     head: EagleHead
+    of_weights = ("head", "draft_vocab_size")
 
     def __init__(
         self,
@@ -116,10 +117,6 @@ class EagleModule(DistillationModule):
             )
         if config.own_lm_head and self.reference is not None:
             raise DataError("adaspec compares heads by the target's LM head. Set head.own_lm_head to false.")
-
-    @property
-    def _in_training(self) -> bool:
-        return self._trainer_or_none is not None and bool(self.trainer.training)
 
     def _continue(self, head: str) -> None:
         """Copy the weights of an earlier head, and in validation its draft vocabulary."""

@@ -62,6 +62,7 @@ class LMModule(DistillationModule):
     """
 
     head: SmallLM
+    of_weights = ("drafter", "lora")
     steps_differ = reads_images = False
 
     def __init__(
@@ -163,12 +164,14 @@ class LMModule(DistillationModule):
             on_host(batch, "loss_mask")[0], steps, self.step_decay,
             supervised_rows=batch.get("supervised") if self.training else None, static_shapes=self.is_compiled,
         ).to(self.device)  # fmt: skip
-        ids, (read, mask) = batch["input_ids"], self._target_features(batch)
+        head, ids, (read, mask) = self.head, batch["input_ids"], self._target_features(batch)
         features = read[0, :, : self.target.hidden_size]  # [M, H]
         places = rows.position + 1  # either model predicts token i+2 there: one position after a head's input
-        compares = self.training and self.reference is not None
+        compares, packs = self.training and self.reference is not None, supports_packing(head.hidden, head.causal_lm)
+        with self._running_compiled(head.layers if packs else ()):
+            logits = head(ids, mask, places)  # [N, Vd]
         return DraftBatch(
-            estimates=self._logits(ids, mask, places),  # [N, Vd]
+            estimates=logits,
             features=features.index_select(0, places),  # [N, H]
             rows=rows,
             target_lm_head=self.lm_head(),
@@ -178,13 +181,6 @@ class LMModule(DistillationModule):
 
     def operations(self, batch: dict[str, Any]) -> Operations:
         return lm_operations(self, batch)
-
-    def _logits(self, ids: Tensor, mask: TextMask, places: Tensor) -> Tensor:
-        with self._running_compiled(
-            self.head.layers if supports_packing(self.head.hidden, self.head.causal_lm) else ()
-        ):
-            logits: Tensor = self.head(ids, mask, places)
-        return logits
 
     @torch.no_grad()
     def _reference_logits(self, ids: Tensor, mask: TextMask, places: Tensor) -> Tensor:

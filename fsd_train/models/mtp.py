@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from fsd_core.errors import DataError
-from fsd_core.files import disk_errors, replacing, write_text
+from fsd_core.files import replacing, write_text
 from fsd_core.tensors import to_device
 from fsd_infer.drafters import MtpDrafter, TreeShape
 from fsd_infer.drafters.mtp import MtpHead, read_layers
@@ -48,6 +48,7 @@ class MtpModule(DistillationModule):
     """
 
     head: MtpHead
+    of_weights = ("unroll_steps", "new")
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class MtpModule(DistillationModule):
         }  # fmt: skip
         place.mkdir(parents=True, exist_ok=True)
         for name, tensors in written.items():
-            with disk_errors(place / name), replacing(place / name) as file:
+            with replacing(place / name) as file:
                 save_file({stored: value.contiguous() for stored, value in tensors.items()}, file)
         write_text(place / "config.json", json.dumps(described, indent=2, default=str) + "\n")
         return place

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fsd_core.errors import DataError, foreign_errors
 from fsd_train.callbacks.safety import CheckResume, StopOnNonFinite
-from fsd_train.checkpoints import callbacks_of, count_for
+from fsd_train.checkpoints import callbacks_of, check_classes, count_for, source_of
 from fsd_train.models.optim import WarmupCosine
 
 
@@ -61,12 +61,8 @@ class RunModule(LightningModule):
             return None
 
     @property
-    def _single_process(self) -> bool:
-        return self._trainer_or_none is None or self.trainer.world_size == 1
-
-    @property
-    def _in_bf16(self) -> bool:
-        return self._trainer_or_none is not None and "bf16" in str(self.trainer.precision)
+    def _in_training(self) -> bool:
+        return self._trainer_or_none is not None and bool(self.trainer.training)
 
     @property
     def _datamodule(self) -> Any:
@@ -100,7 +96,18 @@ class RunModule(LightningModule):
             raise DataError(f"model.optimizer: Invalid learning rate: {optimizer.param_groups[0]['lr']}")
         if isinstance(scheduler, WarmupCosine):
             scheduler.follow(self._completed_share)
+        self._given = [{**group, "params": None} for group in optimizer.param_groups]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        """Let the recipe's options of the optimizer hold where those of a checkpoint have replaced them."""
+        if self.trainer.ckpt_path is None:
+            return
+        (optimizer,), scheduler = self.trainer.optimizers, self.lr_schedulers()
+        for group, given in zip(optimizer.param_groups, self._given, strict=True):
+            rate = group["lr"] * (given["initial_lr"] / (group["initial_lr"] or 1.0))  # as far below the peak as it was
+            group.update({**given, "params": group["params"], "lr": rate})
+        scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]  # type: ignore[union-attr]
 
     def _completed_share(self, step: int) -> float:
         """Return the completed share of the run at the beginning of a step, 0 to 1: the larger share of steps or time.
@@ -109,7 +116,7 @@ class RunModule(LightningModule):
         """
         total = float(self.trainer.estimated_stepping_batches)
         shares = [step / total if 0 < total < math.inf else 0.0]
-        for timer in callbacks_of(self.trainer, Timer) if self._single_process else ():
+        for timer in callbacks_of(self.trainer, Timer) if self.trainer.world_size == 1 else ():
             if (left := timer.time_remaining()) is not None:
                 spent = timer.time_elapsed()
                 shares.append(spent / max(spent + left, 1e-9))
@@ -149,8 +156,11 @@ class RunModule(LightningModule):
         checkpoint["batches"] = {"begun": self._batches, "replicas": self.trainer.world_size}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        trainer = self._trainer_or_none
+        if self._in_training:
+            check_classes(self.settings, checkpoint["hyper_parameters"], source_of(trainer))
         begun = checkpoint.get("batches", {"begun": 0, "replicas": 0})
-        before, now = begun["replicas"], 1 if self._trainer_or_none is None else self.trainer.world_size
+        before, now = begun["replicas"], 1 if trainer is None else trainer.world_size
         self._batches = begun["begun"]
         if before not in (0, now):
             self._batches = self._batches * before // now

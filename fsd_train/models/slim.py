@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from fsd_core.files import open_safetensors, read_weight_map
+from fsd_core.files import open_safetensors
 from fsd_infer.targets.adapters import adapter_digest
+from fsd_infer.targets.checks import weight_files
 from fsd_infer.targets.kinds import auto_class
 from fsd_infer.targets.loading import adapter_of, attention_for, explained, resolve_target
 from fsd_infer.targets.target import Target
@@ -30,20 +31,23 @@ def load_slim(name: str, dtype: torch.dtype) -> Target | None:
 
 
 def _load(name: str, directory: Path, dtype: torch.dtype) -> Target | None:
-    files = _weight_files(directory)
     config = AutoConfig.from_pretrained(directory)
     with torch.device("meta"):
         model = auto_class(config).from_config(config, dtype=dtype, attn_implementation=attention_for(config))
     parts = [model.get_input_embeddings(), model.get_output_embeddings(), getattr(model.get_decoder(), "norm", None)]
     kept = [part for part in parts if part is not None]
-    if files is None or any(list(part.buffers()) for part in kept):
+    if any(list(part.buffers()) for part in kept):
         return None
+    files: dict[str, Path] = {}  # by the names of their tensors
+    for file in weight_files(directory):
+        with open_safetensors(file, _AGAIN) as opened:
+            files |= dict.fromkeys(opened.keys(), file)
     wanted = {id(parameter) for part in kept for parameter in part.parameters()}
     keys = [key for key, parameter in model.named_parameters() if id(parameter) in wanted]  # tied weights count once
     if not set(keys) <= set(files):
         return None
     model.requires_grad_(False)
-    state = {key: _read(directory / files[key], key).to(dtype) for key in keys}
+    state = {key: _read(files[key], key).to(dtype) for key in keys}
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     adapter = adapter_of(name)
@@ -53,18 +57,6 @@ def _load(name: str, directory: Path, dtype: torch.dtype) -> Target | None:
         model.generation_config = GenerationConfig.from_pretrained(directory)
     has_tokenizer = any((directory / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json"))
     return Target(model, AutoTokenizer.from_pretrained(directory) if has_tokenizer else None, name=name)
-
-
-def _weight_files(directory: Path) -> dict[str, str] | None:
-    """Map tensor names to files; None if the weights are not safetensors."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        return read_weight_map(index, _AGAIN)
-    single = directory / "model.safetensors"
-    if not single.is_file():
-        return None
-    with open_safetensors(single, _AGAIN) as file:
-        return dict.fromkeys(file.keys(), single.name)
 
 
 def _read(path: Path, key: str) -> torch.Tensor:
