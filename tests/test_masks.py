@@ -95,7 +95,8 @@ def test_what_a_template_writes_after_the_end_of_a_turn_is_not_supervised(templa
         texts = [said(tokenizer, sequence) for sequence in encode_conversation(tokenizer, turns)]
         assert "".join(texts) == "".join(turn["content"] + end for turn in turns[1::2])
     [cut] = encode_conversation(tokenizer, [USER, BOT], complete=False)
-    assert said(tokenizer, cut) == BOT["content"] and tokenizer.decode([end_of_turn(tokenizer)]) == "<|end|>"
+    assert said(tokenizer, cut) == BOT["content"]
+    assert end.startswith(tokenizer.decode([end_of_turn(tokenizer)]))
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
