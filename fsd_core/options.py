@@ -56,6 +56,14 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def target_keywords(text: str) -> dict[str, Any]:
+    """Parse keywords for a target. Raises ArgumentTypeError for other text, and for what options of their own give."""
+    given = json_object(text)
+    for name in {"dtype", "device"} & given.keys():
+        raise ArgumentTypeError(f"{name} is no such keyword: commands that let you choose it have --{name}")
+    return given
+
+
 def named_directory(text: str) -> tuple[str, str]:
     """Parse NAME=DIR. Raises ArgumentTypeError for other text."""
     name, equals, directory = text.partition("=")
@@ -115,7 +123,7 @@ class Former(argparse.Action):
 
 
 TARGET_KWARGS: dict[str, Any] = {
-    "type": json_object,
+    "type": target_keywords,
     "metavar": "JSON",
     "help": """keywords for transformers to load the target with, such as '{"revision": "v2"}' or a """
     "quantization_config",

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from jsonargparse import typing as numbers
+from jsonargparse.typing import extend_base_type
+
+
+def _number(name: str, base: type, wanted: str, fits: Callable[[Any], bool]) -> Any:
+    """Return a type of numbers that fit; of any other value it says what was ``wanted``."""
+
+    def check(_: type, value: Any) -> None:
+        try:
+            number = base(value)
+            valid = not isinstance(value, bool) and (isinstance(value, str) or number == value) and fits(number)
+        except (TypeError, ValueError, OverflowError):
+            valid = False
+        if not valid:
+            raise ValueError(f"expected {wanted}, got {'null' if value is None else value}")
+
+    return extend_base_type(name, base, check, register_key=(name, base))
+
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -22,68 +40,51 @@ if TYPE_CHECKING:
     ShareOrNone: TypeAlias = float
     HeldOut: TypeAlias = float
 else:
-    PositiveInt, NonNegativeInt = numbers.PositiveInt, numbers.NonNegativeInt
-    PositiveFloat = numbers.restricted_number_type("PositiveFiniteFloat", float, [(">", 0), ("<", float("inf"))])
-    NonNegativeFloat = numbers.restricted_number_type("FiniteFloatFrom0", float, [(">=", 0), ("<", float("inf"))])
-    ChainSteps = numbers.restricted_number_type("From1To7", int, [(">=", 1), ("<=", 7)])
-    EvalSteps = numbers.restricted_number_type("From1To64", int, [(">=", 1), ("<=", 64)])
-    Seed = numbers.restricted_number_type("Seed", int, [(">=", 0), ("<", 2**31)])
-    Length = numbers.restricted_number_type("From2", int, (">=", 2))
-    Share = numbers.restricted_number_type("ShareAbove0", float, [(">", 0), ("<=", 1)])
-    ShareOrNone = numbers.ClosedUnitInterval
-    HeldOut = numbers.restricted_number_type("ShareBelow1", float, [(">=", 0), ("<", 1)])
+    PositiveInt = _number("IntAbove0", int, "a whole number > 0", lambda n: n > 0)
+    NonNegativeInt = _number("IntFrom0", int, "a whole number >= 0", lambda n: n >= 0)
+    ChainSteps = _number("IntFrom1To7", int, "a whole number >= 1 and <= 7", lambda n: 1 <= n <= 7)
+    EvalSteps = _number("IntFrom1To64", int, "a whole number >= 1 and <= 64", lambda n: 1 <= n <= 64)
+    Seed = _number("Seed", int, "a whole number >= 0 and < 2147483648", lambda n: 0 <= n < 2**31)
+    Length = _number("IntFrom2", int, "a whole number >= 2", lambda n: n >= 2)
+    PositiveFloat = _number("FloatAbove0", float, "a number > 0", lambda x: 0 < x < math.inf)
+    NonNegativeFloat = _number("FloatFrom0", float, "a number >= 0", lambda x: 0 <= x < math.inf)
+    Share = _number("ShareAbove0", float, "a number <= 1 and > 0", lambda x: 0 < x <= 1)
+    ShareOrNone = _number("ShareFrom0", float, "a number >= 0 and <= 1", lambda x: 0 <= x <= 1)
+    HeldOut = _number("ShareBelow1", float, "a number >= 0 and < 1", lambda x: 0 <= x < 1)
 
-_RANGES = {kind.__name__: kind for kind in list(globals().values()) if hasattr(kind, "_expression")}
-_KEYED = re.compile(r"""Parser key "([\w.]+)": (.*)""", re.S)
-_RANGED = re.compile(r"Not of type (\w+): (.*)", re.S)
-_OF_KIND = re.compile(r"Expected a (?:<class '(\w+)'>|typing\.Literal\[(.*)\])\. Got value: (.*)", re.S)
-_GOT = re.compile(
-    r"(.*) does not conform .*|(.*) not an? (?:integer|number)|.*(?:, not |literal.*: |float: )(.*)", re.S
+_KEYED = re.compile(r"""Parser key "([\w.]+)": (?:Does not validate .*? Errors: - )?(.*)""", re.S)
+_KIND = re.compile(
+    r"Expected a (?:<class '(?:\w+\.)*(\w+)'>|typing\.Literal\[(.*?)\]|dot import path)|Not a valid subclass"
 )
-_ONE_OF = re.compile(
-    r"Does not validate .*Subtypes: \[(.*?)\] Errors: .* Given value type: <class '([\w.]+)'> Given value: (.*)", re.S
-)
-_SUBTYPE = re.compile(r"<class '(?:\w+\.)*(\w+)'>|(list)\[")
-_OPTION = re.compile(r"Option '(\w+)' is not accepted")
-_CLASS = re.compile(r"Problem with given class_path .*?(?= - |$)|module '[\w.]+' has no attribute '\w+'", re.S)
-_SAID_BEFORE = re.compile(r" - ([\w.]+: (?:expected|this class) .*?\.)(?= - | Given value type: )", re.S)
-_NAMES = {"None": "null", "'NoneType'": "null", "'list'": "a list", "'dict'": "options"}
+_VALUE = re.compile(r"(?:Got|Given) value: (.*?)(?: - | Given value type: | Subclass types |$)", re.S)
 _KINDS = {
     "int": "a whole number", "float": "a number", "bool": "true or false", "list": "a list", "str": "text",
     "dict": "options", "NoneType": "null",
 }  # fmt: skip
+_CLASS = "a class_path with init_args"
+# of what jsonargparse lists, by its beginning, what says no more than the type of a parameter
+_OF_TYPE = ("Expected a ", "Not a valid subclass", "a class path", "a dict ", "Does not validate")
 
 
 def in_words(message: str) -> str:
-    """Return what jsonargparse says of a value that its parameter cannot have, in words; any other text as it is."""
-    keyed = _KEYED.fullmatch(message.strip())
+    """Return what jsonargparse says of a value that its parameter cannot have, shorter; any other text as it is.
+
+    For a parameter of several types it lists why the value is of none. A reason of its own, such as an option that a
+    class lacks, says more than those that only name the type.
+    """
+    keyed = _KEYED.match(message.strip())
     if keyed is None:
-        problem = _CLASS.search(message) if message.startswith("Does not validate") else None
-        return f"{problem[0]}." if problem else message
+        return message
     key, said = keyed.groups()
-    if option := _OPTION.search(said):
-        return f"{key}: this class has no option {option[1]!r}. Leave it out, or correct its name."
-    if problem := _CLASS.search(said):
-        return f"{key}: {problem[0]}."
-    if within := _SAID_BEFORE.search(said):
-        return f"{key}.{within[1]}"
-    if ranged := _RANGED.fullmatch(said):
-        parts = _GOT.fullmatch(ranged[2])
-        return _expected(key, _wanted(ranged[1]), next(filter(None, parts.groups()), "") if parts else ranged[2])
-    if of_kind := _OF_KIND.fullmatch(said):
-        return _expected(key, _wanted(of_kind[1]) if of_kind[1] else f"one of {of_kind[2]}", of_kind[3])
-    if one_of := _ONE_OF.fullmatch(said):
-        kinds = dict.fromkeys(_wanted(name or listed) for name, listed in _SUBTYPE.findall(one_of[1]))
-        return _expected(key, " or ".join(kinds), one_of[3])
-    return message
-
-
-def _expected(key: str, wanted: str, got: str) -> str:
-    return f"{key}: expected {wanted}, got {_NAMES.get(got, got)}."
-
-
-def _wanted(kind: str) -> str:
-    """Return the name of a type in words."""
-    if ranged := _RANGES.get(kind):
-        return _KINDS[ranged._type.__name__] + re.sub(r"v([<>]=?)", r" \1 ", ranged._expression)
-    return _KINDS.get(kind, "a class_path with init_args")
+    if _KEYED.match(said):
+        return f"{key}.{in_words(said)}"
+    reasons = re.split(r"(?:^| )- ", said.partition(" Given value type: ")[0])
+    own = [reason for reason in reasons if reason and not reason.startswith(_OF_TYPE)]
+    if own:
+        reason = re.sub(r"^Not of type \w+: ", "", own[0]).rstrip(".")
+        return f"{key}{'.' if re.match(r'[a-z_.]+: ', reason) else ': '}{reason}."
+    kinds = [f"one of {words}" if words else _KINDS.get(kind, _CLASS) for kind, words in _KIND.findall(said)]
+    value = _VALUE.search(said)
+    if not kinds or value is None:
+        return message
+    return f"{key}: expected {' or '.join(dict.fromkeys(kinds))}, got {value[1]}."

@@ -7,6 +7,7 @@ a traceback, and none may be called a bug of ours.
 from __future__ import annotations
 
 import json
+from argparse import ArgumentTypeError
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,8 +23,9 @@ from hypothesis import strategies as st
 
 from fsd_core.console import run
 from fsd_core.errors import FsdError, causes
+from fsd_core.options import target_keywords
 from fsd_train.cli import main
-from fsd_train.commands.fit import HEAD, TrainCLI, config_errors, configured, quiet
+from fsd_train.commands.fit import HEAD, TrainCLI, config_errors, configured, quiet, run_errors
 from fsd_train.commands.recipe_keys import read_yaml
 from tests.families import altered, tiny_head
 from tests.fuzzing import FUZZ, JUNK, called, changed, places
@@ -93,11 +95,12 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "range": (["--model.optimizer.lr", "-1"], "model.optimizer: Invalid learning rate: -1"),
     "steps of a chain": (["--model.unroll_steps", "8"], "unroll_steps"),
     "noise": (["--model.noise", "-1"], "expected a number >= 0"),
-    "share of chains": (["--model.chain_share", "0"], "expected a number > 0"),
+    "share of chains": (["--model.chain_share", "0"], "expected a number <= 1 and > 0, got 0."),
     "optimizer": (["--model.optimizer", "torch.optim.Adamm"], "no attribute 'Adamm'"),
     "precision of weights": (["--trainer.precision", "bf16-true"], "Choose bf16-mixed, 16-mixed, 32-true"),
     "target": (["--model.target", "nowhere/at-all/x"], "nowhere/at-all/x"),
     "head as the target": (["--model.target", "head"], "head is a draft head, not a target: give it as drafter"),
+    "type of the target": (["--model.target_kwargs", "{dtype: float16}"], "target_kwargs.dtype: the trainer's options"),
     "tokenizer that is none": (["--data.tokenizer", "head"], "data.tokenizer: head has no tokenizer"),
     "answers": (["--data.train_files", "[none.jsonl]"], "none.jsonl"),
     "length of rows": (["--data.train_files", "[long.jsonl]", "--data.max_length", "999", *UNCACHED], "a row has 202"),
@@ -123,12 +126,12 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "draft vocabulary": (["--model.draft_vocab_size", "100"], "draft_vocab_size"),
     "null tokens": (["--config", "null.yaml"], "data.batch_tokens is null: give a value, or leave it out"),
     "null as an option": (["--data.batch_tokens", "null"], "data.batch_tokens: expected a whole number > 0, got null."),
-    "fraction": (["--data.batch_tokens", "1.5"], "data.batch_tokens: expected a whole number > 0, got '1.5'."),
-    "text for a share": (["--data.validation_fraction", "x"], "expected a number >= 0 and < 1, got 'x'."),
-    "no depth": (["--model.unroll_steps", "0"], "unroll_steps: expected a whole number >= 1 and <= 7, got 0."),
+    "fraction": (["--data.batch_tokens", "1.5"], "data.batch_tokens: expected a whole number > 0, got 1.5."),
+    "text for a share": (["--data.validation_fraction", "x"], "expected a number >= 0 and < 1, got x."),
+    "no depth": (["--model.unroll_steps", "0"], "fit: model.unroll_steps: expected a whole number >= 1 and"),
     "one file": (["--data.train_files", "a.jsonl"], "data.train_files: expected a list, got a.jsonl."),
-    "number or null": (["--model.draft_vocab_size", "0"], "expected a whole number > 0 or null, got 0."),
-    "one of some words": (["--model.head.layout", "eagle9"], "expected one of 'fsd', 'eagle', 'eagle3', got"),
+    "number or null": (["--model.draft_vocab_size", "0"], "fit: model.draft_vocab_size: expected a whole number >"),
+    "one of some words": (["--model.head.layout", "eagle9"], "fit: model.head.layout: expected one of 'fsd', 'eagle',"),
     "type of a loss": (["--config", "loss.yaml"], "loss: expected a class_path with init_args or text, got 5."),
     "argument of a loss, its type": (
         ["--model.loss", "fsd_train.losses.FsdLoss", "--model.loss.softness", "0"], "softness: expected a number > 0",
@@ -139,7 +142,7 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "option of another optimizer": (
         ["--model.optimizer", "torch.optim.SGD", "--model.optimizer.betas", "[0.9, 0.9]"], "betas",
     ),
-    "option of a callback": (["--config", "other-option.yaml"], "callbacks: this class has no option 'prompt_count'."),
+    "option of a callback": (["--config", "other-option.yaml"], "callbacks: Option 'prompt_count' is not accepted."),
     "class of a callback": (["--config", "no-class.yaml"], "trainer.callbacks: Problem with given class_path"),
     "steps between points": (["--config", "curve.yaml"], "every_n_train_steps: expected a whole number > 0, got 0."),
     "schedule by a metric": (
@@ -280,6 +283,17 @@ def test_a_recipe_that_cannot_be_read_is_named(text: bytes, said: str, tmp_path:
     assert read_yaml(path)["made"] == {"a": 1, "b": 3} and read_yaml(path)["more"] == {"a": 1, "b": 4}
 
 
+def test_a_machine_that_cannot_compile_is_no_bug() -> None:
+    """With CUDA steps are compiled by default, and images of containers often have no compiler."""
+
+    def backend(*_: Any) -> Any:
+        raise RuntimeError("Failed to find C compiler")
+
+    with pytest.raises(FsdError, match=r"torch.compile failed .*Failed to find C compiler.*set model.compile to false"):
+        with run_errors():
+            torch.compile(torch.sin, backend=backend)(torch.ones(2))
+
+
 def test_a_chain_of_causes_that_leads_into_itself_ends() -> None:
     first, second = FsdError("first"), ValueError("second")
     first.__cause__, second.__cause__ = second, first
@@ -300,3 +314,9 @@ def test_no_command_takes_a_head_for_its_target(command: str, here: Path) -> Non
     name, *options = command.split()
     status, _, err = call([name, "--target", "head", *options])
     assert (status, err.count("\n")) == (2, 1) and "head is a draft head, not a target: give it as drafter" in err
+
+
+def test_keywords_of_a_target_leave_out_what_options_choose() -> None:
+    """Given twice, they ended in a TypeError."""
+    with pytest.raises(ArgumentTypeError, match="dtype is no such keyword: .* have --dtype"):
+        target_keywords('{"dtype": "float16"}')

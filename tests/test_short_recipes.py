@@ -92,9 +92,11 @@ def test_the_keys_of_ones_own_module_are_not_known(tmp_path: Path) -> None:
         (["--model.head.layuot", "fsd"], "there is no --model.head.layuot. Did you mean 'layout'?"),
         (["--trainer.max_steps", "2"], "give a recipe: --config FILE"),
         (["--modl.unroll_steps", "2"], "there is no --modl. Did you mean 'model'?"),
+        (["--model.drafter=x"], "there is no --model.drafter of this module: it belongs to LMModule"),
     ):
         with pytest.raises(FsdError, match=re.escape(said)):
             check(words)
+    check(["--config", "smollm2-135m-dspark", "--model.head.rank", "3"])  # not an option of EAGLE heads
 
 
 def test_a_target_in_tensor_parallel_is_refused() -> None:

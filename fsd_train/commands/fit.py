@@ -85,6 +85,8 @@ class TrainCLI(LightningCLI):
             if not isinstance(section, Namespace):
                 raise FsdError(f"the section {name} holds no options. See recipes/template.yaml.")
         refuse_head(Path(self.config["model.init_args.target"]))
+        for name in {"dtype", "device"} & (self.config.get("model.init_args.target_kwargs") or {}).keys():
+            raise DataError(f"model.target_kwargs.{name}: the trainer's options choose it. Leave it out.")
         check_nulls("data", AnswersDataModule, sections["data"])
         check_nulls("model", class_of(self.config["model.class_path"]), self.config["model.init_args"])
         callbacks = sections["trainer"].get("callbacks")
@@ -304,11 +306,14 @@ def config_errors() -> Iterator[None]:
 
 @contextmanager
 def run_errors() -> Iterator[None]:
-    """Turn exceptions of Lightning and torch about settings and lost processes into FsdError."""
+    """Turn exceptions of Lightning and torch about settings, compilers and lost processes into FsdError."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise FsdError("the device is out of memory. Lower data.batch_tokens or model.unroll_steps.") from error
+    except torch._dynamo.exc.TorchDynamoException as error:
+        cure = "Install a C++ compiler, or set model.compile to false."
+        raise_ours(error, FsdError(f"torch.compile failed ({one_line(str(error))[:300]}). {cure}"))
     except (MisconfigurationException, ImportError, ValueError) as error:
         raise_ours(error, DataError(one_line(str(error))[:MAX_SAID]))
     except Exception as error:
@@ -326,14 +331,14 @@ def run_errors() -> Iterator[None]:
 def raise_ours(error: Exception, otherwise: FsdError | None) -> NoReturn:
     """Raise the innermost FsdError that led to ``error``, because libraries wrap exceptions.
 
-    If it was raised from another FsdError, such as that of a row without its place, the outer one of these is raised.
-    Without any, raise ``otherwise``, or ``error`` itself if that is None.
+    If it was raised from another FsdError, such as that of a row without its place, or one quotes it, as that of a
+    whole key does, the outer one of these is raised. Without any, raise ``otherwise``, or ``error`` if that is None.
     """
     inner: FsdError | None = None
     before: BaseException | None = None
     for cause in causes(error):
         if isinstance(cause, FsdError) and not isinstance(before, FsdError):
-            inner = cause
+            inner = cause if inner is None or str(cause) not in str(inner) else inner
         before = cause
     if inner is not None:
         raise inner  # it keeps its own cause, and must not become the cause of itself

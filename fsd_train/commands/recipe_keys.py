@@ -45,8 +45,9 @@ ELSEWHERE = {  # what other trainers call these
     "tp_size": "trainer.strategy: fsdp, which shards the target; there is no tensor parallelism (docs/training.md)",
     "bf16": "trainer.precision",
 }
-LIGHTNING = {"help", "config", "print_config"}
-KNOWN = ("", "trainer", "data", "model", "model.head")  # sections
+OF_PARSER = {"", "help", "config", "print_config", "class_path", "strict", "c"}  # options that are no keys
+# sections, and whose keys they have by default
+SECTIONS = {"": "", "trainer": "trainer", "data": "data", "model": "model.EagleModule", "model.head": "model.head"}
 
 
 def _fields(path: Path, name: str) -> frozenset[str]:
@@ -89,7 +90,8 @@ def check(words: Sequence[str]) -> None:
     recipes = {path: read_yaml(path) for path in map(find_recipe, given)}
     named = [each for recipe in recipes.values() if (each := _named(recipe))]
     kind = ["EagleModule", *named, *_values(words, "--model", "--model.class_path")][-1]
-    check_words(words, kind)
+    for section, key in _unknown(_options(words), kind):
+        raise FsdError(_said(section, key, "--"))
     if not given and not any(word.startswith(("--model", "--help", "-h", "--print_config")) for word in words):
         raise FsdError("give a recipe: --config FILE. `fsd-train new-recipe` writes one for your target.")
     for path, recipe in recipes.items():
@@ -97,29 +99,16 @@ def check(words: Sequence[str]) -> None:
             raise FsdError(f"{path}: {_said(section, key)}")
 
 
-def check_words(words: Sequence[str], kind: str = "EagleModule") -> None:
-    """Raise FsdError for an option of `fit` that names no key, such as --trainer.max_stepz.
-
-    Args:
-        words: the command line.
-        kind: class of the model; of one of the user's own no keys are known here.
-    """
+def _options(words: Sequence[str]) -> dict[str, Any]:
+    """Return the keys that options name, as in a recipe: {"trainer": {"max_steps": {}}} for --trainer.max_steps 3."""
+    made: dict[str, Any] = {}
     for word in words:
-        name = word.partition("=")[0]
-        if not name.startswith("--") or name == "--":
-            continue
-        section, dot, key = name[2:].partition(".")
-        if not dot or section not in TOP:
-            section, key = "", section
-        elif section == "model" and (key.split(".")[0] in ("class_path", "init_args", "help") or _is_own(kind)):
-            continue
-        elif section == "model" and key.startswith("head."):
-            section, key = "model.head", key.removeprefix("head.")
-        known = keys_of("model.EagleModule" if section == "model" else section) if section in KNOWN else None
-        key = key.partition(".")[0].removesuffix("+")
-        if known is not None and key not in known | LIGHTNING | {"strict", "c"}:
-            if section != "model" or not any(key in (keys_of(f"model.{one}") or ()) for one in MODELS):
-                raise FsdError(_said(section, key, "--"))
+        keys = word.partition("=")[0].removesuffix("+").removeprefix("--").split(".")
+        if word.startswith("--") and keys[-1] not in OF_PARSER:
+            place = made
+            for key in keys:
+                place = place if key == "init_args" else place.setdefault(key, {})
+    return made
 
 
 def _values(words: Sequence[str], *options: str) -> Iterator[str]:
@@ -185,24 +174,26 @@ def _unknown(recipe: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str]]:
         if not isinstance(values, Mapping) or "class_path" in values:
             continue
         if (known := keys_of(section)) is not None:
-            named = section if section in KNOWN else "model"
+            named = section if section in SECTIONS else "model"
             yield from ((named, str(key)) for key in values if key not in known)
 
 
 def _said(section: str, key: str, dashes: str = "") -> str:
     """Return an error about an unknown key, with the section to which it belongs or the key that was meant."""
     named = f"{dashes}{section}.{key}" if section else f"{dashes}{key}"
-    sections = {"": "", "trainer": "trainer", "data": "data", "model": "model.EagleModule", "model.head": "model.head"}
-    for other, where in sections.items():
+    for other, where in SECTIONS.items():
         if key in (keys_of(where) or ()) and other != section:
             place = f"in the section {other}" if other else "at the top level"
             return f"there is no {named}: {key} stands {place}."
     if key in ELSEWHERE:
         return f"there is no {named}: here it is {ELSEWHERE[key]}."
-    known = keys_of(sections.get(section, section)) or frozenset()
-    meant, listed = known, ", ".join(sorted(known))
+    known = meant = keys_of(SECTIONS[section]) or frozenset()
     if section == "model":
-        meant = frozenset().union(*(keys_of(f"model.{one}") or () for one in MODELS))
+        kinds = {one: keys_of(f"model.{one}") or frozenset() for one in MODELS}
+        if owners := [one for one, keys in kinds.items() if key in keys]:
+            return f"there is no {named} of this module: it belongs to {' and '.join(owners)} (model.class_path)."
+        meant = frozenset().union(*kinds.values())
+    listed = ", ".join(sorted(known))
     return f"there is no {named}.{did_you_mean(key, meant) or f' Known: {listed}.'}"
 
 
