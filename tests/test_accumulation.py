@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
-from fsd_train.models import DistillationModule, LMModule, MtpModule
+from fsd_train.models import BlockModule, BlockOptions, DistillationModule, LMModule, MtpModule
 from tests import train_toys
-from tests.loss_toys import VARIANTS
+from tests.loss_toys import VARIANTS, build_loss
 from tests.text_toys import write_rows
 from tests.train_toys import VOCAB, answers_of, eagle_module, save_toy_target
 
@@ -61,6 +61,12 @@ def head(rows: Path, loss: str, args: dict[str, Any], **options: Any) -> Distill
     return eagle_module(rows, loss=loss, loss_args=args or None, unroll_steps=3, step_decay=0.7, **options)
 
 
+def blocks(rows: Path, loss: str, confidence: bool = False) -> DistillationModule:
+    """A block head that trains on every root."""
+    options = BlockOptions(rank=8, layers=[0, 1], mask_token_id=3, confidence=confidence)
+    return BlockModule(str(rows / "target"), options, block_size=3, blocks=999, loss=build_loss(loss))
+
+
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found and any(float(value.abs().max()) > 1e-4 for value in expected.values())
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
@@ -74,6 +80,8 @@ MODULES: dict[str, Callable[[Path], DistillationModule]] = {
     },
     "eagle3": lambda rows: head(rows, "fsd", {}, head=EAGLE3, draft_vocab_size=40),
     "lm": lambda rows: LMModule(str(rows / "target"), str(rows / "small"), loss="kl_pq"),
+    "blocks": lambda rows: blocks(rows, loss="fsd"),
+    "blocks with confidence": lambda rows: blocks(rows, loss="kl_pq", confidence=True),
     "mtp": lambda rows: MtpModule(str(rows / "target"), loss="fsd"),
 }
 

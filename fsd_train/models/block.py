@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from lightning.pytorch.cli import OptimizerCallable
 from safetensors.torch import save_file
@@ -30,10 +31,10 @@ from fsd_infer.heads.weights import SINGLE
 from fsd_infer.targets.target import Target
 from fsd_train.data.packs import on_host
 from fsd_train.losses import DraftBatch, LMHead, Loss, has_feature_term
-from fsd_train.losses.base import TINY, LossIndex
+from fsd_train.losses.base import LossIndex
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.start import choose_draft_ids
-from fsd_train.models.unroll import supervised
+from fsd_train.models.unroll import supervised, totals
 from fsd_train.packed import TextMask, packed_attention
 from fsd_train.types import ChainSteps, NonNegativeInt, PositiveInt, Share
 
@@ -182,7 +183,10 @@ class BlockModule(DistillationModule):
     def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch:
         """Run blocks of a batch and return the supervised rows."""
         generator = torch.Generator().manual_seed(self._draw_seed(self._batch_number if self.training else 0))
-        plan = plan_blocks(on_host(batch, "loss_mask")[0], self.block_size, self.blocks, self.step_decay, generator)
+        plan = plan_blocks(
+            on_host(batch, "loss_mask")[0], self.block_size, self.blocks, self.step_decay, generator,
+            supervised_rows=batch.get("supervised") if self.training else None,
+        )  # fmt: skip
         rows = plan.rows.to(self.device)
         features, mask = self._target_features(batch)  # [1, M, F]
         hidden, previous = self._blocks(batch["input_ids"][0], features, mask, plan.roots)  # [B, K, H], [B, K]
@@ -315,8 +319,17 @@ class BlockPlan:
     rows: LossIndex
 
 
-def plan_blocks(loss_mask: Tensor, size: int, most: int, decay: float, generator: torch.Generator) -> BlockPlan:
+def plan_blocks(
+    loss_mask: Tensor,
+    size: int,
+    most: int,
+    decay: float,
+    generator: torch.Generator,
+    supervised_rows: np.ndarray | None = None,
+) -> BlockPlan:
     """Choose up to ``most`` roots among the supervised ones at random, and the rows of their slots.
+
+    Each block stands for as many roots as there are per chosen one, so batches weigh by all of their supervised rows.
 
     Args:
         loss_mask: [M], as of :func:`supervised`, in host memory.
@@ -324,10 +337,12 @@ def plan_blocks(loss_mask: Tensor, size: int, most: int, decay: float, generator
         most: blocks.
         decay: base of the weight decay^k of slot k.
         generator: of the choice.
+        supervised_rows: as of :func:`.plan_chains`.
     """
     wanted = supervised(loss_mask, size)  # [K, M]
     possible = wanted[0].nonzero().squeeze(1)
     first = possible[torch.randperm(len(possible), generator=generator)[:most].sort().values]  # [B] of slot 0
+    stands_for = len(possible) / max(len(first), 1)
     if not len(first):  # other ranks may wait for this one's gradients
         first = torch.zeros(1, dtype=torch.long)
     slots = torch.arange(size)
@@ -338,20 +353,20 @@ def plan_blocks(loss_mask: Tensor, size: int, most: int, decay: float, generator
     order = places[block, slot].argsort(stable=True)
     block, slot = block[order], slot[order]
     position, feature = places[block, slot].unique(return_inverse=True)  # [N], [R]
-    weight = decay ** slot.float()
     # whole blocks are chains
     number = torch.full(is_row.shape, -1).index_put((block, slot), torch.arange(len(slot)))  # of each row: [B, K]
     whole = is_row.all(1)
+    total, chain_total = totals(wanted.sum(1) if supervised_rows is None else supervised_rows, size, decay)
     rows = LossIndex(
         position,
         position_index=feature,
         step=slot,
-        weight=weight,
+        weight=stands_for * decay ** slot.float(),
         chains=number[whole].T,
-        stands_for=torch.ones(int(whole.sum())),
+        stands_for=torch.full((int(whole.sum()),), stands_for),
         ends=[0, *torch.bincount(feature, minlength=len(position)).cumsum(0).tolist()],
-        total=weight.sum().clamp_min(TINY),
-        chain_total=whole.sum(),
+        total=total,
+        chain_total=chain_total,
     )
     roots = first + 1  # slot 0 at position i estimates x_{i+2}, so the block's root is x_{i+1}
     return BlockPlan(roots, block * size + slot, rows)
