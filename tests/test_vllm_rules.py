@@ -283,6 +283,8 @@ def test_a_slot_begins_anew_with_each_request(option: str, steps: list[tuple[lis
         (Params(0.7, {"rule": "fly"}), "'fly' needs temperature 0"),
         (Params(0.7, {"rule": "asd"}), "'asd' needs temperature 0"),
         (Params(extra_args={"rule": "tilted", "only_in": "code"}), "only_in: a parameter of rules now"),
+        (Params(extra_args={"rules": "tilted:1"}), "rules: no field of these rules"),
+        (Params(extra_args={"quality": 0.9}), "quality: no field of these rules"),
         (Params(extra_args={"rule": "tilted:only_in=a..a"}), "two different tokens"),
     ],
 )

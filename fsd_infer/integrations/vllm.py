@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import FsdError, foreign_errors
+from fsd_core.registry import did_you_mean
 from fsd_core.tensors import to_device
 from fsd_infer.integrations.vllm_step import Chains, SchedulerStep
 from fsd_infer.rules import Exact, LossyRule, Rule, Tilted, parse_rule
@@ -85,6 +86,9 @@ class RuleRequest:
             raise ValueError(f"rule: {rule.name!r} needs the drafter's distribution, which vLLM does not hand over.")
         if extra.get("only_in") is not None:
             raise ValueError('only_in: a parameter of rules now: {"rule": "tilted:only_in=think"}.')
+        for name in extra.keys() - {"rule"}:  # others may be of other processors
+            if name == "quality" or did_you_mean(name, ["rule"]):
+                raise ValueError(f'{name}: no field of these rules, which take "rule" alone: {{"rule": "tilted:1"}}.')
         asked = cls(rule, params.temperature == 0)
         if asked.lossy and not asked.greedy and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0):
             raise ValueError(
