@@ -132,7 +132,7 @@ USES: dict[str, Callable[[], bool]] = {
     "RuleInputs.regret": lambda: INPUTS.regret is INPUTS.logprob_gap,
     "RuleInputs.chance": lambda: INPUTS.chance is INPUTS.accept_prob,
     "OutputDistribution.lifted": lambda: (
-        OutputDistribution.lifted(INPUTS, INPUTS.logprob_gap) == OutputDistribution.biased(INPUTS, INPUTS.logprob_gap)
+        OutputDistribution.lifted(INPUTS, INPUTS.logprob_gap).logit_bias is INPUTS.logprob_gap
     ),
     "RecycleDrafter(most=...)": lambda: RecycleDrafter(9, most=3).max_contexts == 3,
     "GraftedDrafter(side=...)": lambda: GraftedDrafter(NoDrafter(9), side=RecycleDrafter(9), nodes=2).grafted.width > 0,

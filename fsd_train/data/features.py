@@ -173,29 +173,31 @@ def cache_features(
     """
     directory = Path(directory)
     held = open_cache(directory, target)
-    todo: dict[str, Sequence[int] | Tensor] = {}
-    shown: dict[str, Callable[[], Inputs]] = {}
-    total = held.tokens
-    for number, ids in enumerate(sequences):
-        digest, inputs = (images or {}).get(number, ("", dict))
-        key = sequence_key(ids, digest)
-        if key in held or key in todo or not len(ids):
-            continue
-        if max_tokens is not None and total + len(ids) > max_tokens:
-            break
-        todo[key] = ids
-        if digest:
-            shown[key] = inputs
-        total += len(ids)
-    wanted = total - held.tokens
-    check_disk(directory, wanted * token_bytes(target))
-    bar = tqdm(
-        total=total, initial=held.tokens, unit="tok", unit_scale=True, desc="caching features", disable=not progress
-    )
-    with bar:
-        for shard in _divided(todo, shard_tokens):
-            _write_shard(target, shard, shown, directory, batch_tokens, bar)
-    held.release()
+    try:
+        todo: dict[str, Sequence[int] | Tensor] = {}
+        shown: dict[str, Callable[[], Inputs]] = {}
+        total = held.tokens
+        for number, ids in enumerate(sequences):
+            digest, inputs = (images or {}).get(number, ("", dict))
+            key = sequence_key(ids, digest)
+            if key in held or key in todo or not len(ids):
+                continue
+            if max_tokens is not None and total + len(ids) > max_tokens:
+                break
+            todo[key] = ids
+            if digest:
+                shown[key] = inputs
+            total += len(ids)
+        wanted = total - held.tokens
+        check_disk(directory, wanted * token_bytes(target))
+        bar = tqdm(
+            total=total, initial=held.tokens, unit="tok", unit_scale=True, desc="caching features", disable=not progress
+        )
+        with bar:
+            for shard in _divided(todo, shard_tokens):
+                _write_shard(target, shard, shown, directory, batch_tokens, bar)
+    finally:  # an error's traceback would keep the lock
+        held.release()
     return FeatureStore(directory)
 
 
