@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, OneCycleLR, StepLR
 
 from fsd_core.divergence import divergence, expand_draft
 from fsd_core.errors import CheckpointError, DataError
@@ -221,7 +221,13 @@ def test_bad_checkpoints_are_refused_before_training(toys: Path, checkpoint: Pat
             resumed(toys, tmp_path / "again", path, **options)
 
 
-@pytest.mark.parametrize("schedule", [None, partial(StepLR, step_size=2, gamma=0.5)])
+def chained(optimizer: Any) -> Any:
+    return ChainedScheduler([StepLR(optimizer, 2, 0.5), ConstantLR(optimizer, 0.1, 9)])
+
+
+@pytest.mark.parametrize(
+    "schedule", [None, partial(StepLR, step_size=2, gamma=0.5), chained, partial(OneCycleLR, total_steps=9)]
+)
 def test_options_of_the_optimizer_may_change_between_runs(schedule: Any, toys: Path, tmp_path: Path) -> None:
     """A lower learning rate was advised for a run that had diverged, and the checkpoint's was used in silence."""
 
@@ -230,12 +236,17 @@ def test_options_of_the_optimizer_may_change_between_runs(schedule: Any, toys: P
         seen: list[dict[str, Any]] = []
         module, rows = make(toys)
         module.scheduler_of, module.optimizer_of = schedule or module.scheduler_of, partial(AdamW, **options)
-        watch = LambdaCallback(on_train_batch_start=lambda run, *_: seen.append({**run.optimizers[0].param_groups[0]}))
+        if getattr(schedule, "func", None) is OneCycleLR:  # which moves betas, too
+            module.scheduler_of = partial(schedule, max_lr=options["lr"])
+        watch = LambdaCallback(
+            on_train_batch_start=lambda run, *_: seen.append(run.optimizers[0].param_groups[0] | {"params": 0})
+        )
         path = ckpt and tmp_path / "ckpt" / ckpt
         trainer(tmp_path, watch, steps=5, limit_val_batches=0).fit(module, rows, ckpt_path=path, weights_only=True)
         return seen
 
     before = groups(None, lr=1e-3, weight_decay=0.1)
+    assert groups("step=3.ckpt", lr=1e-3, weight_decay=0.1) == before[3:]
     after = groups("step=3.ckpt", lr=1e-5, weight_decay=0.2)
     assert [each["lr"] for each in after] == pytest.approx([each["lr"] / 100 for each in before[3:]])
     assert (before[3]["weight_decay"], after[0]["weight_decay"]) == (0.1, 0.2)

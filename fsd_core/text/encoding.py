@@ -161,12 +161,14 @@ def end_of_turn(tokenizer: Any) -> int | None:
 def turn_end(tokenizer: Any, ids: Sequence[int]) -> int:
     """Return how many of the ids that a template writes behind an answer end its turn; 0: none does.
 
-    They are those up to eos, or up to the end of the first special tokens in a row: later ones, such as an opening of
-    the next turn that a template always writes, come after the end.
+    They are the first special tokens in a row, up to eos. An opening of the next turn that a template always writes
+    comes after the end.
     """
     special = special_ids(tokenizer)
+    opening = render(tokenizer, [{"role": "user", "content": WORD}], False).partition(WORD)[0]
+    goes_on = special.difference(encode_rendered(tokenizer, opening))
     end = next((place for place, token in enumerate(ids) if token in special), -1) + 1
-    while 0 < end < len(ids) and ids[end] in special and ids[end - 1] != tokenizer.eos_token_id:
+    while 0 < end < len(ids) and ids[end] in goes_on and ids[end - 1] != tokenizer.eos_token_id:
         end += 1
     return end
 

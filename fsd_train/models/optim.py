@@ -113,9 +113,7 @@ class WarmupCosine(LRScheduler):
         return [base * factor for base in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the schedule is, without what the recipe says of it, which may change between runs."""
-        options = {"_passed", "base_lrs", "warmup_steps", "warmup_ratio", "final_lr"}
-        return {name: value for name, value in super().state_dict().items() if name not in options}
+        return {name: value for name, value in super().state_dict().items() if name != "_passed"}
 
 
 def cosine_factor(step: int, warmup: int, share: float, floor: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
@@ -36,6 +37,20 @@ def plain(value: Any) -> Any:
     return getattr(value, "__name__", type(value).__name__)
 
 
+def differing(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``now`` has otherwise than ``before``."""
+    return {name: value for name, value in now.items() if name not in before or before[name] != value}
+
+
+def renew(scheduler: Any, now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    """Let options of a schedule hold that changed between two runs, at whose starts its states were these."""
+    parts = [each.get("_schedulers", ()) for each in (vars(scheduler), now, before)]  # of a schedule made of others
+    for part, *states in zip(*parts, strict=False):
+        renew(part, *states)
+    changed = differing(now, before)
+    vars(scheduler).update({name: changed[name] for name in changed.keys() - {"_schedulers", "_last_lr"}})
+
+
 class RunModule(LightningModule):
     """LightningModule that trains the parameters of ``head`` that require gradients.
 
@@ -51,6 +66,9 @@ class RunModule(LightningModule):
         super().__init__()
         self.optimizer_of, self.scheduler_of = optimizer, lr_scheduler
         self._batches = 0  # training batches begun, those before a resume included
+        # what the recipe says of the optimizer and the schedule, and what that of the checkpoint said
+        self._given: dict[str, Any] = {}
+        self._before: dict[str, Any] | None = None
 
     @property
     def _trainer_or_none(self) -> Trainer | None:
@@ -96,18 +114,22 @@ class RunModule(LightningModule):
             raise DataError(f"model.optimizer: Invalid learning rate: {optimizer.param_groups[0]['lr']}")
         if isinstance(scheduler, WarmupCosine):
             scheduler.follow(self._completed_share)
-        self._given = [{**group, "params": None} for group in optimizer.param_groups]
+        given = [{name: each for name, each in group.items() if name != "params"} for group in optimizer.param_groups]
+        self._given = copy.deepcopy({"groups": given, "schedule": scheduler.state_dict()})
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """Let the recipe's options of the optimizer hold where those of a checkpoint have replaced them."""
-        if self.trainer.ckpt_path is None:
+        """Let what the recipe changed of the optimizer and the schedule hold, where the checkpoint's replaced it."""
+        if self.trainer.ckpt_path is None or self._before is None:
             return
         (optimizer,), scheduler = self.trainer.optimizers, self.lr_schedulers()
-        for group, given in zip(optimizer.param_groups, self._given, strict=True):
-            rate = group["lr"] * (given["initial_lr"] / (group["initial_lr"] or 1.0))  # as far below the peak as it was
-            group.update({**given, "params": group["params"], "lr": rate})
-        scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]  # type: ignore[union-attr]
+        states = self._given["groups"], self._before["groups"]
+        for group, now, before in zip(optimizer.param_groups, *states, strict=True):
+            changed = differing(now, before)
+            if "initial_lr" in changed:  # as far below the peak as it was
+                changed["lr"] = group["lr"] * (now["initial_lr"] / (before["initial_lr"] or 1.0))
+            group.update(changed)
+        renew(scheduler, self._given["schedule"], self._before["schedule"])
 
     def _completed_share(self, step: int) -> float:
         """Return the completed share of the run at the beginning of a step, 0 to 1: the larger share of steps or time.
@@ -153,12 +175,14 @@ class RunModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["hyper_parameters"] = self.settings
+        checkpoint["given"] = self._given
         checkpoint["batches"] = {"begun": self._batches, "replicas": self.trainer.world_size}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         trainer = self._trainer_or_none
         if self._in_training:
             check_classes(self.settings, checkpoint["hyper_parameters"], source_of(trainer))
+            self._before = checkpoint.get("given")  # of earlier versions there is none, and their options hold
         begun = checkpoint.get("batches", {"begun": 0, "replicas": 0})
         before, now = begun["replicas"], 1 if trainer is None else trainer.world_size
         self._batches = begun["begun"]
