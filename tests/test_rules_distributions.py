@@ -17,7 +17,17 @@ from scipy.special import rel_entr, softmax
 from torch import Tensor
 
 from fsd_infer import FsdError
-from fsd_infer.rules import Asd, Exact, Fly, OutputDistribution, RoundInput, RuleInputs, VocabRows, parse_rule
+from fsd_infer.rules import (
+    Asd,
+    Exact,
+    Fly,
+    LossyRule,
+    OutputDistribution,
+    RoundInput,
+    RuleInputs,
+    VocabRows,
+    parse_rule,
+)
 from fsd_infer.trees.tree import DraftTree
 from tests.covering import covering, fast_only
 from tests.output_probs import output_probs
@@ -207,8 +217,11 @@ def test_temperature_zero_emits_the_likeliest_token_of_the_distribution(spec: st
 
 # distributions of one's own -----------------------------------------------------------------------------------------
 
-REFUSED: dict[str, tuple[Callable[[RuleInputs], object], str]] = {
-    "the former order": (lambda inputs: OutputDistribution(inputs.has_q, inputs.logprob_gap), "takes inputs first now"),  # type: ignore[arg-type]
+REFUSED: dict[str, tuple[Callable[[RuleInputs], OutputDistribution], str]] = {
+    "the former order": (
+        lambda inputs: OutputDistribution(inputs.has_q, inputs.logprob_gap),  # type: ignore[arg-type]
+        "rule 'own': OutputDistribution takes inputs first now, not a Tensor",
+    ),
     "no bias": (lambda inputs: OutputDistribution.biased(inputs, None), "biased needs a logit_bias"),
     "a function without a bias": (lambda inputs: OutputDistribution.biased(inputs, lambda: None), "needs a logit_bias"),  # type: ignore[arg-type, return-value]
 }
@@ -218,8 +231,15 @@ REFUSED: dict[str, tuple[Callable[[RuleInputs], object], str]] = {
 @pytest.mark.parametrize("greedy", [True, False])
 def test_what_would_decode_exactly_in_silence_is_refused(form: str, greedy: bool) -> None:
     written, words = REFUSED[form]
+
+    class Own(LossyRule):
+        name = "own"
+
+        def output(self, inputs: RuleInputs) -> OutputDistribution:
+            return written(inputs)
+
     with pytest.raises(FsdError, match=words):
-        written(RuleInputs(tree_round(0, greedy=greedy)))
+        Own()(tree_round(0, greedy=greedy))
 
 
 def test_a_sampled_chain_needs_no_bias() -> None:

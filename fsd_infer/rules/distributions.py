@@ -61,13 +61,6 @@ class OutputDistribution:
     test: AcceptanceTest | None = None
     is_reducible: bool = False
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.inputs, RuleInputs):
-            raise FsdError(
-                f"OutputDistribution takes inputs first now, a RuleInputs, not {type(self.inputs).__name__}: "
-                "write OutputDistribution(inputs, applies, logit_bias)."
-            )
-
     @classmethod
     def target(cls, inputs: RuleInputs) -> OutputDistribution:
         """Return the distribution r = p, which costs nothing."""
