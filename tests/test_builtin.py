@@ -250,7 +250,11 @@ ABSURD: list[tuple[str, float]] = [
 ]  # fmt: skip
 DAMAGE: list[tuple[Callable[[Path], object], type[FsdError], str]] = [
     (lambda directory: (directory / "config.json").unlink(), ModelLoadError, "has no config.json"),
-    (lambda directory: (directory / "config.json").rename(directory / "q4.gguf"), ModelLoadError, "give the GGUF file"),
+    (
+        lambda directory: (directory / "config.json").rename(directory / "q4.gguf"),
+        ModelLoadError,
+        r"has no config.json: give the GGUF file, as .*q4\.gguf",
+    ),
     (lambda directory: (directory / "model.safetensors").unlink(), ModelLoadError, "no safetensors weights"),
     *((cut(keep), CheckpointError, r"model\.safetensors is truncated") for keep in (5, 200, -1)),
     *(

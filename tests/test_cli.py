@@ -105,10 +105,19 @@ def test_bad_input_ends_in_one_line(name: str, toy: Toy) -> None:
 
 
 DAMAGED = {  # a target's file: what is written to it, what is said
-    "config.json": ("{", "config.json: not JSON"),
-    "model.safetensors": ("", "model.safetensors is truncated or damaged"),
-    "generation_config.json": ("[1]", "generation_config.json is not a JSON object"),
-    "tokenizer.json": ("{", "Check its files: tokenizer.json"),
+    "config.json": (
+        "{",
+        "config.json: not JSON (Expecting property name enclosed in double quotes at column 2). Copy the model",
+    ),
+    "model.safetensors": (
+        "",
+        "model.safetensors is truncated or damaged (Error while deserializing header: header too small). Copy or fetch",
+    ),
+    "generation_config.json": (
+        "[1]",
+        "generation_config.json is not a JSON object. Copy the model again, or delete this file.",
+    ),
+    "tokenizer.json": ("{", "double quotes: line 1 column 2 (char 1) Check its files: tokenizer.json"),
 }
 
 

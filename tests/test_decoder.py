@@ -131,8 +131,9 @@ def test_names_that_mean_nothing(name: str, target: Target) -> None:
         load_drafter(name, target)
     assert "\n" not in str(refused.value)
     if name.startswith("self:") and "has no layer" not in NAMES[name]:  # told before a target is loaded
-        with pytest.raises(FsdError, match=NAMES[name]):
-            FuzzyDecoder.from_pretrained("no/target", f"{name}+lookup")
+        for given in (f"{name}+lookup", Path(name)):
+            with pytest.raises(FsdError, match=NAMES[name]):
+                FuzzyDecoder.from_pretrained("no/target", given)
 
 
 def test_end_tokens_that_the_vocabulary_lacks_are_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -85,7 +85,9 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "optimizer beside the model": (["--optimizer", "AdamW"], "optimizer"),
     "strategy": (["--trainer.strategy", "dpp"], "strategy='dpp'"),
     "strategy that is not installed": (["--trainer.strategy", "deepspeed_stage_2"], "DeepSpeed"),
-    "averaged shards": (["--trainer.strategy", "fsdp", "--trainer.callbacks+", AVERAGING], "weight averaging"),
+    "averaged shards": (
+        ["--trainer.strategy", "fsdp", "--trainer.callbacks+", AVERAGING], "fsdp does not support weight averaging",
+    ),
     "accelerator": (["--trainer.accelerator", "gpu"], "No supported gpu backend found"),
     "loss": (["--model.loss", "eagel"], "Did you mean 'eagle'?"),
     "earlier name of a loss": (["--model.loss", "reverse_kl"], "kl_pq is KL(p||q)"),
@@ -103,7 +105,10 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "type of the target": (["--model.target_kwargs", "{dtype: float16}"], "target_kwargs.dtype: the trainer's options"),
     "tokenizer that is none": (["--data.tokenizer", "head"], "data.tokenizer: head has no tokenizer"),
     "answers": (["--data.train_files", "[none.jsonl]"], "none.jsonl"),
-    "length of rows": (["--data.train_files", "[long.jsonl]", "--data.max_length", "999", *UNCACHED], "a row has 202"),
+    "length of rows": (
+        ["--data.train_files", "[long.jsonl]", "--data.max_length", "999", *UNCACHED],
+        "a row has 202 tokens, but the model has a context of 128",
+    ),
     "no files": (["--data.train_files", "[]"], "train_files is empty"),
     "features": (["--data.features", "nowhere"], "nowhere is not a feature cache"),
     "checkpoint": (["--ckpt_path", "none.ckpt"], "none.ckpt: no such checkpoint"),
@@ -124,7 +129,9 @@ NAMED: dict[str, tuple[list[str], str]] = {
          "--trainer.limit_val_batches", "1"], "val_",
     ),
     "draft vocabulary": (["--model.draft_vocab_size", "100"], "draft_vocab_size"),
-    "null tokens": (["--config", "null.yaml"], "data.batch_tokens is null: give a value, or leave it out"),
+    "null tokens": (
+        ["--config", "null.yaml"], "data.batch_tokens is null: give a value, or leave it out, which means 4096",
+    ),
     "null as an option": (["--data.batch_tokens", "null"], "data.batch_tokens: expected a whole number > 0, got null."),
     "fraction": (["--data.batch_tokens", "1.5"], "data.batch_tokens: expected a whole number > 0, got 1.5."),
     "text for a share": (["--data.validation_fraction", "x"], "expected a number >= 0 and < 1, got x."),

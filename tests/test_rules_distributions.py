@@ -8,19 +8,32 @@ import itertools
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy.special import rel_entr, softmax
+from torch import Tensor
 
 from fsd_infer import FsdError
-from fsd_infer.rules import Asd, Exact, Fly, RoundInput, RuleInputs, parse_rule
+from fsd_infer.rules import (
+    Asd,
+    Exact,
+    Fly,
+    LossyRule,
+    OutputDistribution,
+    RoundInput,
+    RuleInputs,
+    VocabRows,
+    parse_rule,
+)
+from fsd_infer.trees.tree import DraftTree
 from tests.covering import covering, fast_only
 from tests.output_probs import output_probs
 from tests.rules_enumeration import RULES, check_distribution
 from tests.rules_toy import TOYS, Toy, V
-from tests.tree_rounds import tree_round
+from tests.tree_rounds import chain_round, tree_round
 
 # Each rule on each toy, but reduced vocabularies and options only where they may matter.
 CASES = [
@@ -200,6 +213,61 @@ def test_temperature_zero_emits_the_likeliest_token_of_the_distribution(spec: st
                 assert verdict.tokens[row, 0] == choice
                 changed += choice != p.argmax()
         assert changed or spec == "lenient:0.9" or spec == "cactus:0.02"
+
+
+# distributions of one's own -----------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[Callable[[RuleInputs], OutputDistribution], str]] = {
+    "the former order": (
+        lambda inputs: OutputDistribution(inputs.has_q, inputs.logprob_gap),  # type: ignore[arg-type]
+        "rule 'own': OutputDistribution takes inputs first now, not a Tensor",
+    ),
+    "no bias": (lambda inputs: OutputDistribution.biased(inputs, None), "biased needs a logit_bias"),
+    "a function without a bias": (lambda inputs: OutputDistribution.biased(inputs, lambda: None), "needs a logit_bias"),  # type: ignore[arg-type, return-value]
+}
+
+
+@pytest.mark.parametrize("form", REFUSED)
+@pytest.mark.parametrize("greedy", [True, False])
+def test_what_would_decode_exactly_in_silence_is_refused(form: str, greedy: bool) -> None:
+    written, words = REFUSED[form]
+
+    class Own(LossyRule):
+        name = "own"
+
+        def output(self, inputs: RuleInputs) -> OutputDistribution:
+            return written(inputs)
+
+    with pytest.raises(FsdError, match=words):
+        Own()(tree_round(0, greedy=greedy))
+
+
+def test_a_sampled_chain_needs_no_bias() -> None:
+    inputs = RuleInputs(chain_round(0))
+    for bias in (None, inputs.logprob_gap, lambda: pytest.fail("a chain has no use for it")):
+        assert OutputDistribution.biased(inputs, bias).logit_bias is None
+
+
+CONDITIONS: dict[str, Callable[[VocabRows], Tensor | bool]] = {
+    "rows of q": lambda at: at.has_q & (at.q_logits.softmax(-1).amax(-1) > 0.3),
+    "true": lambda at: True,
+    "false": lambda at: at.inputs.tree.q_logits.shape[1] == 0,
+}
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_a_condition_is_asked_where_something_was_drafted(condition: str) -> None:
+    """A root alone has no q to read."""
+    holds: Any = CONDITIONS[condition]
+    inputs = RuleInputs(tree_round(0))
+    output = OutputDistribution.passing(inputs, -math.inf)
+    at = VocabRows.every(inputs)
+    wanted = output.applies & torch.as_tensor(holds(at)).expand(len(at.rows)).view_as(output.applies)
+    assert torch.equal(output.where(holds).applies, wanted)
+    logits = inputs.round.logits[:, :1]
+    root = DraftTree.root_only(inputs.tree.tokens[:, 0], logits.shape[-1])
+    alone = RuleInputs(RoundInput(root, logits, logits, True, None))
+    assert not OutputDistribution.passing(alone, -math.inf).where(holds).applies.any()
 
 
 # fly --------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
 
 import fsd_bench.worth
 from fsd_core.errors import FsdError
@@ -18,6 +19,7 @@ from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.recycle import RecycleDrafter
 from fsd_infer.drafters.session import DraftSession
 from fsd_infer.engine.drafts import FirstChoiceStats
+from fsd_infer.engine.state import DecodeState
 from fsd_infer.engine.stats import RowRecord
 from fsd_infer.rules import (
     Exact,
@@ -29,6 +31,7 @@ from fsd_infer.rules import (
     Rule,
     RuleInputs,
     Tilted,
+    TokenHistory,
     parse_rule,
 )
 from fsd_infer.rules.parameters import FORMER, parameter
@@ -126,14 +129,22 @@ def test_a_rule_may_have_a_parameter_of_any_name_but_the_shared_ones(unsaid: Non
 
 INPUTS: Any = RuleInputs(tree_round(0, greedy=True))
 GRAFT: Any = GraftedDrafter(NoDrafter(9), RecycleDrafter(9), nodes=2)
+STATE: Any = object.__new__(DecodeState)  # with what its properties read
+STATE.texts = TokenHistory([[7, 9, 8]])
+ONE_NAT: Any = OutputDistribution.biased(INPUTS, lambda: torch.ones_like(INPUTS.logprob_gap))
 RECORD, CHOICES = RowRecord([1]), FirstChoiceStats({"head": [[0.5]]})
 # a former name as its warning has it, and a use of it that is true
 USES: dict[str, Callable[[], bool]] = {
     "RuleInputs.regret": lambda: INPUTS.regret is INPUTS.logprob_gap,
     "RuleInputs.chance": lambda: INPUTS.chance is INPUTS.accept_prob,
     "OutputDistribution.lifted": lambda: (
-        OutputDistribution.lifted(INPUTS, INPUTS.logprob_gap).logit_bias is INPUTS.logprob_gap
+        OutputDistribution.lifted(INPUTS, lambda: INPUTS.logprob_gap).logit_bias is INPUTS.logprob_gap
     ),
+    "OutputDistribution.without_copies(inputs, n)": lambda: torch.equal(
+        ONE_NAT.without_copies(INPUTS, 1).logit_bias, ONE_NAT.without_copies(1).logit_bias
+    ),
+    "DecodeState.lengths": lambda: STATE.lengths.tolist() == [2],
+    "DecodeState.roots": lambda: STATE.roots.tolist() == [8],
     "RecycleDrafter(most=...)": lambda: RecycleDrafter(9, most=3).max_contexts == 3,
     "GraftedDrafter(side=...)": lambda: GraftedDrafter(NoDrafter(9), side=RecycleDrafter(9), nodes=2).grafted.width > 0,
     "GraftedDrafter.side": lambda: GRAFT.side is GRAFT.grafted,

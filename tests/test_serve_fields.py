@@ -46,7 +46,7 @@ def with_part(**part: Any) -> dict[str, Any]:
         (
             asked(messages=[{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]),
             400,
-            "messages[1]: a mess",
+            "messages[1]: a message of the role tool answers a call",
         ),
         (asked(tools=[], tool_choice="required"), 400, "tool_choice needs tools"),
         (asked(tool_choice="sometimes"), 400, "'tool_choice': expected 'none', 'auto' or 'required'"),

@@ -319,7 +319,13 @@ def test_a_server_may_set_a_default_and_a_limit(
     for rule in refused:
         with pytest.raises(ValueError, match=f"this server allows {most}"):
             RuleRequest.of(Params(extra_args={"rule": rule}))
-    for rule, why in ((refused[0], f"this server allows {most}"), ("fuzzyy", "unknown rule 'fuzzyy'")):
-        monkeypatch.setenv("FSD_VLLM_RULE", rule)
-        with pytest.raises(ValueError, match=f"FSD_VLLM_RULE or FSD_VLLM_MOST: rule: {why}"):
+    monkeypatch.setenv("FSD_VLLM_RULE", refused[0])
+    Server()  # whose requests may name the rules that it allows
+    with pytest.raises(ValueError, match=f"this server allows {most}"):
+        RuleRequest.of(Params())
+    for name, other in (("FSD_VLLM_RULE", "FSD_VLLM_MOST"), ("FSD_VLLM_MOST", "FSD_VLLM_RULE")):
+        monkeypatch.setenv(name, "fuzzyy")
+        monkeypatch.delenv(other)
+        with pytest.raises(ValueError, match=f"{name}: unknown rule 'fuzzyy'"):
             Server()
+        monkeypatch.setenv(other, "exact")

@@ -52,7 +52,7 @@ def check_calibrated(directory: Path) -> None:
 
     Also for a shipped head: a file in the package holds for every user, and the next installation replaces it.
     """
-    if SHIPPED in directory.parents:
+    if SHIPPED.resolve() in directory.resolve().parents:
         raise FsdError(
             f"{directory} is a part of the installed package, and the setting would be written into it: copy the head "
             f"(cp -r {directory} my-head), and name the copy (--drafter my-head)."
@@ -64,14 +64,19 @@ def check_calibrated(directory: Path) -> None:
 def write_calibrated(directory: Path, target: Target, setting: Calibrated) -> Path:
     """Add a setting to the drafter's file; it replaces one of the same target and temperature.
 
-    Raises CheckpointError if the file there is damaged.
+    Raises:
+        FsdError: the directory cannot be written.
+        CheckpointError: the file there is damaged.
     """
     file = directory / FILE
     entries = _entries(file) if file.exists() else []
     own = {"target": target.weights_digest(), **asdict(setting)}
     same = ("target", "temperature")
     entries = [entry for entry in entries if any(entry.get(key) != own[key] for key in same)]
-    write_json(file, {"version": 1, "settings": [*entries, own]}, indent=1)
+    try:
+        write_json(file, {"version": 1, "settings": [*entries, own]}, indent=1)
+    except OSError as error:
+        raise FsdError(f"{file} cannot be written ({error.strerror or error}): copy the drafter elsewhere.") from error
     return file
 
 

@@ -83,8 +83,8 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
 
 def check_name(drafter: object) -> None:
     """Raise FsdError for a malformed name that begins with "self:", which can be told before the target is loaded."""
-    if isinstance(drafter, str) and drafter.startswith(PREFIX):
-        Itself.parse(drafter.partition("+")[0])
+    if isinstance(drafter, str | Path) and str(drafter).startswith(PREFIX):
+        Itself.parse(str(drafter).partition("+")[0])
 
 
 def _default(target: Target) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fsd_core.former import say
 from fsd_core.tensors import kept_rows, to_device
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters.session import DraftSession
@@ -65,6 +66,18 @@ class DecodeState:
     @property
     def device(self) -> torch.device:
         return self.target.device
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] tokens that the target has read: ``texts.lengths - 1``, which had this name."""
+        say("DecodeState.lengths", "it is now texts.lengths - 1", 3)
+        return self.texts.lengths - 1
+
+    @property
+    def roots(self) -> Tensor:
+        """[B] ``texts.roots``, which had this name."""
+        say("DecodeState.roots", "it is now texts.roots", 3)
+        return self.texts.roots
 
     @property
     def asks_host(self) -> bool:

@@ -21,14 +21,13 @@ import os
 import time
 import warnings
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fsd_core.errors import FsdError, foreign_errors
+from fsd_core.errors import FsdError
 from fsd_core.registry import did_you_mean
 from fsd_core.tensors import to_device
 from fsd_infer.integrations.vllm_step import Chains, SchedulerStep
@@ -45,7 +44,6 @@ READ = {  # the fields of vLLM's interface that this module reads
     "LogitsContext": ("idx_mapping", "idx_mapping_np", "expanded_local_pos", "input_ids", "seq_lens_upper_bound_np"),
 }
 REPORT_EVERY = 10.0  # seconds
-_GREEDY = SimpleNamespace(extra_args=None, temperature=0.0)  # a request that names no rule
 
 log = logging.getLogger("vllm.fsd_infer")  # a child of vLLM's logger inherits its settings
 
@@ -135,13 +133,16 @@ class FuzzyRules(_Processor):
 
     Raises:
         ValueError: vLLM samples drafts, or does not verify them by its standard test, so the distribution would be
-            another. Or vLLM's interface has changed. Or requests without a rule would be refused.
+            another. Or vLLM's interface has changed. Or FSD_VLLM_RULE or FSD_VLLM_MOST is no rule.
     """
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         _check_version()
-        with foreign_errors(FsdError, "FSD_VLLM_RULE or FSD_VLLM_MOST: {why}"):  # before requests meet it
-            RuleRequest.of(_GREEDY)
+        for name in ("FSD_VLLM_RULE", "FSD_VLLM_MOST"):  # before requests meet it
+            try:
+                parse_rule(os.environ.get(name, "exact"))
+            except FsdError as error:
+                raise ValueError(f"{name}: {error}") from error
         speculative = vllm_config.speculative_config
         for name, wanted in (("draft_sample_method", "greedy"), ("rejection_sample_method", "standard")):
             if speculative is not None and getattr(speculative, name, wanted) != wanted:

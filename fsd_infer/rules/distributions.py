@@ -68,19 +68,28 @@ class OutputDistribution:
 
     @classmethod
     def biased(
-        cls, inputs: RuleInputs, logit_bias: Tensor | None, gain: VocabFunction | float = 1.0
+        cls, inputs: RuleInputs, logit_bias: Tensor | Callable[[], Tensor] | None, gain: VocabFunction | float = 1.0
     ) -> OutputDistribution:
         """Return r(y) ∝ p(y)·e^bias(y), with bias 0 for tokens that are not drafted; greedy: argmax ln p + bias.
 
         Args:
             inputs: of the round.
-            logit_bias: [B, N] nats per draft: at least 0, or -inf. ``inf`` restricts p to the children with ``inf``.
-                ``-inf`` keeps r(y) = p(y), and the other tokens share the remaining mass. At temperature 0 such a y is
-                emitted if it is the likeliest. A sampled chain has no use for it: None will do.
+            logit_bias: [B, N] nats per draft, or a function that returns them: at least 0, or -inf. ``inf`` restricts p
+                to the children with ``inf``. ``-inf`` keeps r(y) = p(y), and the other tokens share the remaining mass.
+                At temperature 0 such a y is emitted if it is the likeliest. A sampled chain has no use for it: None
+                will do.
             gain: bias of each token as a draft where drafts are drawn: contexts -> a tensor of the shape of their p, or
                 a number. There the distribution must not depend on what was drawn. So drafts are tested against r =
                 clip(q, p/Z, p·e^gain/Z), and fixed candidates have r = p·e^gain/Z.
+
+        Raises FsdError for None where drafts form no sampled chain.
         """
+        if inputs.is_chain:
+            logit_bias = None
+        elif callable(logit_bias):
+            logit_bias = logit_bias()
+        if logit_bias is None and not inputs.is_chain:
+            raise FsdError("OutputDistribution.biased needs a logit_bias, [B, N] nats, except for sampled chains.")
         if not inputs.sampled:
             return cls(inputs, inputs.tree.has_children, logit_bias)
 
@@ -88,10 +97,12 @@ class OutputDistribution:
             gains = gain(at) if callable(gain) else torch.full_like(at.log_p, gain)
             return clipped_distribution(at.log_p, at.proposal.log().masked_fill(at.fixed, math.inf), gains)
 
-        return cls.drawn(inputs, None if inputs.is_chain else logit_bias, log_r)
+        return cls.drawn(inputs, logit_bias, log_r)
 
     @classmethod
-    def lifted(cls, inputs: RuleInputs, lift: Tensor | None, gain: VocabFunction | float = 1.0) -> OutputDistribution:
+    def lifted(
+        cls, inputs: RuleInputs, lift: Tensor | Callable[[], Tensor] | None, gain: VocabFunction | float = 1.0
+    ) -> OutputDistribution:
         """Return :meth:`biased`, which had this name."""
         say("OutputDistribution.lifted", "it is now OutputDistribution.biased")
         return cls.biased(inputs, lift, gain)
@@ -185,18 +196,24 @@ class OutputDistribution:
         """Return the distribution restricted to contexts where ``holds``, with p elsewhere.
 
         Args:
-            holds: [B, N] bool; or a function from all contexts to [R] bool.
+            holds: [B, N] bool; or a function from all contexts to [R] bool or to one bool, not called for a root alone.
         """
         if not isinstance(holds, Tensor):
+            if self.applies.shape[1] == 1:  # nothing was drafted: there may be no row of q to read
+                return self
             self.inputs.compares = True
-            holds = holds(VocabRows.every(self.inputs)).view_as(self.applies)
+            holds = torch.as_tensor(holds(VocabRows.every(self.inputs)), device=self.applies.device)
+            holds = holds.view_as(self.applies) if holds.dim() else holds
         return replace(self, applies=self.applies & holds)
 
-    def without_copies(self, n: int) -> OutputDistribution:
+    def without_copies(self, n: int, *former: int) -> OutputDistribution:
         """Return the distribution with an exact test of tokens that repeat an n-gram of the texts.
 
         Such drafts get the bias -inf. A dense distribution gives such a y at most p(y); the excess is drawn from p.
         """
+        if former:  # the inputs came first
+            say("OutputDistribution.without_copies(inputs, n)", "leave inputs out", 3)
+            (n,) = former
         dense, inputs, logit_bias = self.log_r, self.inputs, self.logit_bias
         if logit_bias is not None:
             logit_bias = logit_bias.masked_fill(inputs.repeats_ngram(n), -math.inf)
