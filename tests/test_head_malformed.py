@@ -86,11 +86,13 @@ def test_any_option_of_a_config_may_be_anything(
     shutil.rmtree(directory)
 
 
+LAYERS = "transformer_layer_config"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 EMBEDDINGS, NORM, UP = "embed_tokens.weight", "layers.0.input_layernorm.weight", "layers.0.mlp.up_proj.weight"
 ROPE = {"rope_parameters": {"rope_type": "default"}}
 OF_TYPES = {"full_attention": {"rope_theta": 7.0}, "sliding_attention": {}}
 TIED = {EMBEDDINGS: torch.ones(97, 32), "lm_head.weight": None, "d2t": None, "t2d": None}
+BIASED = {f"midlayer.self_attn.{name}_proj.bias": torch.ones(rows) for name, rows in (("q", 32), ("k", 16), ("v", 16))}
 # a kind of head, what its config and its tensors have instead, and what is said of it
 FAULTS: list[tuple[str, Any, Any, str]] = [
     ("ours", b"[1, 2]", {}, "holds list, not an object"),
@@ -118,6 +120,8 @@ FAULTS: list[tuple[str, Any, Any, str]] = [
     ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, {}, "final features alone"),
     ("eagle3", {"logit_scale": 0.5}, {}, "logit_scale 0.5, which is not known here"),
     ("eagle3", {"layer_types": ["sliding_attention"], "sliding_window": 8}, {}, "attend to 8 tokens alone"),
+    ("eagle3", {"use_sliding_window": True, "sliding_window": "8"}, {}, "sliding_window .* must be a number, got '8'"),
+    ("eagle3", {}, BIASED, r"unexpected \['layers.0.self_attn.k_proj.bias', 'layers.0.self_attn.q_proj.bias'"),
     ("eagle3", {"draft_vocab_size": 77}, {}, f"draft_vocab_size is 77 .*, and {len(IDS)} by its tensors"),
     ("eagle3", {"rope_scaling": {"type": "linear", "factor": 2.0}, **ROPE}, {}, "says rope_type twice"),
     (
@@ -202,8 +206,16 @@ def renamed(by: Any) -> Any:
     return lambda stored: [stored.update({by(name): stored.pop(name)}) for name in list(stored)]
 
 
-# a kind of head, its tensors in another program's files, and further options there
+LONG = {"sliding_window": 4096.0, "layer_types": ["sliding_attention"]}  # beyond max_position_embeddings
+COPIED = {"logit_scale": 0.0625, "attention_value_scale": 0.7, "draft_vocab_size": 5, "target_hidden_size": 8}
+# a kind of head, its tensors in another program's files, and further options there: at the top, and of its layers
 SPELLINGS: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "below two modules": ("eagle", renamed(lambda name: f"model.draft_model.{name}"), {}),
+    "below one module twice": ("eagle3", renamed(lambda name: f"model.model.{name}"), {}),
+    "no window": ("eagle3", {}, {"use_sliding_window": True, "sliding_window": False, "norm_output": 0}),
+    "layers' options copied from a target": (
+        "speculators", {}, {"layer_types": ["full_attention"], "max_position_embeddings": 7, LAYERS: LONG | COPIED}
+    ),
     "below model.": ("eagle", renamed(lambda name: f"model.{name}"), {}),
     "below draft_model.": ("eagle3", renamed(lambda name: f"draft_model.{name}"), {}),
     "but its LM head": (
@@ -228,7 +240,9 @@ SPELLINGS: dict[str, tuple[str, Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_other_spellings_are_the_same_head(spelling: str, heads: Path, target: Target, tmp_path: Path) -> None:
-    source, tensors, config = SPELLINGS[spelling]
+    source, tensors, changes = SPELLINGS[spelling]
+    stored = json.loads((heads / source / "config.json").read_text())
+    config = {name: stored[name] | value if name == LAYERS else value for name, value in changes.items()}
     found = load_drafter(str(altered(heads / source, tmp_path / "head", config, tensors)), target)
     wanted = load_head(heads / source, target)
     assert isinstance(found, EagleDrafter) and options_of(found.head) == options_of(wanted)

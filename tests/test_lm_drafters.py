@@ -14,7 +14,7 @@ from fsd_infer.backends.cpu.packing import packed_products
 from fsd_infer.cli.main import main
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters import DraftRequest, GraftedDrafter, LMDrafter, NoDrafter, lm
-from fsd_infer.drafters.itself import Itself, round_weight, spelled
+from fsd_infer.drafters.itself import Itself, round_weight, spelled, with_layers
 from fsd_infer.drafters.lm import LMSession, warn_context
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.targets.weights import weight_rows
@@ -185,6 +185,9 @@ def test_names() -> None:
     assert Itself.parse("self:layers=0-2,7,9-9") == Itself((0, 1, 2, 7, 9))
     assert spelled((0, 1, 2, 7, 9, 10)) == "self:layers=0-2,7,9-10"
     target = toy("llama")
+    for numbers in ([1, 0], [1, 1], []):
+        with pytest.raises(FsdError, match="each once and in ascending order"):
+            with_layers(target, numbers, "some")
     target.config.num_kv_shared_layers = 1
     with pytest.raises(FsdError, match="depend on their numbers"):
         load_drafter("self:layers=0", target)

@@ -159,6 +159,8 @@ def drawn(seed: int) -> Odd:
         tensors |= {"norm.weight": norm(), "lm_head.weight": rand(V if ids is None else len(ids), H)}
     if ids is not None:
         tensors["d2t"] = torch.tensor(ids) - torch.arange(len(ids))
+    elif is_eagle3:
+        tensors["t2d"] = torch.ones(V + 1)  # not needed
     tensors |= {"embed_tokens.weight": rand(V, H)} if own_embeds else {}
     tensors |= {"fc.bias": rand(H)} if (fc_bias := not is_eagle3 and pick.random() < 0.5) else {}
     rope = pick.choice(ROPES)
@@ -174,13 +176,19 @@ def drawn(seed: int) -> Odd:
         for layer in range(layers):
             tensors |= {f"layers.{layer}.self_attn.{name}_norm.weight": norm(width) for name in "qk"}
     if pick.random() < 0.5:  # the tensors alone say what is biased
-        del config["attention_bias"], config["mlp_bias"]
+        config["attention_bias"] = None
+        del config["mlp_bias"]
     more = {"draft_vocab_size": V if ids is None else len(ids), "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
     return Odd(config | (more if is_eagle3 else {"bias": fc_bias}), tensors, is_eagle3)
 
 
 def write(odd: Odd, directory: Path, shards: int) -> Path:
-    (directory / "config.json").write_text(json.dumps(odd.config))
+    """Sizes that follow from others are null in configs of EAGLE-3, and missing in others."""
+    heads = odd.config["num_attention_heads"]
+    derived = {"num_key_value_heads": heads, "head_dim": H // heads}.items() & odd.config.items()
+    config = odd.config | dict.fromkeys(dict(derived))
+    config = config if odd.is_eagle3 else {name: value for name, value in config.items() if value is not None}
+    (directory / "config.json").write_text(json.dumps(config))
     names = sorted(odd.tensors)
     files = {f"model-{number}.safetensors": names[number::shards] for number in range(shards)}
     for file, held in files.items():
@@ -195,7 +203,7 @@ def plain() -> list[list[int]]:
     return plain_of(Target(tiny_target()), 8)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(8), 27, 39])  # the last two: normed, with sizes that follow from others
 def test_estimates_are_a_plain_computations(seed: int, tmp_path: Path) -> None:
     odd, target = drawn(seed), Target(tiny_target())
     drafter = load_drafter(str(write(odd, tmp_path, 1 + seed % 3)), target, TreeShape(3, 2, 8))

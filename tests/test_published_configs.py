@@ -14,6 +14,7 @@ import torch
 from fsd_core.errors import FsdError
 from fsd_infer import Target
 from fsd_infer.drafters.loading import load_drafter
+from fsd_infer.heads.stored_parts import plain_layer
 from tests.published_assistants import LAYER, TARGETS, TYPES, assisted_target, random_model
 from tests.published_blocks import RANK, THETA, WINDOW, H, Layout, States, tiny_target, z_lab
 from tests.published_heads import layout
@@ -63,13 +64,21 @@ def test_options_may_be_said_in_several_ways(way: str, tmp_path: Path) -> None:
     assert torch.equal(found.tokens, wanted.tokens) and torch.equal(found.q_logits, wanted.q_logits)
 
 
+@pytest.mark.parametrize(("said", "width"), [({"model_type": "qwen3"}, 128), ({"head_dim": None}, 4), ({}, 4)])
+def test_widths_that_a_config_leaves_out(said: dict[str, Any], width: int) -> None:
+    """Qwen3's configs have a default of their own."""
+    layer = plain_layer({"hidden_size": H, "num_attention_heads": 4, **said}, "qwen3")
+    assert (layer["head_dim"], layer["num_key_value_heads"]) == (width, 4)
+
+
 def test_names_of_model_optimizer(tmp_path: Path) -> None:
-    """Its DSpark heads have no modules for the correction and the confidence."""
+    """Its DSpark heads have no modules for the correction and the confidence. All may lie below further modules."""
     made = layout("dspark of SpecForge")
     names = {name: re.sub(r"logit_head\.(markov_head\.|confidence_head\.(?=proj))", "", name) for name in made.tensors}
     names = {name: re.sub("^proj", "confidence_proj", other) for name, other in names.items()}
     theirs = replace(made, tensors={names[name]: value for name, value in made.tensors.items()})
     assert {"markov_w1.weight", "confidence_proj.weight"} <= theirs.tensors.keys()
+    theirs = replace(theirs, tensors={f"model.draft_model.{name}": value for name, value in theirs.tensors.items()})
     found, wanted = (
         drafted(load_drafter(str(one.write(tmp_path / place)), target(), TREE), PROMPTS)
         for place, one in (("theirs", theirs), ("usual", made))
@@ -132,6 +141,8 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
     "fewer steps": ("mlp speculator", {"n_predict": 2}, "unexpected"),
     "ties that differ": ("mlp speculator", {"tie_weights": True}, "its emb.1.weight differs from emb.0.weight"),
     "an unknown tensor": ("mlp speculator, tied", {}, r"unexpected \['strange.weight'\]"),
+    "what P-EAGLE adds": ("dflash of z-lab", {}, r"unexpected \['draft_ids', 'mask_hidden'\]"),
+    "no epsilon": ("p-eagle", {"rms_norm_eps": None}, "does not describe a Llama layer .*'rms_norm_eps'"),
     "a width of its states": ("mlp speculator", {"inner_dim": 7}, "inner_dim is 7 in its config.json, and 12 by"),
     "a width of the target": ("mlp speculator", {"emb_dim": 99}, f"emb_dim is 99 in its config.json, and {H} by"),
     "a scale of its logits": ("medusa of vLLM", {"logit_scale": 0.5}, "logit_scale 0.5, which is not known"),
@@ -159,6 +170,9 @@ def test_what_cannot_be_told_or_run_is_refused_by_name(tmp_path: Path, fault: st
         made = replace(made, tensors={name: value for name, value in made.tensors.items() if name != "2.2.weight"})
     if fault == "an unknown tensor":
         made = replace(made, tensors={**made.tensors, "strange.weight": torch.ones(1)})
+    if fault == "what P-EAGLE adds":  # and a tensor of the target, which is left out
+        more = {name: torch.ones(1) for name in ("draft_ids", "mask_hidden", "x.verifier_norm.weight")}
+        made = replace(made, tensors=made.tensors | more)
     with pytest.raises(FsdError, match=words):
         load_drafter(str(made.write(tmp_path / "head", **changes)), target(), None)
 

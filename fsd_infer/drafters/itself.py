@@ -86,9 +86,13 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
         if None in ends or not 1 <= len(ends) <= 2 or not 0 <= ends[0] <= ends[-1] < MAX_LAYERS:  # type: ignore[operator]
             raise FsdError(f"{name}: {part!r} is neither a layer nor a range of layers; {_FORM}.")
         numbers += range(ends[0], ends[-1] + 1)  # type: ignore[operator, arg-type]
-    if numbers != sorted(set(numbers)):
-        raise FsdError(f"{name}: give each layer once, in ascending order.")
+    _check_order(name, numbers)
     return tuple(numbers)
+
+
+def _check_order(name: str, numbers: Sequence[int]) -> None:
+    if not numbers or list(numbers) != sorted(set(numbers)):
+        raise FsdError(f"{name}: give one layer or more, each once and in ascending order.")
 
 
 def spelled(layers: tuple[int, ...]) -> str:
@@ -105,8 +109,11 @@ def spelled(layers: tuple[int, ...]) -> str:
 def with_layers(target: Target, numbers: Sequence[int], name: str) -> Target:
     """Return the target with these decoder layers alone, counted from 0, in ascending order; no weights are copied.
 
-    Raises ModelLoadError if there is no such layer, or the family's layers cannot be left out.
+    Raises:
+        FsdError: no layers, a layer twice or out of order.
+        ModelLoadError: there is no such layer, or the family's layers cannot be left out.
     """
+    _check_order(name, numbers)
     target.layers(numbers)  # raises for unknown layers
     config, count = target.config, int(target.config.num_hidden_layers)
     if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "scale_attn_by_inverse_layer_idx", False):

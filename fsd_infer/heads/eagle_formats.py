@@ -16,6 +16,7 @@ from fsd_core.errors import CheckpointError
 from fsd_infer.heads.config import EagleConfig, default_fused_layers
 from fsd_infer.heads.stored_parts import (
     CONFIG,
+    DRAFT_IDS,
     EMBEDDINGS,
     FIRST_LAYER,
     LM_HEAD,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 # Names of config fields; all others are the same, except those of the layer.
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 EAGLE3_FIELDS = ("target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_OF_P_EAGLE = {DRAFT_IDS, "mask_hidden"}  # no parameters of an EAGLE head
 
 
 def eagle_head(config: Mapping[str, Any], weights: Weights, target: Target | None) -> StoredHead:
@@ -55,10 +57,10 @@ def eagle_head(config: Mapping[str, Any], weights: Weights, target: Target | Non
     """
     shapes = weights.shapes
     options = Options(config, "eagle_config")
-    _check_computed(options)
-    described, layer = options.layer, _layer(options.layer, shapes)
+    described, layer = options.layer, _layer(options.layer, shapes, "qwen2")
+    _check_computed(config, described)
     own = EMBEDDINGS in shapes and target is not None and not shares_table(weights, EMBEDDINGS, target)
-    names = parameters_of(weights) - (set() if own else {EMBEDDINGS})
+    names = parameters_of(weights) - _OF_P_EAGLE - (set() if own else {EMBEDDINGS})
     if shares_table(weights, LM_HEAD, target):
         names.remove(LM_HEAD)
     bias = "fc.bias" in names and (config.get("bias") is not False or bool(weights.read("fc.bias").any()))
@@ -74,8 +76,7 @@ def eagle_head(config: Mapping[str, Any], weights: Weights, target: Target | Non
 
 def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | None) -> StoredHead:
     """Return an EAGLE-3 head. Arguments and errors as of :func:`eagle_head`."""
-    options = Options(config, "eagle_config")
-    _check_computed(options)
+    options = Options(config, "eagle_config", in_layer=False)
     if options.get("use_aux_hidden_state") is False:
         raise CheckpointError(
             "it reads the target's final features alone (use_aux_hidden_state), by no layout known here. Use another."
@@ -86,17 +87,18 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
             "trained with."
         )
     shapes = weights.shapes
-    names = parameters_of(weights)
+    names = parameters_of(weights) - _OF_P_EAGLE
     # speculators copies the target's M-RoPE into the config and trains on tokens' positions in the text all the same
     described = options.layer
-    layer = _layer(described, shapes, not options.of_speculators, SLIDING if options.of_speculators else None)
-    made: dict[str, Any] = {name: options.get(name, False) for name in EAGLE3_FIELDS}
+    layer = _layer(described, shapes, "llama", not options.of_speculators, SLIDING if options.of_speculators else None)
+    _check_computed(config, described)
+    made: dict[str, Any] = {name: options.get(name) or False for name in EAGLE3_FIELDS}
     leaving = options.nested.get(AUX_IDS) or None
     fused, said = config.get(AUX_IDS) or leaving, made["target_hidden_size"]
     made["target_hidden_size"], count = _fused_width(shapes, fused, said, layer["hidden_size"])
     vocabulary, _ = _table(described, shapes, layer["hidden_size"])
     ids = read_draft_ids(weights, vocabulary)
-    check_said(options.get, draft_vocab_size=vocabulary if ids is None else len(ids))
+    check_said(config.get, draft_vocab_size=vocabulary if ids is None else len(ids))
     draft_ids = None if ids is None or len(ids) == vocabulary else ids.sort().values
     order = None if ids is None or bool((ids.diff() > 0).all()) else ids.argsort()
     head = EagleConfig(
@@ -121,16 +123,22 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
     return StoredHead(head, weights, {name: name for name in names}, draft_ids, order)
 
 
-def _layer(described: Mapping[str, Any], names: Collection[str], mrope: bool = True, rope_of: str | None = None) -> Any:
+def _layer(
+    described: Mapping[str, Any], names: Collection[str], biased_kind: str, mrope: bool = True,
+    rope_of: str | None = None,
+) -> Any:  # fmt: skip
     """Return what :func:`plain_layer` makes of Llama's layers with the norms and biases that the tensors name.
 
     Configs copy their target's model type, and may not say what is biased. Other missing fields have Llama's defaults,
-    not the target's values (a rotary base of 10000, for example).
+    not the target's values (a rotary base of 10000, for example). ``biased_kind`` is the type of layers of which
+    queries, keys and values alone are biased: Qwen2's in EAGLE-1/2; EAGLE-3 has none.
     """
     parts = ("self_attn.q_norm.weight", "self_attn.q_proj.bias", "self_attn.o_proj.bias", "mlp.up_proj.bias")
     normed, biased, biased_output, biased_mlp = (f"{FIRST_LAYER}{part}" in names for part in parts)
-    kind = "qwen3" if normed else "qwen2" if biased and not biased_output else "llama"
-    return plain_layer({"attention_bias": biased_output, "mlp_bias": biased_mlp, **described}, kind, mrope, rope_of)
+    kind = "qwen3" if normed else biased_kind if biased and not biased_output else "llama"
+    found = {"attention_bias": biased_output, "mlp_bias": biased_mlp}
+    unsaid = {name: value for name, value in found.items() if described.get(name) is None}
+    return plain_layer({**described, **unsaid}, kind, mrope, rope_of)
 
 
 def _fused_width(shapes: Mapping[str, tuple[int, ...]], ids: Any, width: Any, hidden_size: int) -> tuple[int, int]:
@@ -150,13 +158,18 @@ def _fused_width(shapes: Mapping[str, tuple[int, ...]], ids: Any, width: Any, hi
     return width, fused[1] // width
 
 
-def _check_computed(options: Options) -> None:
-    """Raise CheckpointError for layers that compute what no head's layers do here."""
-    check_uncomputed(options.get)
-    types = options.get("layer_types")
-    slides = SLIDING in types if isinstance(types, list) else options.get("use_sliding_window")
-    window = options.whole("sliding_window", 0) if slides else 0
-    if 0 < window < options.whole("max_position_embeddings", window + 1):
+def _check_computed(config: Mapping[str, Any], described: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a head, or layers ``described``, that compute what none does here.
+
+    Scales of a target that the layers' config copied are not the head's.
+    """
+    check_uncomputed(config.get)
+    types = described.get("layer_types")
+    slides = SLIDING in types if isinstance(types, list) else described.get("use_sliding_window")
+    window = (described.get("sliding_window") or 0) if slides else 0
+    if not isinstance(window, int | float):
+        raise CheckpointError(f"sliding_window in config.json must be a number, got {window!r:.60}.")
+    if window and window < (described.get("max_position_embeddings") or window + 1):
         raise CheckpointError(
             f"its layers attend to {window!r:.60} tokens alone (sliding_window), and EAGLE heads attend to all here: "
             "use a head with full attention."

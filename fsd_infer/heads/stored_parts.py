@@ -38,10 +38,10 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "logit_scale": (None, 1), "layernorms": (None, False),
 }  # fmt: skip
 _TOP = "transformer_layer_config"
-# no parameters: the target's tensors, which some files repeat, the draft vocabulary, and what P-EAGLE adds
-_IGNORED = {D2T, T2D, DRAFT_IDS, "mask_hidden", "verifier_lm_head.weight", "verifier_norm.weight"}
+_OF_TARGET = ("verifier_lm_head.weight", "verifier_norm.weight")  # ends of names of its tensors, which some repeat
+_MODULES = ("model.", "draft_model.")  # around a head
 # beginnings of tensors' names, and ours; the last two are of old speculators
-_RENAMED = {"draft_model.": "", "model.": "", MIDLAYER: FIRST_LAYER, "transformer.": FIRST_LAYER, "fusion_fc.": "fc."}
+_RENAMED = {MIDLAYER: FIRST_LAYER, "transformer.": FIRST_LAYER, "fusion_fc.": "fc."}
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,8 @@ class StoredHead:
 
 def our_name(stored: str, more: Mapping[str, str] | None = None) -> str:
     """Return our name of a head's tensor: without the names of modules around it, and renamed, as by ``more``."""
+    while stored.startswith(_MODULES):
+        stored = stored.partition(".")[2]
     for theirs, ours in {**_RENAMED, **(more or {})}.items():
         if stored.startswith(theirs):
             stored = ours + stored.removeprefix(theirs)
@@ -86,12 +88,18 @@ def flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def parameters_of(weights: Weights) -> set[str]:
-    """Return our names of the head's own parameters."""
-    return {name for name in weights.shapes if name not in _IGNORED and not is_unused(name)}
+    """Return our names of the head's own parameters: neither the target's tensors nor the draft vocabulary."""
+    names = weights.shapes.keys() - {D2T, T2D}
+    return {name for name in names if not name.endswith(_OF_TARGET) and not is_unused(name)}
 
 
 class Options:
     """The options of a config, wherever they lie: at the top, in a part of that name, or in the layers' config.
+
+    Args:
+        config: the whole.
+        part: the name.
+        in_layer: whether the layers' config may hold the head's own options.
 
     Attributes:
         nested: the part.
@@ -100,11 +108,11 @@ class Options:
         of_speculators: whether it is speculators'.
     """
 
-    def __init__(self, config: Mapping[str, Any], part: str) -> None:
+    def __init__(self, config: Mapping[str, Any], part: str, in_layer: bool = True) -> None:
         self.nested, self.layer = config.get(part) or {}, config.get(_TOP) or config
         if not isinstance(self.nested, Mapping) or not isinstance(self.layer, Mapping):
             raise CheckpointError(f"{part} or {_TOP} in its config.json is not an object.")
-        self._parts = (self.nested, config, self.layer)
+        self._parts = (self.nested, config, *([self.layer] if in_layer else []))
         told = (config.get(name) for name in ("architectures", "speculators_model_type", "model_type"))
         self.classes = " ".join(map(str, told))
         self.of_speculators = "speculators_model_type" in config
@@ -196,17 +204,22 @@ def plain_layer(config: Mapping[str, Any], kind: str, mrope: bool = True, rope_o
     multi = {name: rope.pop(name) for name in MROPE if name in rope}
     if any(share not in (None, 1) for share in (config.get(PARTIAL), rope.pop(PARTIAL, None))):
         logger.warning("the head turns all of its dimensions, as programs train it: its %s is not used.", PARTIAL)
-    known = {name: config[name] for name in LAYER_FIELDS if config.get(name) is not None and name != "rope_parameters"}
+    known = {name: config[name] for name in LAYER_FIELDS if name in config and name != "rope_parameters"}
     known |= {"rope_parameters": {"rope_type": "default", **rope}} if rope else {}
     # transformers may fail in any way on another program's values
     fault = "it does not describe a Llama layer ({why})."
     with foreign_errors(CheckpointError, fault):
         if "hidden_size" not in known:
             raise ValueError("it has no hidden_size")
-        check_layer({"hidden_size": known["hidden_size"], "model_type": kind}, known["hidden_size"])
+        size, heads = known["hidden_size"], known.get("num_attention_heads", 32)
+        check_layer({"hidden_size": size, "num_attention_heads": heads, "model_type": kind}, size)
+        derived = {"num_key_value_heads": heads, "head_dim": size // heads}
+        if kind == config.get("model_type") == "qwen3" and "head_dim" not in config:
+            del derived["head_dim"]  # Qwen3's own default
+        known |= {name: value for name, value in derived.items() if known.get(name) is None}
         layer = layer_of(AutoConfig.for_model(kind, **known))
     layer["rope_parameters"] |= multi if mrope else {}
-    check_layer(layer, known["hidden_size"])
+    check_layer(layer, size)
     return layer
 
 
@@ -251,6 +264,8 @@ def read_draft_ids(weights: Weights, vocabulary: Any) -> Tensor | None:
     """Return the target id of each row of the stored LM head [Vd], from ``d2t`` or ``t2d``; None: all ids in order."""
     shapes = weights.shapes
     rows = shapes.get(LM_HEAD, (vocabulary,))[0]
+    if D2T not in shapes and rows == vocabulary:
+        return None
     if shapes.get(T2D, (vocabulary,)) != (vocabulary,):
         raise CheckpointError(f"t2d is of shape {list(shapes[T2D])} for a vocabulary of {vocabulary!r:.60}. {AGAIN}")
     flags = weights.read(T2D, BOOLEANS) if T2D in shapes else torch.zeros(0)
@@ -258,8 +273,6 @@ def read_draft_ids(weights: Weights, vocabulary: Any) -> Tensor | None:
     if not bool((flags[drafted] == 1).all()):
         raise CheckpointError(f"t2d holds other numbers than 0 and 1. {AGAIN}")
     if D2T not in shapes:
-        if rows == vocabulary:
-            return None
         if len(drafted) != rows:
             raise CheckpointError(f"it drafts over {rows} of {vocabulary!r:.60} ids and has no d2t to say which.")
         return drafted
