@@ -99,6 +99,14 @@ def test_what_a_template_writes_after_the_end_of_a_turn_is_not_supervised(templa
     assert end.startswith(tokenizer.decode([end_of_turn(tokenizer)]))
 
 
+def test_an_opening_right_after_another_end_than_eos_is_not_supervised() -> None:
+    tokenizer = tiny_tokenizer(CHATML.replace(ASKED, "{{ '<|start|>assistant\n' }}").replace("<|end|>\n", "<|end|>"))
+    tokenizer.eos_token = "<|pad|>"
+    [sequence] = encode_conversation(tokenizer, [USER, BOT])
+    assert said(tokenizer, sequence) == BOT["content"] + "<|end|>"
+    assert tokenizer.decode([end_of_turn(tokenizer)]) == "<|end|>"
+
+
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_answers_of_weight_0_are_not_supervised(template: str) -> None:
     tokenizer = tiny_tokenizer(template)

@@ -149,28 +149,13 @@ def end_of_turn(tokenizer: Any) -> int | None:
     """
     if getattr(tokenizer, "chat_template", None):
         turns: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": WORD}]
-        suffix = encode_rendered(tokenizer, render(tokenizer, turns, False).partition(WORD)[2])
+        suffix = render(tokenizer, turns, False).partition(WORD)[2]
         special = special_ids(tokenizer)
-        for token in suffix:
+        for token in encode_rendered(tokenizer, suffix):
             if token in special:
                 return token
     own: int | None = tokenizer.eos_token_id
     return own
-
-
-def turn_end(tokenizer: Any, ids: Sequence[int]) -> int:
-    """Return how many of the ids that a template writes behind an answer end its turn; 0: none does.
-
-    They are the first special tokens in a row, up to eos. An opening of the next turn that a template always writes
-    comes after the end.
-    """
-    special = special_ids(tokenizer)
-    opening = render(tokenizer, [{"role": "user", "content": WORD}], False).partition(WORD)[0]
-    goes_on = special.difference(encode_rendered(tokenizer, opening))
-    end = next((place for place, token in enumerate(ids) if token in special), -1) + 1
-    while 0 < end < len(ids) and ids[end] in goes_on and ids[end - 1] != tokenizer.eos_token_id:
-        end += 1
-    return end
 
 
 def special_ids(tokenizer: Any) -> set[int]:

@@ -84,10 +84,7 @@ class OutputDistribution:
 
         Raises FsdError for None where drafts form no sampled chain.
         """
-        if inputs.is_chain:
-            logit_bias = None
-        elif callable(logit_bias):
-            logit_bias = logit_bias()
+        logit_bias = None if inputs.is_chain else logit_bias() if callable(logit_bias) else logit_bias
         if logit_bias is None and not inputs.is_chain:
             raise FsdError("OutputDistribution.biased needs a logit_bias, [B, N] nats, except for sampled chains.")
         if not inputs.sampled:

@@ -55,7 +55,7 @@ class ChainCache:
         return keys, values
 
 
-@dataclass(eq=False)  # torch 2.10 would compile anew for each value of a field of a frozen one
+@dataclass(eq=False)  # torch 2.10 compiles again for each value of a field of a frozen one
 class PackedMask(ABC):
     """Which keys each query of a sequence may attend to, known in host memory.
 
