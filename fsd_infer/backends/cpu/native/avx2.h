@@ -128,13 +128,18 @@ inline __m128i _mm_cvtneps_pbh(__m128 x) {
   return _mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_castsi256_si128(halves));
 }
 
-// sum + a · b of pairs of bf16 numbers, the second of each pair last.
+// The first numbers of pairs of bf16 numbers, or the second ones, which lie above.
+inline __m256 half_of_pairs(__m256i pairs, bool second) {
+  return _mm256_castsi256_ps(second ? _mm256_and_si256(pairs, _mm256_set1_epi32((int)0xFFFF0000)) : _mm256_slli_epi32(pairs, 16));
+}
+
+// Add a · b to a sum in its register. Left the choice, compilers move sums about until some are in memory.
+inline void add_product(__m256& sum, __m256 a, __m256 b) { asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b)); }
+
+// sum + a · b of pairs of bf16 numbers.
 inline __m256 of_pairs(__m256 sum, __m256i a, __m256i b) {
-  const auto first = [](__m256i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); };
-  const auto second = [](__m256i x) {
-    return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xFFFF0000)));
-  };
-  return _mm256_fmadd_ps(second(a), second(b), _mm256_fmadd_ps(first(a), first(b), sum));
+  const __m256 first = _mm256_fmadd_ps(half_of_pairs(a, false), half_of_pairs(b, false), sum);
+  return _mm256_fmadd_ps(half_of_pairs(a, true), half_of_pairs(b, true), first);
 }
 inline Floats _mm512_dpbf16_ps(Floats sum, Integers a, Integers b) {
   return {of_pairs(sum.low, a.low, b.low), of_pairs(sum.high, a.high, b.high)};

@@ -54,6 +54,13 @@ enum Layout : int { JOINED_32, JOINED_16, SEVEN_BITS, LAYOUTS };  // of Step: wi
 template <class F>
 constexpr Layout layout_of = !F::JOINED ? SEVEN_BITS : F::RUN == 32 ? JOINED_32 : JOINED_16;
 
+// x as products with other weights read it.
+#ifdef __AVX512F__
+using Plain = bf16;
+#else
+using Plain = float;
+#endif
+
 // x [rows, depth] as block products read it: in groups of equal size, of at most TOGETHER rows.
 class Interleaved {
   struct alignas(64) Line {
@@ -61,6 +68,7 @@ class Interleaved {
   };
   std::vector<Line> memory[LAYOUTS];
   size_t lines[LAYOUTS];  // of a group
+  std::vector<float> wide;  // x for other products, where they do not read bf16
   int rows = 0;
 
   // The largest of 32 bf16 numbers without signs, as bits.
@@ -141,6 +149,21 @@ class Interleaved {
   explicit Interleaved(bool many) : many(many && WIDENS) {}
 
   const void* numbers(Layout layout, int group) const { return memory[layout].data() + group * lines[layout]; }
+
+  void take_plain([[maybe_unused]] const bf16* x, [[maybe_unused]] int64_t count) {
+#ifndef __AVX512F__
+    wide.resize(std::max<size_t>(wide.size(), count));
+    for (int64_t at = 0; at < count; at += LANES) _mm512_storeu_ps(wide.data() + at, load(x + at));
+#endif
+  }
+
+  const Plain* plain_numbers([[maybe_unused]] const bf16* x) const {
+#ifdef __AVX512F__
+    return x;
+#else
+    return wide.data();
+#endif
+  }
 
   // The first row of a group.
   int first(int group) const { return rows * group / groups; }

@@ -157,24 +157,17 @@ class Multiplier : public Interleaved {
 
 #else
 
-// Rows whose sums, with x and weights, fit the registers, and the columns of their sums.
 #ifdef __AVX512F__
-template <int SIDE>
-constexpr int most = SIDE == WIDEST ? 6 : 12;
-template <int M, int SIDE>
-constexpr int together = SIDE;
-#else
-template <int SIDE>
-constexpr int most = 4;
-template <int M, int SIDE>
-constexpr int together = M > 2 ? LANES : 2 * LANES;
-#endif
 
-// OWN columns of tile(). Neither inlined nor with loops over rows: there, compilers keep the sums in memory.
-template <int M, int SIDE, int OWN, class Number>
-__attribute__((noinline)) void part_of_tile(const bf16* x, int64_t depth, const Number* panel, const Number* next, int lines,
-                                            float* sums) {
-  constexpr int V = OWN / LANES;
+template <int SIDE>
+constexpr int most = SIDE == WIDEST ? 6 : 12;  // rows whose sums, with x and weights, fit the registers
+
+// sums [M, SIDE] = x Wt for M rows and one panel, in registers. Each step prefetches `lines` cache lines, at most two, of
+// the next panel. Neither inlined nor with loops over rows: there, compilers keep the sums in memory.
+template <int M, int SIDE, class Number>
+__attribute__((noinline)) void tile(const bf16* x, int64_t depth, const Number* panel, const Number* next, int lines,
+                                    float* sums) {
+  constexpr int V = SIDE / LANES;
   __m512 sum[M][V];
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m)
@@ -197,18 +190,89 @@ __attribute__((noinline)) void part_of_tile(const bf16* x, int64_t depth, const 
     for (int v = 0; v < V; ++v) _mm512_storeu_ps(sums + m * SIDE + v * LANES, sum[m][v]);
 }
 
-// sums [M, SIDE] = x Wt for M rows and one panel, in registers. Each step prefetches `lines` cache lines, at most two, of
-// the next panel.
-template <int M, int SIDE, class Number>
-void tile(const bf16* x, int64_t depth, const Number* panel, const Number* next, int lines, float* sums) {
-  constexpr int OWN = together<M, SIDE>;
-  for (int at = 0; at < SIDE; at += OWN)
-    part_of_tile<M, SIDE, OWN>(x, depth, panel + 2 * at, next, at ? 0 : lines, sums + at);
+#else
+
+template <int SIDE>
+constexpr int most = 6;  // rows whose sums of 16 columns, with x and weights, fit the registers
+
+// Fetch what lies ahead of `count` numbers, so that memory is busy while they are multiplied. To the second cache, as
+// block products do.
+template <class Number>
+inline void fetch_ahead(const Number* numbers, int count) {
+  constexpr int AHEAD = 8192;  // bytes
+  for (int line = 0; line < count * (int)sizeof(Number); line += 64)
+    _mm_prefetch((const char*)numbers + AHEAD + line, _MM_HINT_T1);
 }
+
+// Add the products of `pairs` pairs of depth to sums [M, SIDE], of which these are the first OWN columns, or begin with them.
+// With `fetch`, ask for the panel's next parts. Neither inlined nor with loops over rows: there, compilers keep the sums in
+// memory.
+template <int M, int SIDE, int OWN>
+__attribute__((noinline)) void add_products(const float* x, int64_t depth, const bf16* panel, int64_t pairs, bool begin,
+                                            bool fetch, float* sums) {
+  constexpr int V = OWN / 8;
+  __m256 sum[M][V];
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) sum[m][v] = begin ? _mm256_setzero_ps() : _mm256_loadu_ps(sums + m * SIDE + v * 8);
+  for (int64_t k = 0; k < pairs; ++k) {
+    const bf16* const step = panel + k * 2 * SIDE;
+    if (fetch) fetch_ahead(step, 2 * SIDE);
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v += 2) {
+      Integers pairs;
+#pragma GCC unroll 2
+      for (int odd = 0; odd < 2; ++odd) {
+        if (odd == 0 || M > 2) {  // of many rows, the sums leave no registers for pairs
+          finish_stores();
+          pairs = widened(step + v * 16);
+          in_registers(pairs);
+        }
+        const __m256 low = half_of_pairs(pairs.low, odd), high = half_of_pairs(pairs.high, odd);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) {
+          const __m256 number = _mm256_broadcast_ss(x + m * depth + 2 * k + odd);
+          add_product(sum[m][v], number, low), add_product(sum[m][v + 1], number, high);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) _mm256_storeu_ps(sums + m * SIDE + v * 8, sum[m][v]);
+}
+
+// sums [M, SIDE] = x Wt for M rows and one panel. Sums of 16 or 32 columns fit the registers, so a part of the panel that
+// fits the first cache is read for all columns before the next part. fp8 numbers are widened there.
+template <int M, int SIDE, class Number>
+void tile(const float* x, int64_t depth, const Number* panel, const Number*, int, float* sums) {
+  constexpr int OWN = M > 2 ? LANES : 2 * LANES;
+  constexpr bool NARROW = sizeof(Number) < sizeof(bf16);
+  constexpr int64_t PART = OWN < SIDE || NARROW ? 64 : INT64_MAX / 2;  // pairs
+  alignas(64) bf16 wide[NARROW ? PART * 2 * SIDE : 1];
+  for (int64_t k = 0, pairs; k < depth / 2; k += pairs) {
+    pairs = std::min(PART, depth / 2 - k);
+    const Number* const part = panel + 2 * k * SIDE;
+    const bf16* from = (const bf16*)part;
+    if constexpr (NARROW) {
+      for (int64_t at = 0; at < pairs * 2 * SIDE; at += 2 * LANES) {
+        if (at % 64 == 0) fetch_ahead(part + at, 64);
+        _mm512_store_si512(wide + at, widened(part + at));
+      }
+      from = wide;
+    }
+    for (int at = 0; at < SIDE; at += OWN)
+      add_products<M, SIDE, OWN>(x + 2 * k, depth, from + 2 * at, pairs, k == 0, M > 1 && at == 0 && !NARROW, sums + at);
+  }
+}
+
+#endif
 
 class Multiplier : public Interleaved {
   template <class Number>
-  using Tile = void (*)(const bf16*, int64_t, const Number*, const Number*, int, float*);
+  using Tile = void (*)(const Plain*, int64_t, const Number*, const Number*, int, float*);
 
   template <int SIDE, class Number, int... M>
   static Tile<Number> tile_of(int count, std::integer_sequence<int, M...>) {
@@ -222,7 +286,7 @@ class Multiplier : public Interleaved {
   void shape_for_blocks(int, const Products&) {}
 
   template <int SIDE, class Number>
-  void operator()(int count, const bf16* x, int64_t depth, const Number* panel, const Number* next, int part, int parts,
+  void operator()(int count, const Plain* x, int64_t depth, const Number* panel, const Number* next, int part, int parts,
                   float* sums) const {
     constexpr int LINE = 64 / sizeof(Number), LINES = 2 * SIDE / LINE;
     const int first = LINES * part / parts, lines = parts == 1 ? 0 : LINES * (part + 1) / parts - first;
@@ -255,7 +319,7 @@ inline void block_panel_product(Multiplier& x, const fsd_linear& layer, int64_t 
 
 // Multiply any number of rows with one panel, in groups of nearly equal size; calls done(row, column, 16 sums).
 template <int SIDE, class Number, class Done>
-inline void panel_product(Multiplier& multiply, const bf16* x, int rows, int64_t depth, const Number* panel, Done done) {
+inline void panel_product(Multiplier& multiply, const Plain* x, int rows, int64_t depth, const Number* panel, Done done) {
   constexpr int MOST = most<SIDE>;
   const int groups = (rows + MOST - 1) / MOST;
   for (int group = 0, row = 0; group < groups; ++group) {
@@ -270,9 +334,13 @@ inline void panel_product(Multiplier& multiply, const bf16* x, int rows, int64_t
 
 // Read x for the panel_products that follow, in each layout that one of the layers needs.
 inline void take(Multiplier& multiply, const bf16* x, int rows, std::initializer_list<const fsd_linear*> layers) {
-  bool taken[LAYOUTS] = {};
+  bool taken[LAYOUTS] = {}, plain = false;
   for (const fsd_linear* layer : layers) {
-    if (!layer->kind || multiply.many) continue;
+    if (!layer->kind || multiply.many) {
+      if (!plain) multiply.take_plain(x, rows * layer->depth);
+      plain = true;
+      continue;
+    }
     const Layout layout = products_of(layer->kind).layout;
     if (!taken[layout]) multiply.take(x, rows, layer->depth, layout);
     taken[layout] = true;
@@ -289,8 +357,9 @@ inline void panel_product(Multiplier& multiply, const bf16* x, int rows, const f
     done(row, at, sum);
   };
   const auto packed = [&](auto* numbers) {
-    if (layer.side == WIDEST) panel_product<WIDEST>(multiply, x, rows, layer.depth, numbers, finished);
-    else panel_product<WIDEST / 2>(multiply, x, rows, layer.depth, numbers, finished);
+    const Plain* const plain = multiply.plain_numbers(x);
+    if (layer.side == WIDEST) panel_product<WIDEST>(multiply, plain, rows, layer.depth, numbers, finished);
+    else panel_product<WIDEST / 2>(multiply, plain, rows, layer.depth, numbers, finished);
   };
   if (layer.kind && multiply.many) packed(widened(multiply, layer, start));
   else if (layer.kind) block_panel_product(multiply, layer, start, finished);
