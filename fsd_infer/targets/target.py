@@ -136,9 +136,10 @@ class Target(CachedModel):
         return any(isinstance(part, TreeReader) for part in self.decoder.modules())
 
     @property
-    def has_blocks(self) -> bool:
-        """Whether weights are held in the blocks of a quantised file."""
-        return any(format_of(part) == "blocks" for part in self.decoder.modules())
+    def weight_format(self) -> str:
+        """The format of packed weights, "blocks" if some are as a quantised file has them; "" if none are packed."""
+        formats = {format_of(part) for part in self.decoder.modules()}
+        return "blocks" if "blocks" in formats else max(formats)
 
     @property
     def vocab_size(self) -> int:
