@@ -104,11 +104,15 @@ int64_t fsd_block_side() { return BLOCK_SIDE; }
 // y [rows, columns] of x [rows, depth]. many: widen weights in blocks to bf16 first where that is faster,
 // as prompts do.
 void fsd_linear_forward(const bf16* x, const fsd_linear* layer, bf16* y, int64_t rows, int many, int threads) {
+  constexpr int64_t TOGETHER_AT_MOST = 256;  // rows, since a thread may hold them in another layout
 #pragma omp parallel num_threads(threads)
   {
     Multiplier multiply(many);
-    product(multiply, x, (int)rows, {layer},
-            [&](int row, int64_t column, auto sum) { store(y + row * layer->columns + column, sum); });
+    for (int64_t first = 0; first < rows; first += TOGETHER_AT_MOST) {
+      bf16* const to = y + first * layer->columns;
+      product(multiply, x + first * layer->depth, (int)std::min(rows - first, TOGETHER_AT_MOST), {layer},
+              [&](int row, int64_t column, auto sum) { store(to + row * layer->columns + column, sum); });
+    }
   }
 }
 
