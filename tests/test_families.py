@@ -184,6 +184,17 @@ def test_heads_read_no_inner_streams() -> None:
         FuzzyDecoder(target, drafter_of("fused", target)).generate(prompts, **LIMITS)
 
 
+@pytest.mark.parametrize("family", ["bert", "rembert", "modernbert-decoder"])
+def test_heads_share_no_lm_head_of_more_than_one_map(family: str) -> None:
+    """RemBERT's first map widens, and ModernBERT calls the last one its decoder. Other drafters need no such head."""
+    ends = {"bos_token_id": 1, "eos_token_id": 2} if family == "modernbert-decoder" else {}
+    target = Target(tiny_model(family, is_decoder=True, output_embedding_size=48, **ends))
+    with pytest.raises(ModelLoadError, match="does more than a linear map"):
+        tiny_head(target, layout="eagle3")
+    answers = FuzzyDecoder(target, drafter_of("oracle", target)).generate(tiny_prompts(), **LIMITS)
+    assert answers.sequences == reference(target.model, tiny_prompts(), **LIMITS)
+
+
 @pytest.mark.parametrize("layout", ["fsd", "eagle3"])
 def test_a_new_heads_layer_has_the_sizes_of_the_first_where_layers_differ(layout: str) -> None:
     """Gemma-4's layers of full attention have wider heads and fewer keys."""
