@@ -94,17 +94,17 @@ class ModelSizes:
 def sizes_of(target: Target) -> ModelSizes:
     """Return the sizes of a target, with or without values."""
     config, hidden = target.config, target.hidden_size
-    heads = int(llama_layer(config, hidden)["num_attention_heads"])  # of a head's layer, where the target has none
+    layer = llama_layer(config, hidden)  # of a head, where the target says nothing or its layers differ
     return ModelSizes(
         name=target.name,
         family=config.model_type,
         parameters=count_weights(target.model),
         hidden_size=hidden,
-        intermediate_size=int(getattr(config, "intermediate_size", None) or 4 * hidden),
+        intermediate_size=layer["intermediate_size"],
         layers=int(config.num_hidden_layers),
-        heads=heads,
-        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
+        heads=layer["num_attention_heads"],
+        kv_heads=layer["num_key_value_heads"],
+        head_dim=layer["head_dim"],
         vocab_size=target.vocab_size,
         positions=target.max_positions,
     )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
+from fsd_bench.planned import sizes_of
 from fsd_core.errors import ModelLoadError
 from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.device.cache import cache_argument
@@ -181,6 +182,31 @@ def test_heads_read_no_inner_streams() -> None:
     assert answers.sequences == reference(target.model, prompts, **LIMITS)
     with pytest.raises(ModelLoadError, match="several streams"):
         FuzzyDecoder(target, drafter_of("fused", target)).generate(prompts, **LIMITS)
+
+
+@pytest.mark.parametrize("family", ["bert", "rembert", "modernbert-decoder"])
+def test_heads_share_no_lm_head_of_more_than_one_map(family: str) -> None:
+    """RemBERT's first map widens, and ModernBERT calls the last one its decoder. Other drafters need no such head."""
+    ends = {"bos_token_id": 1, "eos_token_id": 2} if family == "modernbert-decoder" else {}
+    target = Target(tiny_model(family, is_decoder=True, output_embedding_size=48, **ends))
+    with pytest.raises(ModelLoadError, match="does more than a linear map"):
+        tiny_head(target, layout="eagle3")
+    answers = FuzzyDecoder(target, drafter_of("oracle", target)).generate(tiny_prompts(), **LIMITS)
+    assert answers.sequences == reference(target.model, tiny_prompts(), **LIMITS)
+
+
+@pytest.mark.parametrize("layout", ["fsd", "eagle3"])
+def test_a_new_heads_layer_has_the_sizes_of_the_first_where_layers_differ(layout: str) -> None:
+    """Gemma-4's layers of full attention have wider heads and fewer keys."""
+    sizes = dict(num_hidden_layers=6, head_dim=8, global_head_dim=16, num_global_key_value_heads=1)
+    own: dict[str, Any] = dict(vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=8, attention_k_eq_v=True)
+    target, prompts = Target(tiny_model("gemma4_text", sliding_window=WINDOW, **sizes, **own)), tiny_prompts()
+    head = tiny_head(target, layout=layout)
+    layer, planned = head.head.config.layer, sizes_of(target)
+    assert (layer["model_type"], layer["head_dim"], layer["num_key_value_heads"]) == ("llama", 8, 2)
+    assert (planned.head_dim, planned.kv_heads, planned.intermediate_size) == (8, 2, 64)
+    answers = FuzzyDecoder(target, head).generate(prompts, **LIMITS)
+    assert answers.sequences == reference(target.model, prompts, **LIMITS)
 
 
 @pytest.mark.parametrize(("family", "seen"), [("deepseek_v32", 6), ("glm_moe_dsa", 6), ("glm_moe_dsa", 64)])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -220,7 +221,11 @@ def test_temperature_zero_emits_the_likeliest_token_of_the_distribution(spec: st
 REFUSED: dict[str, tuple[Callable[[RuleInputs], OutputDistribution], str]] = {
     "the former order": (
         lambda inputs: OutputDistribution(inputs.has_q, inputs.logprob_gap),  # type: ignore[arg-type]
-        "rule 'own': OutputDistribution takes inputs first now, not a Tensor",
+        "OutputDistribution takes inputs first now, not a Tensor: write OutputDistribution.inputs",
+    ),
+    "the former order, restricted": (
+        lambda inputs: OutputDistribution(inputs.has_q, inputs.logprob_gap).where(inputs.has_q),  # type: ignore[arg-type]
+        "OutputDistribution takes inputs first now, not a Tensor",
     ),
     "no bias": (lambda inputs: OutputDistribution.biased(inputs, None), "biased needs a logit_bias"),
     "a function without a bias": (lambda inputs: OutputDistribution.biased(inputs, lambda: None), "needs a logit_bias"),  # type: ignore[arg-type, return-value]
@@ -268,6 +273,22 @@ def test_a_condition_is_asked_where_something_was_drafted(condition: str) -> Non
     root = DraftTree.root_only(inputs.tree.tokens[:, 0], logits.shape[-1])
     alone = RuleInputs(RoundInput(root, logits, logits, True, None))
     assert not OutputDistribution.passing(alone, -math.inf).where(holds).applies.any()
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_functions_of_rules_may_read_q_where_lookups_gave_none(greedy: bool) -> None:
+    """Their answers count nowhere, and what needs no q goes on."""
+    round = tree_round(0, greedy=greedy)
+    width = round.logits.shape[-1]
+    tree = replace(round.tree, q_logits=torch.empty(len(round.tree.tokens), 0, width))
+    inputs = RuleInputs(replace(round, tree=replace(tree, q_index=torch.full_like(tree.q_index, -1))))
+    at = VocabRows.every(inputs)
+    assert at.q_logits.shape == (len(at.rows), width) and inputs.log_q.isneginf().all()
+    output = OutputDistribution.passing(inputs, -math.inf)
+    close = output.where(lambda at: at.has_q & (at.q_logits.softmax(-1).amax(-1) > 0.3))
+    assert output.applies.any() and not close.applies.any()
+    either = output.where(lambda at: (at.q_logits.argmax(-1) > 3) & at.has_q | (at.log_p.amax(-1) < 0))
+    assert torch.equal(either.applies, output.applies)
 
 
 # fly --------------------------------------------------------------------------------------------------------------

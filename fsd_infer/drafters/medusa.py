@@ -126,7 +126,7 @@ class MedusaDrafter(StepDrafter):
                 "share one, or the target's. Copy them again."
             )
         with torch.device("meta"):
-            biases = "blocks.0.0.linear.bias" in names, False
+            biases = "blocks.0.0.linear.bias" in names or bool(config.get("medusa_fc_bias")), False
             made = MedusaHeads(len(heads), len(layers), size, rows, lm_heads, biases)
         made = filled(made, weights, names, target)
         if ids is None:

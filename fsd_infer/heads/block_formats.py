@@ -87,7 +87,7 @@ def _described(
 ) -> tuple[BlockConfig, list[int], Tensor | None]:
     """Return the head's config, the order of the layers as stored, and its draft ids."""
     check_uncomputed(options.get)
-    if options.get("use_aux_hidden_state") is False:
+    if not options.get("use_aux_hidden_state", True):
         raise CheckpointError(
             "its config.json has use_aux_hidden_state False, which is not known here. Use another head."
         )
@@ -121,8 +121,6 @@ def _described(
 def _fills_in(options: Options, names: Collection[str]) -> bool:
     """Whether slots estimate the tokens at their own positions."""
     said, shifted, classes = options.get("sample_from_anchor"), options.get("shift_label"), options.classes
-    if not {type(said), type(shifted)} <= {bool, type(None)}:
-        raise CheckpointError("sample_from_anchor and shift_label in its config.json must be true or false.")
     if said is not None:
         return not said
     if options.of_speculators and "dspark" in classes.lower():

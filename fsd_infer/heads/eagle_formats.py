@@ -24,6 +24,7 @@ from fsd_infer.heads.stored_parts import (
     T2D,
     Options,
     StoredHead,
+    agreed,
     check_said,
     check_uncomputed,
     layer_count,
@@ -63,7 +64,8 @@ def eagle_head(config: Mapping[str, Any], weights: Weights, target: Target | Non
     names = parameters_of(weights) - _OF_P_EAGLE - (set() if own else {EMBEDDINGS})
     if shares_table(weights, LM_HEAD, target):
         names.remove(LM_HEAD)
-    bias = "fc.bias" in names and (config.get("bias") is not False or bool(weights.read("fc.bias").any()))
+    said = agreed("bias", (config.get(name) for name in ("bias", "fusion_bias")))  # None: the tensors tell
+    bias = bool(said) if "fc.bias" not in names else said is None or bool(said) or bool(weights.read("fc.bias").any())
     vocabulary, embed_size = _table(described, shapes, layer["hidden_size"])
     check_said(config.get, draft_vocab_size=vocabulary)
     sizes = {"hidden_size": layer["hidden_size"], "vocab_size": vocabulary, "embed_size": embed_size}
@@ -77,7 +79,7 @@ def eagle_head(config: Mapping[str, Any], weights: Weights, target: Target | Non
 def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | None) -> StoredHead:
     """Return an EAGLE-3 head. Arguments and errors as of :func:`eagle_head`."""
     options = Options(config, "eagle_config", in_layer=False)
-    if options.get("use_aux_hidden_state") is False:
+    if not options.get("use_aux_hidden_state", True):
         raise CheckpointError(
             "it reads the target's final features alone (use_aux_hidden_state), by no layout known here. Use another."
         )

@@ -33,6 +33,8 @@ LAYER_FIELDS = (
 
 def llama_layer(config: Any, hidden_size: int) -> dict[str, Any]:
     """Return a Llama layer with a target's sizes, as :attr:`EagleConfig.layer`."""
+    if getattr(config, "is_heterogeneous", False):  # Gemma-4 has heads of two widths: those of the first layer
+        config = config.per_layer_config[0]
     heads = int(getattr(config, "num_attention_heads", None) or max(hidden_size // 64, 1))  # Mamba has none
     theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
     return {

@@ -37,6 +37,13 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "attention_value_scale": (None, 1), "output_multiplier": (None, 1), "is_neox_style": (None, True),
     "logit_scale": (None, 1), "layernorms": (None, False),
 }  # fmt: skip
+# options that are true or false: text such as "false" would count as true
+_FLAGS = {
+    "bias", "causal", "fc_norm", "fusion_bias", "grounded_heads", "is_causal", "medusa_fc_bias", "norm_before_fc",
+    "norm_before_residual", "norm_output", "sample_from_anchor", "scale_input", "shift_label",
+    "sliding_window_non_causal", "tie_weights", "tie_word_embeddings", "use_aux_hidden_state", "use_sliding_window",
+    "use_swa",
+}  # fmt: skip
 _TOP = "transformer_layer_config"
 _OF_TARGET = ("verifier_lm_head.weight", "verifier_norm.weight")  # ends of names of its tensors, which some repeat
 _MODULES = ("model.", "draft_model.")  # around a head
@@ -159,6 +166,15 @@ def check_uncomputed(option: Callable[[str], Any]) -> None:
             raise CheckpointError(
                 f"its config.json has {name} {said!r:.60}, which is not known here. Use another head."
             )
+
+
+def check_flags(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a config, or a part of it, with an option that must be true or false and is not."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            check_flags(value)
+        elif name in _FLAGS and value not in (None, True, False):
+            raise CheckpointError(f"{name} in its config.json must be true or false, got {value!r:.60}.")
 
 
 def _ropes(config: Mapping[str, Any], rope_of: str | None) -> dict[str, Any]:

@@ -92,17 +92,8 @@ class Rule(Renamed):
             raise FsdError(f"rule {self.name!r} compares drafts with the target's choices: it needs temperature 0.")
 
     def restricted_output(self, inputs: RuleInputs) -> OutputDistribution:
-        """Return :meth:`output` with the parameters that all rules share applied.
-
-        Raises FsdError if it was constructed without the inputs, as it once was: it would be p in silence.
-        """
-        output = self.output(inputs)
-        if not isinstance(output.inputs, RuleInputs):
-            raise FsdError(
-                f"rule {self.name!r}: OutputDistribution takes inputs first now, not a {type(output.inputs).__name__}: "
-                "write OutputDistribution(inputs, applies, logit_bias)."
-            )
-        return output
+        """Return :meth:`output` with the parameters that all rules share applied."""
+        return self.output(inputs)
 
     def __call__(self, round: RoundInput) -> Verdict:
         """Return the verdict on a round with this rule for every row; see :func:`apply_rules`."""

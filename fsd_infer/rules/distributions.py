@@ -61,6 +61,14 @@ class OutputDistribution:
     test: AcceptanceTest | None = None
     is_reducible: bool = False
 
+    def __post_init__(self) -> None:
+        """Raise FsdError for the former order of arguments, in which what a rule relaxes was lost in silence."""
+        if not isinstance(self.inputs, RuleInputs):
+            raise FsdError(
+                f"OutputDistribution takes inputs first now, not a {type(self.inputs).__name__}: write "
+                "OutputDistribution(inputs, applies, logit_bias)."
+            )
+
     @classmethod
     def target(cls, inputs: RuleInputs) -> OutputDistribution:
         """Return the distribution r = p, which costs nothing."""

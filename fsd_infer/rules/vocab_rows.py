@@ -73,7 +73,10 @@ class VocabRows:
     @cached_property
     def q_logits(self) -> Tensor:
         """[R, Vd] the drafter's raw logits over its own vocabulary, valid where ``has_q``."""
-        return self._of_drafter(self.inputs.tree.q_logits)
+        q_logits = self.inputs.tree.q_logits
+        if not q_logits.shape[1]:  # as of lookups: any numbers will do
+            return self.scores.new_zeros(len(self.rows), q_logits.shape[2])
+        return self._of_drafter(q_logits)
 
     @cached_property
     def q_scores(self) -> Tensor:

@@ -288,10 +288,14 @@ class Target(CachedModel):
     @cached_property
     def lm_head_is_plain(self) -> bool:
         """Whether :meth:`lm_logits` reproduces the model's own logits. Raises NonFiniteLogitsError for NaN in them."""
-        probe = torch.arange(4, device=self.device)[None] % self.vocab_size
+        head, probe = self.model.get_output_embeddings(), torch.arange(4, device=self.device)[None] % self.vocab_size
+        if self.decoder is head:  # as ModernBERT's `get_decoder` has it
+            return False
         with torch.no_grad():
             logits = self.model(input_ids=probe, use_cache=False).logits.float()
             features = self.joined(self.decoder(input_ids=probe, use_cache=False).last_hidden_state)
+            if features.shape[-1] != shape_of(head)[1]:
+                return False
             ours = self.lm_logits(features).float()
         if logits.isnan().any():
             raise NonFiniteLogitsError(
@@ -310,6 +314,8 @@ class Target(CachedModel):
         """Return these decoder layers, counted from 0. Raises ModelLoadError if there is no such layer."""
         count = int(self.config.num_hidden_layers)
         layers = list(layer_list(self.decoder, count) or [])
+        if not layers:
+            raise ModelLoadError(f"{self.name} has no list of {count} decoder layers: use a drafter that reads none.")
         for number in numbers:
             if not 0 <= number < len(layers):
                 raise ModelLoadError(f"{self.name} has no layer {number}: give numbers from 0 to {count - 1}.")
