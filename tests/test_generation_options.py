@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, WatermarkingConfig
@@ -155,6 +156,7 @@ def test_inputs_beside_ids_are_refused(model: Any, decoder: FuzzyDecoder) -> Non
         (dict(generation_config=GenerationConfig(do_sample=True, num_return_sequences=10**6)), "num_return.* at most"),
         (dict(suppress_tokens="none"), "suppress_tokens of the generation config must be a token id"),
         (dict(eos_token_id=10**6), "eos_token_id: there is no token 1000000: .* Give None"),
+        (dict(eos_token_id=[]), "eos_token_id names no token. Give None"),
         (dict(eos_token_id=[3, -1]), "eos_token_id: there is no token -1"),
         (dict(begin_suppress_tokens=[10**6]), "begin_suppress_tokens: there is no token"),
         (dict(do_sample="false"), "do_sample must be true or false, got 'false'"),
@@ -183,6 +185,16 @@ def test_inputs_beside_ids_are_refused(model: Any, decoder: FuzzyDecoder) -> Non
 def test_meaningless_options_are_refused(options: dict[str, Any], message: str, decoder: FuzzyDecoder) -> None:
     with pytest.raises(FsdError, match=message):
         decoder.generate(PROMPT, **{"max_new_tokens": 4, **options})
+
+
+def test_numbers_of_numpy_and_torch_are_numbers(decoder: FuzzyDecoder) -> None:
+    plain = dict(max_new_tokens=9, temperature=0.5, top_k=7, top_p=0.75, seed=3)
+    found = decoder.generate(PROMPT, **plain).sequences
+    assert found != decoder.generate(PROMPT, **{**plain, "seed": 4}).sequences
+    of_numpy = dict(max_new_tokens=np.int32(9), temperature=np.float32(0.5), top_k=np.int64(7), top_p=np.float16(0.75))
+    assert decoder.generate(PROMPT, **of_numpy, seed=np.int64(3)).sequences == found
+    of_torch = {name: torch.tensor(value) for name, value in plain.items() if name != "seed"}
+    assert decoder.generate(PROMPT, **of_torch, seed=3).sequences == found
 
 
 def test_no_stop_strings_are_none(decoder: FuzzyDecoder) -> None:

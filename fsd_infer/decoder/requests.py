@@ -203,7 +203,7 @@ def decode_request(
     _check_watchers(config, request, beams, streamer)
     request = replace(
         request,
-        generator=None if config.seed is None else torch.Generator(device=target.device).manual_seed(config.seed),
+        generator=None if config.seed is None else torch.Generator(device=target.device).manual_seed(int(config.seed)),
         callbacks=[*([] if streamer is None else [_streamed(streamer)]), *request.callbacks],
         users=_per_answer(config.users, answers if beams == 1 else 1, len(request.prompts)),
         measure_log_likelihood=config.measure_log_likelihood,
