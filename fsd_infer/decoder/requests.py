@@ -154,11 +154,14 @@ def request_of(
         raise FsdError("no length limit: give max_new_tokens or max_length.")
     if not all(isinstance(limit, Integral) for limit in limits):
         raise FsdError(f"max_new_tokens and max_length must be whole numbers, got a limit of {min(limits)} tokens.")
+    length = len((padded or prompts)[0])
+    if min(limits) <= length:
+        raise FsdError(f"max_length is {min(limits)}, but counts the prompt, which has {length} tokens: raise it.")
     ends = [one.eos_token_id for one in criteria or [] if isinstance(one, EosTokenCriteria)]
     others = [one for one in criteria or [] if not isinstance(one, (MaxLengthCriteria, EosTokenCriteria))]
     return Request(
         prompts=prompts,
-        max_new_tokens=int(min(limits)) - len((padded or prompts)[0]),
+        max_new_tokens=int(min(limits)) - length,
         greedy=not config.do_sample,
         processors=processors,
         criteria=StoppingCriteriaList(others),
@@ -203,7 +206,7 @@ def decode_request(
     _check_watchers(config, request, beams, streamer)
     request = replace(
         request,
-        generator=None if config.seed is None else torch.Generator(device=target.device).manual_seed(int(config.seed)),
+        generator=None if config.seed is None else torch.Generator(device=target.device).manual_seed(config.seed),
         callbacks=[*([] if streamer is None else [_streamed(streamer)]), *request.callbacks],
         users=_per_answer(config.users, answers if beams == 1 else 1, len(request.prompts)),
         measure_log_likelihood=config.measure_log_likelihood,

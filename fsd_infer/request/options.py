@@ -211,11 +211,17 @@ def split_options(
         found = further[name]
         if found is not None and not (isinstance(found, (list, tuple)) and all(map(callable, found))):
             raise FsdError(f"{name} must be a list of callables, got {found!r:.60}.")
-    # fields may be numbers and arrays of numpy or torch, which transformers refuses, or reads as something else
-    fields = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in overrides.items() if k not in ARGUMENTS}
+    fields = as_python({name: value for name, value in overrides.items() if name not in ARGUMENTS})
     if fields.get("temperature") == 0:
         fields.update(at_temperature(0))
+    if fields.get("eos_token_id") == []:
+        fields["eos_token_id"] = None  # transformers fails on an empty list, unless there is a padding token
     return fields, further, further.pop("stopping_criteria") or []
+
+
+def as_python(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with Python's numbers and lists in place of numpy's and torch's, which transformers misreads."""
+    return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in values.items()}
 
 
 def with_defaults(fields: dict[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
@@ -255,13 +261,10 @@ def check_numbers(values: Mapping[str, Any]) -> None:
 
 def check_token_ids(values: Mapping[str, Any], size: int) -> None:
     """Raise FsdError for ids in these fields that are not in a vocabulary of this size, so without effect."""
-    hint = " Give None for answers that no token ends."
-    if "eos_token_id" in values and not id_list("eos_token_id", values["eos_token_id"]):
-        raise FsdError(f"eos_token_id names no token.{hint}")
     for name in values.keys() & set(_IDS):
         for token in id_list(name, values[name]):
             if not 0 <= token < size:
-                hint = hint if name == "eos_token_id" else ""
+                hint = " Give None for answers that no token ends." if name == "eos_token_id" else ""
                 raise FsdError(f"{name}: there is no token {token}: ids are from 0 to {size - 1}.{hint}")
 
 
