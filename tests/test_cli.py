@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import math
 import re
@@ -13,6 +15,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,13 +23,15 @@ from fsd_bench.cli import build_parser as build_bench_parser
 from fsd_core.console import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, TERMINATED, UNEXPECTED, TerminatedError, run
 from fsd_core.options import gibibytes, positive, real_number, thread_count, whole_number
 from fsd_infer import FsdError, FuzzyDecoder
+from fsd_infer.cli.commands import _live_tokens, _show
 from fsd_infer.cli.main import COMMANDS, build_parser, main
+from fsd_infer.cli.report import use_colour
 from fsd_infer.rules import TokenOrigin
 from fsd_infer.serving.listen import check_free
 from fsd_train.commands.command_lines import PARSERS
 from tests.bench_toys import Toy
 from tests.fuzzing import called
-from tests.text_toys import write_rows
+from tests.text_toys import tiny_tokenizer, write_rows
 
 PROMPT = "the cat sat on the mat"
 
@@ -260,6 +265,35 @@ def test_a_pipe_that_closes_early_is_no_error() -> None:
     child.stdout.read(10)
     child.stdout.close()
     assert child.stderr.read() == b"" and child.wait() == 0
+
+
+def test_text_is_utf8_whatever_the_terminal_says(capsys: pytest.CaptureFixture[str]) -> None:
+    script = "from fsd_infer.cli.commands import read_text; print(ascii(read_text('-')))"
+    for shell, status, said in (
+        ("printf '\\357\\273\\277\\303\\251' | {}", 0, b"'\\xe9'"),  # a byte order mark, and an é
+        ("printf '\\351' | {}", 1, b"standard input: cannot be read as UTF-8 text"),
+        ("{} <&-", 1, b"standard input: cannot be read as UTF-8 text"),
+    ):
+        command = shell.format(f'PYTHONIOENCODING=latin-1 {sys.executable} -c "{script}"')
+        made = subprocess.run(["bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert made.returncode == status and said in made.stdout
+    record, stats = SimpleNamespace(sources=[0], relaxed=[False]), SimpleNamespace(to_dict=dict)
+    answer = SimpleNamespace(records=[record], sequences=[[5]], texts=["\U0001f33b"], stats=stats)
+    _show(argparse.Namespace(json=True, quiet=True), None, answer, streamed=False)
+    out = capsys.readouterr().out
+    assert out.isascii() and json.loads(out)["text"] == "\U0001f33b"
+
+
+def test_a_dumb_terminal_gets_no_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = SimpleNamespace(isatty=lambda: True)
+    monkeypatch.setattr("sys.stdout", terminal)
+    args = argparse.Namespace(show_accepted=True, color="auto")
+    for name, dumb in (("xterm", False), ("dumb", True)):
+        monkeypatch.setenv("TERM", name)
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        assert use_colour("auto", terminal) is not dumb and use_colour("always", terminal)  # type: ignore[arg-type]
+        assert (_live_tokens(args, tiny_tokenizer()) is None) is dumb
+    assert not use_colour("auto", io.StringIO())
 
 
 OUTSIDE = [

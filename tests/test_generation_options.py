@@ -10,11 +10,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, WatermarkingConfig
 from transformers.cache_utils import DynamicCache
 from transformers.generation.logits_process import LogitsProcessor
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 import fsd_infer
 from fsd_infer import FsdError, FuzzyConfig, FuzzyDecoder, Target
@@ -176,6 +178,7 @@ def test_inputs_beside_ids_are_refused(model: Any, decoder: FuzzyDecoder) -> Non
         (dict(stop_strings=[""]), "stop_strings"),
         (dict(token_healing=True), "token_healing|token healing"),
         (dict(generation_config={"max_new_tokens": 3}), "is a GenerationConfig, got dict"),
+        (dict(stopping_criteria=[MaxLengthCriteria(5)]), "max_length is 5, but counts the prompt, which has 5 tokens"),
         (dict(seed="0"), "seed must be a whole number"),
         (dict(seed=2**64), "seed must be a whole number"),
     ],
@@ -183,6 +186,28 @@ def test_inputs_beside_ids_are_refused(model: Any, decoder: FuzzyDecoder) -> Non
 def test_meaningless_options_are_refused(options: dict[str, Any], message: str, decoder: FuzzyDecoder) -> None:
     with pytest.raises(FsdError, match=message):
         decoder.generate(PROMPT, **{"max_new_tokens": 4, **options})
+
+
+def test_numbers_of_numpy_and_torch_are_numbers(decoder: FuzzyDecoder) -> None:
+    plain = dict(max_new_tokens=9, temperature=0.5, top_k=7, top_p=0.75, seed=3)
+    found = decoder.generate(PROMPT, **plain).sequences
+    assert found != decoder.generate(PROMPT, **{**plain, "seed": 4}).sequences
+    of_numpy = dict(max_new_tokens=np.int32(9), temperature=np.float32(0.5), top_k=np.int64(7), top_p=np.float16(0.75))
+    assert decoder.generate(PROMPT, **of_numpy, seed=np.int64(3)).sequences == found
+    kept = FuzzyConfig(**of_numpy, seed=np.int64(3))
+    assert decoder.generate(PROMPT, kept).sequences == found and '"seed": 3' in kept.to_json_string()
+    of_torch = {name: torch.tensor(value) for name, value in plain.items() if name != "seed"}
+    assert decoder.generate(PROMPT, **of_torch, seed=3).sequences == found
+
+
+def test_no_eos_tokens_are_none(decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = decoder.generate(PROMPT, max_new_tokens=LENGTH, eos_token_id=None).sequences
+    own = decoder.target.model.generation_config
+    monkeypatch.setattr(own, "pad_token_id", None)
+    monkeypatch.setattr(own, "eos_token_id", free[0][3])
+    assert decoder.generate(PROMPT, max_new_tokens=LENGTH).sequences == [free[0][: free[0].index(free[0][3]) + 1]]
+    for none in ([], torch.tensor([], dtype=torch.long)):
+        assert decoder.generate(PROMPT, max_new_tokens=LENGTH, eos_token_id=none).sequences == free
 
 
 def test_no_stop_strings_are_none(decoder: FuzzyDecoder) -> None:
@@ -202,6 +227,11 @@ def test_padding_is_no_part_of_a_prompt(decoder: FuzzyDecoder) -> None:
     arrays = tokenizer(texts, return_tensors="np", padding=True)
     for prompts in (padded, padded.input_ids, right, tokenizer(texts), arrays):
         assert talker.generate(prompts, **options).sequences == expected
+    for mask in (padded.attention_mask[:1], padded.attention_mask[:, 1:], padded.attention_mask[0]):
+        with pytest.raises(FsdError, match="attention_mask has another shape than input_ids"):
+            talker.generate(input_ids=padded.input_ids, attention_mask=mask, **options)
+    other = padded.input_ids.masked_fill(padded.attention_mask == 0, 3)
+    assert talker.generate(other, pad_token_id=np.int64(3), **options).sequences == expected
     config = FuzzyConfig(**options)  # names no special tokens: they are the model's
     assert talker.generate(padded.input_ids, config).sequences == expected
     assert talker.generate(tokenizer(texts[1]), **options).sequences == expected[1:]

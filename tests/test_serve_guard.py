@@ -67,6 +67,15 @@ def test_half_requests_end_in_time(toy_decoder: FuzzyDecoder, monkeypatch: pytes
             held.enter_context(connections(port, sent))
 
 
+def test_head_is_get_without_the_body(toy_decoder: FuzzyDecoder) -> None:
+    paths = {"/health": b"200", "/": b"200", "/v1/models": b"200", COMPLETIONS: b"405", "/nothing": b"404"}
+    asking = [f"HEAD {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode() for path in paths]
+    with listening(make_app(toy_decoder)) as port, connections(port, asking) as opened:
+        for one, status in zip(opened, paths.values(), strict=True):
+            head, _, body = rest(one).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 " + status) and b"content-length: " in head and not body
+
+
 def test_a_client_that_reads_nothing_is_cut_off(toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = threading.Event()
     end = Connection.connection_lost

@@ -77,8 +77,8 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def _live_tokens(args: argparse.Namespace, tokenizer: Any) -> Any:
-    """Return what writes tokens by source as they come; None unless --show-accepted writes to a terminal."""
-    if not args.show_accepted or not sys.stdout.isatty():
+    """Return what writes --show-accepted as it comes; None without it, or without a terminal that has a cursor."""
+    if not args.show_accepted or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         return None
     from fsd_infer.cli.report import LiveTokens, use_colour
 
@@ -96,7 +96,7 @@ def _show(args: argparse.Namespace, decoder: Any, out: Any, streamed: bool) -> N
     if args.json:
         sources = [TokenOrigin(source).name.lower() for source in record.sources]
         facts = {"text": out.texts[0], "tokens": tokens, "sources": sources, "gate_open": record.relaxed}
-        print(json.dumps(jsonable({**facts, "stats": out.stats.to_dict()}), ensure_ascii=False))
+        print(json.dumps(jsonable({**facts, "stats": out.stats.to_dict()})))  # ASCII, which every terminal can write
     elif args.show_accepted:
         colour = report.use_colour(args.color, sys.stdout)
         if not streamed:
@@ -168,11 +168,9 @@ def _guide(args: argparse.Namespace) -> Any:
 def read_text(named: str) -> str:
     """Read a text file, or standard input for "-". Raises DataError if it is unreadable or too long."""
     try:
-        if named == "-":
-            text = sys.stdin.read(LONGEST_PROMPT + 1)
-        else:
-            with open(named, encoding="utf-8-sig") as file:  # some programs write a byte order mark
-                text = file.read(LONGEST_PROMPT + 1)
+        # sys.stdin is None where it is closed, and has the terminal's encoding; some programs write a byte order mark
+        with open(0 if named == "-" else named, encoding="utf-8-sig", closefd=named != "-") as file:
+            text = file.read(LONGEST_PROMPT + 1)
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
         where = "standard input" if named == "-" else named
         raise DataError(f"{where}: cannot be read as UTF-8 text ({error}). Give a readable text file.") from error

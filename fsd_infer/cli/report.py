@@ -59,8 +59,9 @@ def stats_line(stats: GenerationStats) -> str:
 
 
 def use_colour(choice: str, stream: TextIO) -> bool:
-    """Return whether to write colours: "always", "never", or "auto" for terminals without NO_COLOR."""
-    return choice == "always" or (choice == "auto" and stream.isatty() and not os.environ.get("NO_COLOR"))
+    """Return whether to write colours: "always", "never", or "auto" for terminals, unless dumb or NO_COLOR."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return choice == "always" or (choice == "auto" and stream.isatty() and not plain)
 
 
 def show_accepted(pieces: Sequence[str], sources: Sequence[int], colour: bool) -> str:

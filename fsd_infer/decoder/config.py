@@ -26,7 +26,7 @@ from fsd_infer.decoder import retired
 from fsd_infer.decoder.calibrated import CALIBRATED, QUALITY, with_quality
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.request.guide import Guide
-from fsd_infer.request.options import ARGUMENTS, GenerateOptions
+from fsd_infer.request.options import ARGUMENTS, GenerateOptions, as_python
 from fsd_infer.request.temperature import at_temperature
 from fsd_infer.rules import Rule, RuleLike, parse_rule, rule_text
 from fsd_infer.targets.builtin import shipped_drafter
@@ -106,7 +106,7 @@ class FuzzyConfig(GenerationConfig):
     beams: BeamOptions | Mapping[str, Any] | str | None = None
 
     def __init__(self, **values: Unpack[FuzzyOptions]) -> None:
-        given: dict[str, Any] = dict(values)
+        given = as_python(values)
         _refuse_unknown(given.keys(), OWN.keys() | vars(GenerationConfig()).keys() | _UNSEEN, "option of FuzzyConfig")
         for name, default in OWN.items():  # before the others, which are validated at once
             setattr(self, name, given.pop(name, default))

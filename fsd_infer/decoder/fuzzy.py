@@ -317,9 +317,8 @@ class FuzzyDecoder:
             own = getattr(given, name, None)
             return options.get(name, getattr(model, name, None) if own is None else own)
 
-        pad, eos = named("pad_token_id"), named("eos_token_id")
-        ends = frozenset(id_list("eos_token_id", eos))
-        return pad if isinstance(pad, int) and pad not in ends else None, ends
+        pad, ends = (id_list(name, named(name)) for name in ("pad_token_id", "eos_token_id"))
+        return next((token for token in pad if token not in ends), None), frozenset(ends)
 
 
 def _forced(drafter: Drafter, followed: GuideProcessor, beams: int | None) -> Drafter:

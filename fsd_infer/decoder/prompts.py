@@ -149,6 +149,8 @@ def _unpadded(ids: Any, mask: Any, padding: int | None) -> list[list[int]]:
         rows, masks = [rows], None if masks is None else [masks]
     if masks is None:
         masks = [[token != padding for token in row] for row in rows]
+    if [len(row) for row in rows] != [len(row) if isinstance(row, list) else None for row in masks]:
+        raise FsdError("attention_mask has another shape than input_ids: give both as a tokenizer returns them.")
     return [[token for token, kept in zip(row, of_row) if kept] for row, of_row in zip(rows, masks)]
 
 

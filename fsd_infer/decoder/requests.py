@@ -154,11 +154,14 @@ def request_of(
         raise FsdError("no length limit: give max_new_tokens or max_length.")
     if not all(isinstance(limit, Integral) for limit in limits):
         raise FsdError(f"max_new_tokens and max_length must be whole numbers, got a limit of {min(limits)} tokens.")
+    length = len((padded or prompts)[0])
+    if min(limits) <= length:
+        raise FsdError(f"max_length is {min(limits)}, but counts the prompt, which has {length} tokens: raise it.")
     ends = [one.eos_token_id for one in criteria or [] if isinstance(one, EosTokenCriteria)]
     others = [one for one in criteria or [] if not isinstance(one, (MaxLengthCriteria, EosTokenCriteria))]
     return Request(
         prompts=prompts,
-        max_new_tokens=int(min(limits)) - len((padded or prompts)[0]),
+        max_new_tokens=int(min(limits)) - length,
         greedy=not config.do_sample,
         processors=processors,
         criteria=StoppingCriteriaList(others),

@@ -211,11 +211,17 @@ def split_options(
         found = further[name]
         if found is not None and not (isinstance(found, (list, tuple)) and all(map(callable, found))):
             raise FsdError(f"{name} must be a list of callables, got {found!r:.60}.")
-    # fields may hold ids as tensors
-    fields = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in overrides.items() if k not in ARGUMENTS}
+    fields = as_python({name: value for name, value in overrides.items() if name not in ARGUMENTS})
     if fields.get("temperature") == 0:
         fields.update(at_temperature(0))
+    if fields.get("eos_token_id") == []:
+        fields["eos_token_id"] = None  # transformers fails on an empty list, unless there is a padding token
     return fields, further, further.pop("stopping_criteria") or []
+
+
+def as_python(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with Python's numbers and lists in place of numpy's and torch's, which transformers misreads."""
+    return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in values.items()}
 
 
 def with_defaults(fields: dict[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:

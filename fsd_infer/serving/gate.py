@@ -73,6 +73,8 @@ def is_known(host: str, names: frozenset[str]) -> bool:
 class Gate:
     """Middleware that refuses requests for a Host of another name, and bodies of more than ``most`` bytes.
 
+    HEAD, by which proxies and monitors ask whether a server lives, is answered wherever GET is.
+
     Args:
         app: what answers the others.
         most: bytes of a body, whether or not the request states its length.
@@ -85,6 +87,8 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        if scope["method"] == "HEAD":  # answered as GET; the server leaves the body out
+            scope = {**scope, "method": "GET"}
         host = Headers(scope=scope).get("host", "")
         if not is_known(host, self.hosts):
             text = f"the Host header names {host!r:.80}, which is not this server. Start it with --allow-host NAME."
