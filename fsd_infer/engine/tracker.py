@@ -46,6 +46,7 @@ class RequestTracker:
         self.callbacks += request.callbacks  # which may end rows, before the tree's choice counts those that go on
         if state.policy is not None:
             self.callbacks.append(TreeUpdate(state.policy))
+        self._on_phase = [one.on_phase for one in self.callbacks if type(one).on_phase is not Callback.on_phase]
         state.history, state.on_phase = self.history, self.on_phase
         somebody_waits = any(callback.reads_tensors for callback in self.callbacks)
         somebody_waits = somebody_waits or state.asks_host or state.session.needs_report
@@ -75,9 +76,9 @@ class RequestTracker:
         return [row for row, index in enumerate(prompt_indices) if self.records[index].finish_reason is not None]
 
     def on_phase(self, phase: str) -> None:
-        """Tell the callbacks that a phase has ended."""
-        for callback in self.callbacks:
-            callback.on_phase(phase)
+        """Tell the callbacks that watch phases that one has ended."""
+        for tell in self._on_phase:
+            tell(phase)
 
     def on_round(self, report: RoundReport) -> None:
         """Tell the callbacks of a round, and drop the rows that it finishes."""
