@@ -150,7 +150,8 @@ def end_of_turn(tokenizer: Any) -> list[int]:
     model does not write.
     """
     if getattr(tokenizer, "chat_template", None):
-        asked, answered = ({"role": role, "content": word} for role, word in (("user", "?"), ("assistant", WORD)))
+        asked: Message = {"role": "user", "content": "?"}
+        answered: Message = {"role": "assistant", "content": WORD}
         texts = (render(tokenizer, turns, False) for turns in ([asked, answered], [asked, answered, asked]))
         last, inner = (encode_rendered(tokenizer, text.partition(WORD)[2]) for text in texts)
         special = special_ids(tokenizer)
