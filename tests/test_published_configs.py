@@ -139,6 +139,8 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
     "ungrounded": ("hydra", {"grounded_heads": False}, "unexpected"),
     "an inner state": ("hydra", {"hidden_state_offset": 1}, "hidden_state_offset of 1"),
     "fewer steps": ("mlp speculator", {"n_predict": 2}, "unexpected"),
+    "steps without end": ("mlp speculator, tied", {"n_predict": 10**12}, "from 1 to 64, got 1000000000000"),
+    "steps in words": ("mlp speculator", {"n_predict": "3"}, "n_predict .* must be a whole number .*, got '3'"),
     "ties that differ": ("mlp speculator", {"tie_weights": True}, "its emb.1.weight differs from emb.0.weight"),
     "an unknown tensor": ("mlp speculator, tied", {}, r"unexpected \['strange.weight'\]"),
     "what P-EAGLE adds": ("dflash of z-lab", {}, r"unexpected \['draft_ids', 'mask_hidden'\]"),
