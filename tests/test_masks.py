@@ -96,7 +96,7 @@ def test_what_a_template_writes_after_the_end_of_a_turn_is_not_supervised(templa
         assert "".join(texts) == "".join(turn["content"] + end for turn in turns[1::2])
     [cut] = encode_conversation(tokenizer, [USER, BOT], complete=False)
     assert said(tokenizer, cut) == BOT["content"]
-    assert end.startswith(tokenizer.decode([end_of_turn(tokenizer)]))
+    assert end == tokenizer.decode(end_of_turn(tokenizer))
 
 
 def test_an_opening_right_after_another_end_than_eos_is_not_supervised() -> None:
@@ -104,7 +104,7 @@ def test_an_opening_right_after_another_end_than_eos_is_not_supervised() -> None
     tokenizer.eos_token = "<|pad|>"
     [sequence] = encode_conversation(tokenizer, [USER, BOT])
     assert said(tokenizer, sequence) == BOT["content"] + "<|end|>"
-    assert tokenizer.decode([end_of_turn(tokenizer)]) == "<|end|>"
+    assert tokenizer.decode(end_of_turn(tokenizer)) == "<|end|>"
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])

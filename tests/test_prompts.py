@@ -130,6 +130,7 @@ ENDS = [
     (CHATML, "<|end|>"),
     (CHATML.replace("<|end|>", "<|pad|>"), "<|pad|>"),
     (CHATML.replace("<|end|>", "<|pad|>") + "{{ eos_token }}", "<|pad|>"),  # the turn's end, then the text's
+    (CHATML.replace("<|end|>", "<|pad|><|end|>"), "<|pad|><|end|>"),  # as Command-R's
     (CHATML.replace("<|end|>", ""), "<|end|>"),  # no end: the tokenizer's eos
     (None, "<|end|>"),
 ]
@@ -138,7 +139,7 @@ ENDS = [
 @pytest.mark.parametrize(("template", "end"), ENDS)
 def test_the_end_of_a_turn_is_what_the_template_writes_behind_an_answer(template: str | None, end: str) -> None:
     tokenizer = tiny_tokenizer(template)
-    assert end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids(end)
+    assert tokenizer.decode(end_of_turn(tokenizer)) == end
 
 
 def test_measurements_give_a_rows_tools_to_the_template(tmp_path: Path) -> None:

@@ -330,6 +330,28 @@ def test_endpoint_answers_end_with_the_token_that_ended_them(reply: dict[str, An
     )
 
 
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ({"token_ids": [50, 51]}, [50, 51, 2, 0]),
+        ({"token_ids": [50, 51, 2]}, [50, 51, 2, 0]),  # the server omits what its eos is
+        ({"token_ids": [50, 51, 2, 0]}, [50, 51, 2, 0]),
+        ({"token_ids": [50, 51], "stop_reason": 2}, [50, 51, 2]),  # where the server was told to end
+        ({"token_ids": [50, 51, 2], "matched_stop": 0}, [50, 51, 2, 0]),
+        ({"token_ids": []}, [2, 0]),
+        ({"token_ids": None}, [*tiny_tokenizer()("it is")["input_ids"], 2, 0]),
+    ],
+)
+def test_endpoint_answers_end_with_both_tokens_of_a_turns_end(reply: dict[str, Any], expected: list[int]) -> None:
+    """As Command-R's turns do: <|END_RESPONSE|>, then eos."""
+    template = CHATML.replace("<|end|>", "<|pad|><|end|>")
+    with replying(lambda body, n: completion(body, **reply)) as (url, _):
+        asking = backend(url, template, GenerationConfig(eos_token_id=0))
+        assert asking.ask(job(), asking.servers[0]).response_ids == expected
+        stopping = backend(url, template, GenerationConfig(eos_token_id=[0, 2]))  # the first one ends answers
+        assert stopping.end_of_turn == [2]
+
+
 FAILURES = [
     ((404, {"error": "no such model"}), 1, "no such model"),
     ((500, {"error": "out of memory"}), 3, "status 500: .*out of memory.* after 3 tries. Finished"),

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -142,20 +143,39 @@ def encode_chat(
     return ids
 
 
-def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the token that ends an answer: the chat template's first, else the tokenizer's eos, else None.
+def end_of_turn(tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer: those of the chat template, else the tokenizer's eos, else none.
 
-    Phi-4-mini's template writes <|end|> and then closes the text by eos, which its model does not write.
+    Command-R's template ends a turn by two. Phi-4-mini's writes <|end|> and, after the last turn alone, eos, which its
+    model does not write.
     """
     if getattr(tokenizer, "chat_template", None):
-        turns: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": WORD}]
-        suffix = render(tokenizer, turns, False).partition(WORD)[2]
+        asked: Message = {"role": "user", "content": "?"}
+        answered: Message = {"role": "assistant", "content": WORD}
+        texts = (render(tokenizer, turns, False) for turns in ([asked, answered], [asked, answered, asked]))
+        last, inner = (encode_rendered(tokenizer, text.partition(WORD)[2]) for text in texts)
         special = special_ids(tokenizer)
-        for token in encode_rendered(tokenizer, suffix):
-            if token in special:
-                return token
+        both = [one for one, other in takewhile(lambda pair: pair[0] == pair[1], zip(last, inner, strict=False))]
+        count = turn_end(tokenizer, both, special) or turn_end(tokenizer, last, special)
+        if count:
+            return [token for token in last[:count] if token in special]
     own: int | None = tokenizer.eos_token_id
-    return own
+    return [] if own is None else [own]
+
+
+def turn_end(tokenizer: Any, ids: Sequence[int], special: set[int]) -> int:
+    """Return how many of the ids that a template writes after an answer end its turn; 0: none does.
+
+    They are the first special tokens in a row, up to eos. An opening of the next turn that a template always writes
+    comes after the end.
+    """
+    end = next((place for place, token in enumerate(ids) if token in special), -1) + 1
+    if 0 < end < len(ids) and ids[end] in special:
+        opening = render(tokenizer, [{"role": "user", "content": WORD}], False).partition(WORD)[0]
+        goes_on = special.difference(encode_rendered(tokenizer, opening))
+        while end < len(ids) and ids[end] in goes_on and ids[end - 1] != tokenizer.eos_token_id:
+            end += 1
+    return end
 
 
 def special_ids(tokenizer: Any) -> set[int]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from fsd_core.errors import DataError
 from fsd_core.text.control import encode_with_offsets, hidden, render_marked
 from fsd_core.text.conversations import WEIGHT, Message, check_messages
-from fsd_core.text.encoding import encode_chat, encode_rendered, refusal, render, special_ids
+from fsd_core.text.encoding import encode_chat, encode_rendered, refusal, render, special_ids, turn_end
 from fsd_core.text.templates import WORD, template_of, turns_for
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -182,21 +182,6 @@ def _continued(tokenizer: Any, text: str) -> list[int]:
     return encode_rendered(tokenizer, text)
 
 
-def _turn_end(tokenizer: Any, ids: Sequence[int], special: set[int]) -> int:
-    """Return how many of the ids that a template writes after an answer end its turn; 0: none does.
-
-    They are the first special tokens in a row, up to eos. An opening of the next turn that a template always writes
-    comes after the end.
-    """
-    end = next((place for place, token in enumerate(ids) if token in special), -1) + 1
-    if 0 < end < len(ids) and ids[end] in special:
-        opening = render(tokenizer, [{"role": "user", "content": WORD}], False).partition(WORD)[0]
-        goes_on = special.difference(encode_rendered(tokenizer, opening))
-        while end < len(ids) and ids[end] in goes_on and ids[end - 1] != tokenizer.eos_token_id:
-            end += 1
-    return end
-
-
 class _Encoder:
     """Encodes one conversation, see :func:`encode_conversation`."""
 
@@ -209,7 +194,7 @@ class _Encoder:
         _, found, behind = render(tokenizer, probe, False, options).rpartition(WORD)
         suffix = encode_rendered(tokenizer, behind if found else "")
         special = special_ids(tokenizer)
-        end = _turn_end(tokenizer, suffix, special)
+        end = turn_end(tokenizer, suffix, special)
         self.ended = sum(token in special for token in suffix[:end])  # tokens that end a turn
         self.rest = len(suffix) - end if end else 0
 

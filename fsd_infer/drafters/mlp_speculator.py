@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from fsd_core.errors import CheckpointError
+from fsd_core.registry import is_whole
 from fsd_infer.drafters.steps import HEADS, StepDrafter, filled
 from fsd_infer.heads.kinds import MLP_SPECULATOR
 from fsd_infer.heads.stored_parts import check_said, check_uncomputed, our_name
@@ -29,6 +30,7 @@ from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
 
 _EPS = 1e-6
+_MOST_STEPS = 64
 
 
 class RootMeanSquareNorm(nn.Module):
@@ -96,8 +98,13 @@ class MLPSpeculatorDrafter(StepDrafter):
         weights = Weights(directory, partial(our_name, more={"speculator.": ""}))
         count, shapes, names = config.get("n_predict", 3), weights.shapes, {name: name for name in weights.shapes}
         first = [shapes.get(f"{part}.0.weight", ()) for part in ("emb", "proj", "ln", "head")]
-        if type(count) is not int or count < 1 or [len(each) for each in first] != [2, 2, 1, 2]:
-            raise CheckpointError(f"the MLP speculator in {directory} lacks n_predict, or a tensor of its first step.")
+        if not is_whole(count, 1, _MOST_STEPS):  # a made-up number would be built for hours
+            raise CheckpointError(
+                f"n_predict of the MLP speculator in {directory} must be a whole number from 1 to {_MOST_STEPS}, got "
+                f"{count!r:.60}."
+            )
+        if [len(each) for each in first] != [2, 2, 1, 2]:
+            raise CheckpointError(f"the MLP speculator in {directory} lacks a tensor of its first step.")
         (vocabulary, width), size = first[0], first[1][1]
         check_sizes(f"the MLP speculator in {directory}", size, vocabulary, target)
         check_uncomputed(config.get)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsd_core.errors import CheckpointError
+from fsd_core.errors import CheckpointError, foreign_errors
 from fsd_infer.heads.blocks import BlockConfig, BlockHead
 from fsd_infer.heads.stored_parts import (
     EMBEDDINGS,
@@ -72,9 +72,11 @@ def read_block_head(directory: Path, config: Mapping[str, Any], target: Target) 
     names = parameters_of(weights)
     made, order, ids = _described(Options(config, "dflash_config"), weights, names, target)
     check_sizes(f"the block head in {directory}", made.target_size, made.vocab_size, target)
-    with torch.device("meta"):
-        head = BlockHead(made)
-    head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config)
+    # transformers may fail in any way on another program's values
+    with foreign_errors(CheckpointError, "its config.json does not describe a decoder layer ({why})."):
+        with torch.device("meta"):
+            head = BlockHead(made)
+        head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config)
     dropped = {name for name in (EMBEDDINGS, LM_HEAD) if name not in head.state_dict()}  # which are the target's
     fill(head, weights, {name: name for name in names - dropped}, target.dtype)
     parts = dict(zip(order, head.fc.weight.chunk(len(order), 1), strict=True))  # those of layers, as stored
@@ -187,7 +189,8 @@ def _attention(options: Options, count: int) -> tuple[tuple[int | None, ...], tu
     first = options.whole("max_window_layers", 28) if options.get("use_sliding_window") else count  # as Qwen3's configs
     usual = [f"{'sliding' if i >= first and options.get('sliding_window') else 'full'}_attention" for i in range(count)]
     types = options.get("layer_types", usual)
-    if not isinstance(types, list) or len(types) != count or set(types) - {"full_attention", "sliding_attention"}:
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != count or not all(kind in known for kind in types):
         raise CheckpointError(f"layer_types in config.json are not those of {count} full or sliding layers.")
     named = [kind == "sliding_attention" for kind in types]
     slides = named if any(named) or not options.get("use_swa") else [True] * count

@@ -187,8 +187,9 @@ class EndpointBackend:
         self.model, self.tokenizer, self.reader = model, tokenizer, None  # it sends token ids, so no images
         self.max_new_tokens, self.seed = max_new_tokens, seed
         self.concurrency, self.group = concurrency, group
-        self.end_of_turn = end_of_turn(tokenizer)
-        self.eos_ids = end_ids(tokenizer, generation_config)
+        self.eos_ids, ends = end_ids(tokenizer, generation_config), end_of_turn(tokenizer)
+        last = next((place for place, token in enumerate(ends) if token in self.eos_ids), len(ends))
+        self.end_of_turn = ends[: last + 1]  # a server stops there
 
     def answer(self, batches: Sequence[Sequence[RegenerationRequest]], done: set[str]) -> Iterator[list[Completion]]:
         """Yield groups of answers, each in the order of the requests.
@@ -273,9 +274,15 @@ class EndpointBackend:
         return Completion(job, text, list(ids), "stop" if reason == "stop" else "length", ids_from)
 
     def _ended(self, ids: list[int], choice: dict[str, Any]) -> list[int]:
-        """Append the end token of an answer, which some servers omit."""
-        end = next((choice[field] for field in _ENDED_BY if type(choice.get(field)) is int), self.end_of_turn)
-        return ids if end is None or (ids and ids[-1] in {end, self.end_of_turn, *self.eos_ids}) else [*ids, end]
+        """Append the tokens that end an answer, of which servers omit some or all."""
+        told = next((choice[field] for field in _ENDED_BY if type(choice.get(field)) is int), None)
+        ends = self.end_of_turn
+        if told is not None:
+            ends = ends[: ends.index(told) + 1] if told in ends else [told]
+        if not ends or ids and ids[-1] in {ends[-1], *self.end_of_turn[-1:], *self.eos_ids}:
+            return ids
+        there = next(count for count in range(len(ends), -1, -1) if ids[len(ids) - count :] == ends[:count])
+        return ids + ends[there:]
 
 
 def _drain(queue: SimpleQueue[_T]) -> Iterator[_T]:
