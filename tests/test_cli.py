@@ -84,6 +84,7 @@ BAD = {
     "empty prompt": ([], "the prompt is empty"),
     "long prompt": ([], "context of 256 tokens"),
     "sampling as an option": (["--options", '{"do_sample": true}'], "use --temperature"),
+    "a function as an option": (["--options", '{"prefix_allowed_tokens_fn": 5}'], "takes functions"),
     "rule as an option": (["--options", '{"rule": "tilted"}'], "--options: rule has an option of its own: use --rule."),
     "two prompts": (["--prompt", "another"], "--prompt: given twice, but a run answers one prompt"),
     "no page": (["--overwrite"], "--overwrite replaces the page of --html"),

@@ -148,9 +148,11 @@ def fuzzy_config(args: argparse.Namespace) -> FuzzyConfig:
 
 def _further(options: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of --options. Raises FsdError for one that is unknown or has an option of its own."""
-    from fsd_infer.request.options import split_options
+    from fsd_infer.request.options import ARGUMENTS, split_options
 
     for name in options:
+        if name in ARGUMENTS:
+            raise FsdError(f"--options: {name} takes functions, which JSON cannot hold: call generate in Python.")
         if name in OWN:
             raise FsdError(f"--options: {name} has an option of its own: use {OWN[name]}.")
     return split_options(options)[0]
