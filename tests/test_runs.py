@@ -20,6 +20,7 @@ from fsd_infer.drafters import loading
 from fsd_train import repository
 from fsd_train.cli import main
 from fsd_train.commands import quickstart
+from fsd_train.data import AnswersDataModule
 from fsd_train.models import EagleModule
 from tests.bench_toys import Toy
 from tests.families import load_head
@@ -245,6 +246,21 @@ def test_two_runs_do_not_write_one_directory(toys: Path, tmp_path: Path, monkeyp
     (status, err), *_ = refused
     assert status == 2 and f"another run is writing {first.checkpoints}" in err
     assert first.fit(4)[0] == 0  # the lock ends with the run
+
+
+def test_what_ended_meanwhile_is_kept(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run chose its checkpoint, none; another one of the same directories ended before this one had read its data."""
+    run, read, begun = Run(toys, tmp_path / "run"), AnswersDataModule.setup, list[str]()
+
+    def slowly(self: Any, stage: Any = None) -> None:
+        begun.append("")
+        assert len(begun) > 1 or run.fit(4)[0] == 0
+        read(self, stage)
+
+    monkeypatch.setattr(AnswersDataModule, "setup", slowly)
+    status, err = run.fit(2)
+    assert status == 2 and f"another run wrote to {run.checkpoints}" in err
+    assert run.step() == 4 and run.fit(6)[0] == 0 and run.step() == 6
 
 
 def test_auto_takes_the_newest_that_is_whole(toys: Path, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ class RunDirectory(Callback):
         self._asked = False  # to end, by a signal to this process
         self._said: set[str] = set()  # of damaged checkpoints
         self._held: list[int] = []  # descriptors of the directories, locked
+        self._found = self._written()  # before the choice of a checkpoint
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -147,8 +148,14 @@ class RunDirectory(Callback):
         if stage == "fit" and trainer.is_global_zero:
             for directory in self.directories:
                 self._hold(directory)
+            if self._written() != self._found:
+                raise DataError(f"another run wrote to {self.names} as this one began. Give the command again.")
             for head in self.heads:
                 recover_directory(head)
+
+    def _written(self) -> dict[Path, int]:
+        """Return the checkpoints of the directories, and when they were written [ns]."""
+        return {path: path.stat().st_mtime_ns for place in self.directories for path in place.glob("*.ckpt")}
 
     def _hold(self, directory: Path) -> None:
         """Lock a directory until the run ends, and remove what killed runs left of checkpoints that they were writing.
