@@ -20,6 +20,7 @@ from fsd_infer.drafters import loading
 from fsd_train import repository
 from fsd_train.cli import main
 from fsd_train.commands import quickstart
+from fsd_train.data import AnswersDataModule
 from fsd_train.models import EagleModule
 from tests.bench_toys import Toy
 from tests.families import load_head
@@ -115,11 +116,14 @@ def test_a_run_is_not_overwritten(toys: Path, tmp_path: Path) -> None:
     assert (run.head / "model.safetensors").read_bytes() != head
 
 
+TWO_BATCHES = ["--trainer.accumulate_grad_batches", "2"]
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(toys: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The head of a run of four steps."""
+    """The head of a run of four steps of two batches."""
     run = Run(toys, tmp_path_factory.mktemp("whole"))
-    assert run.fit(4)[0] == 0
+    assert run.fit(4, *TWO_BATCHES)[0] == 0
     return run.head
 
 
@@ -127,24 +131,28 @@ def uninterrupted(toys: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ctrl_c_saves_and_the_same_command_goes_on(
     number: signal.Signals, toys: Path, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights at the end are those of a run that nobody interrupted, also after a scheduler's SIGTERM."""
+    """The weights at the end are those of a run that nobody interrupted, also after a scheduler's SIGTERM.
+
+    The signal comes in the first of a step's two batches; SIGTERM comes in the second, too.
+    """
     run = Run(toys, tmp_path / "run")
-    step = EagleModule.training_step
+    step, begun = EagleModule.training_step, list[int]()
 
     def interrupted(self: Any, *args: Any) -> Any:
-        if self.trainer.global_step == 2:
+        begun.append(self.trainer.global_step)
+        if begun[-1] == 2 and (number == signal.SIGTERM or begun.count(2) == 1):
             signal.raise_signal(number)
         return step(self, *args)
 
     monkeypatch.setattr(EagleModule, "training_step", interrupted)
-    status, err = run.fit(4)
+    status, err = run.fit(4, *TWO_BATCHES)
     saved = run.checkpoints / "interrupted.ckpt"
     assert status == 130 and err.splitlines()[-1] == "fsd-train fit: interrupted"
-    assert "ending after this step" in err or number == signal.SIGTERM
+    assert err.count("ending after this step") == 1 and begun.count(2) == 2
     assert f"the same command goes on from {saved}" in err
     assert run.step("interrupted.ckpt") == 3 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     monkeypatch.setattr(EagleModule, "training_step", step)
-    status, err = run.fit(4)
+    status, err = run.fit(4, *TWO_BATCHES)
     assert status == 0 and f"resuming {saved}" in err and run.step() == 4
     assert torch.equal(load_head(run.head).fc.weight, load_head(uninterrupted).fc.weight)
 
@@ -238,6 +246,21 @@ def test_two_runs_do_not_write_one_directory(toys: Path, tmp_path: Path, monkeyp
     (status, err), *_ = refused
     assert status == 2 and f"another run is writing {first.checkpoints}" in err
     assert first.fit(4)[0] == 0  # the lock ends with the run
+
+
+def test_what_ended_meanwhile_is_kept(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run chose its checkpoint, none; another one of the same directories ended before this one had read its data."""
+    run, read, begun = Run(toys, tmp_path / "run"), AnswersDataModule.setup, list[str]()
+
+    def slowly(self: Any, stage: Any = None) -> None:
+        begun.append("")
+        assert len(begun) > 1 or run.fit(4)[0] == 0
+        read(self, stage)
+
+    monkeypatch.setattr(AnswersDataModule, "setup", slowly)
+    status, err = run.fit(2)
+    assert status == 2 and f"another run wrote to {run.checkpoints}" in err
+    assert run.step() == 4 and run.fit(6)[0] == 0 and run.step() == 6
 
 
 def test_auto_takes_the_newest_that_is_whole(toys: Path, tmp_path: Path) -> None:

@@ -92,6 +92,14 @@ class OneRankIsKilled(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class OneRankIsAskedToEnd(Callback):
+    """The second rank alone, amid the batches of a step, as by a scheduler or a cloud that takes its machine back."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1 and batch_idx == ACCUMULATE:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 class OneRankIsSlow(Callback):
     """The second rank comes late to every batch."""
 
@@ -239,20 +247,37 @@ def test_resume(
         torch.testing.assert_close(rank["head"], single["head"], rtol=0, atol=0.1 * LR)
 
 
+def with_callback(callback: str, toys: Path, out: Path, strategy: str, *more: str) -> subprocess.CompletedProcess[str]:
+    """Two ranks, started as users do."""
+    spread = ["--trainer.strategy", strategy, "--trainer.devices", str(RANKS)]
+    argv = command(toys, out, ACCUMULATE, *spread, "--trainer.callbacks+", f"tests.test_strategies.{callback}")
+    return started([*argv, *more], out.parent, timeout=180.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_signal_to_one_rank_saves_and_ends_all(
+    strategy: str, toys: Path, single: dict[str, Any], tmp_path: Path
+) -> None:
+    """The same command then goes on, and ends where an uninterrupted run does."""
+    done = with_callback("OneRankIsAskedToEnd", toys, tmp_path / "run", strategy)
+    saved = tmp_path / "run" / "ckpt" / "interrupted.ckpt"
+    assert done.returncode == 130 and f"saved step 2 in {saved}" in done.stderr
+    done = with_callback("OneRankIsSlow", toys, tmp_path / "run", strategy)
+    assert done.returncode == 0 and f"resuming {saved}" in done.stderr
+    for rank in range(RANKS):
+        made = torch.load(tmp_path / "run" / f"rank{rank}.pt")
+        torch.testing.assert_close(made["head"], single["head"], rtol=0, atol=0.1 * LR)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_killed_rank_ends_the_run(strategy: str, toys: Path, single: dict[str, Any], tmp_path: Path) -> None:
-    """Started as users do. The other rank waits for the killed one in a collective operation."""
-
-    def run(out: Path, callback: str, *more: str) -> subprocess.CompletedProcess[str]:
-        spread = ["--trainer.strategy", strategy, "--trainer.devices", str(RANKS)]
-        argv = command(toys, out, ACCUMULATE, *spread, "--trainer.callbacks+", f"tests.test_strategies.{callback}")
-        return started([*argv, *more], tmp_path, timeout=180.0)
-
-    done = run(tmp_path / "first", "OneRankIsKilled")
+    """The other rank waits for the killed one in a collective operation."""
+    done = with_callback("OneRankIsKilled", toys, tmp_path / "first", strategy)
     assert done.returncode != 0 and "another process of this run has ended" in done.stderr
     last = tmp_path / "first" / "ckpt" / "last.ckpt"
-    done = run(tmp_path / "second", "OneRankIsSlow", "--ckpt_path", str(last))
+    done = with_callback("OneRankIsSlow", toys, tmp_path / "second", strategy, "--ckpt_path", str(last))
     assert done.returncode == 0, done.stderr
     for rank in range(RANKS):
         made = torch.load(tmp_path / "second" / f"rank{rank}.pt")

@@ -29,8 +29,9 @@ AUTO = "auto"
 class RunDirectory(Callback):
     """The directories of a run, protected from those of another run, and what Ctrl-C leaves in them.
 
-    In one process, the first Ctrl-C ends the run after its step, with a checkpoint; the second ends it at once. So
-    does SIGTERM, which schedulers and containers send before they kill.
+    The first Ctrl-C ends the run after its step, with a checkpoint; the second ends it at once. SIGTERM, which
+    schedulers and containers send before they kill, and often twice, does as the first. With several processes it is
+    enough that one gets the signal.
 
     Args:
         trainer: trainer whose callbacks name the directories of checkpoints and heads.
@@ -46,9 +47,10 @@ class RunDirectory(Callback):
         self.best = [Path(f"{path}.ckpt") for path in best]
         self.overwrite = overwrite
         self._stale: list[Path] = []
-        self._asked = False  # to end by Ctrl-C
+        self._asked = False  # to end, by a signal to this process
         self._said: set[str] = set()  # of damaged checkpoints
         self._held: list[int] = []  # descriptors of the directories, locked
+        self._found = self._written()  # before the choice of a checkpoint
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -146,8 +148,14 @@ class RunDirectory(Callback):
         if stage == "fit" and trainer.is_global_zero:
             for directory in self.directories:
                 self._hold(directory)
+            if self._written() != self._found:
+                raise DataError(f"another run wrote to {self.names} as this one began. Give the command again.")
             for head in self.heads:
                 recover_directory(head)
+
+    def _written(self) -> dict[Path, int]:
+        """Return the checkpoints of the directories, and when they were written [ns]."""
+        return {path: path.stat().st_mtime_ns for place in self.directories for path in place.glob("*.ckpt")}
 
     def _hold(self, directory: Path) -> None:
         """Lock a directory until the run ends, and remove what killed runs left of checkpoints that they were writing.
@@ -178,12 +186,17 @@ class RunDirectory(Callback):
             for path in self._stale:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         self._stale = []
-        if trainer.world_size == 1 and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self._interrupt)
+        if threading.current_thread() is threading.main_thread():
+            # Lightning's own handler of SIGTERM ends amid accumulated batches, and with several processes it waits for
+            # the others within the handler, for ever
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self._interrupt)
 
-    def _interrupt(self, *_: Any) -> None:
+    def _interrupt(self, number: int, *_: Any) -> None:
         if self._asked:
-            raise KeyboardInterrupt
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
         self._asked = True
         log.info("ending after this step (Ctrl-C once more: at once, without a checkpoint)")
 
@@ -191,12 +204,14 @@ class RunDirectory(Callback):
         self._before = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        asked = self._asked or trainer.world_size == 1 and trainer.received_sigterm
-        if asked and trainer.global_step > self._before:  # not amid accumulated batches, whose gradient is lost
+        if trainer.global_step == self._before:  # amid accumulated batches, whose gradient would be lost
+            return
+        if trainer.strategy.reduce_boolean_decision(self._asked, all=False):  # all processes end after the same step
             if self.directories:
                 path = self.directories[0] / "interrupted.ckpt"
                 trainer.save_checkpoint(path)
-                log.info("saved step %d in %s", trainer.global_step, path)
+                if trainer.is_global_zero:
+                    log.info("saved step %d in %s", trainer.global_step, path)
             raise KeyboardInterrupt
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
