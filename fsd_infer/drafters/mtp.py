@@ -15,7 +15,6 @@ import copy
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +38,7 @@ from fsd_infer.heads.stored_parts import EMBEDDINGS, LM_HEAD
 from fsd_infer.targets.masks import windowed
 from fsd_infer.targets.stack import StackOwner
 from fsd_infer.targets.target import Target
-from fsd_infer.trees.shape import TreeShape
+from fsd_infer.trees.shape import MAX_DEPTH, TreeShape
 
 logger = logging.getLogger(__name__)
 _COMPARED = 64  # rows of a copied table that are compared with the target's
@@ -257,9 +256,10 @@ class MtpDrafter(EagleDrafter):
         made.public = "training" not in config
         return made
 
-    def _within(self, shape: TreeShape) -> TreeShape:
+    @property
+    def depth(self) -> int:  # type: ignore[override]
         count = len(self.head.layers)
-        return super()._within(shape if count == 1 else replace(shape, depth=min(shape.depth, count)))
+        return MAX_DEPTH if count == 1 else count
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> MtpSession:
         return MtpSession(self, request)

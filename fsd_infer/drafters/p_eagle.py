@@ -40,7 +40,7 @@ class ParallelEagleDrafter(EagleDrafter):
         mask: [H_t·(1 + k)] the learned feature of masks, its first H_t entries 0.
         mask_token_id: the token of masks.
         depth: K, most tokens to draft.
-        shape: see :class:`TreeDrafter`. Deeper trees than K are cut.
+        shape: see :class:`TreeDrafter`.
     """
 
     name = "p-eagle"
@@ -91,12 +91,9 @@ class ParallelEagleSession(EagleSession):
     drafter: ParallelEagleDrafter
     takes_rotary = False  # it is trained on tokens' positions in the text, as block heads are
 
-    def _max_depth(self) -> int:
-        return min(super()._max_depth(), self.drafter.depth)
-
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
         logits, ids = super()._read_roots()
-        batch, masks = len(self.lengths), self._max_depth() - 1
+        batch, masks = len(self.lengths), self.shape.depth - 1
         self._estimates = logits  # [B, K, Vd]
         if masks > 0:
             earlier = torch.ones(masks, masks, dtype=torch.bool, device=self.device).tril()

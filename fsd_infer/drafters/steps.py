@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +43,7 @@ class StepDrafter(TreeDrafter):
         head: its weights.
         target: the model to draft for.
         depth: most tokens that it drafts.
-        shape: see :class:`TreeDrafter`. Deeper trees than ``depth`` are cut.
+        shape: see :class:`TreeDrafter`.
         draft_ids: [Vd] target id of each entry of its distributions; None if Vd = V.
         model: what keeps keys and values for it; None: nothing.
     """
@@ -64,9 +63,6 @@ class StepDrafter(TreeDrafter):
         self.head, self.depth, self.draft_ids = head, depth, draft_ids
         vocabulary = target.vocab_size if draft_ids is None else len(draft_ids)
         super().__init__(target, model or Cacheless(target.device), vocabulary, shape)
-
-    def _within(self, shape: TreeShape) -> TreeShape:
-        return super()._within(replace(shape, depth=min(shape.depth, self.depth)))
 
     @classmethod
     @abstractmethod
@@ -200,9 +196,6 @@ class StepSession(TreeSession):
     def draft(self, roots: Tensor) -> DraftTree:
         self._roots = roots
         return super().draft(roots)
-
-    def _max_depth(self) -> int:
-        return min(super()._max_depth(), self.drafter.depth)
 
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
         roots = self._roots[:, None]

@@ -13,7 +13,7 @@ from fsd_infer.device.cuda_graphs import CachedModel, GraphRecorder
 from fsd_infer.drafters.base import Drafter
 from fsd_infer.drafters.drawing import AcceptanceRatios
 from fsd_infer.targets.target import Target
-from fsd_infer.trees.shape import LARGEST, MENU, NO_TREE, TreeShape, default_shape
+from fsd_infer.trees.shape import LARGEST, MAX_DEPTH, MENU, NO_TREE, TreeShape, default_shape
 
 
 class TreeDrafter(Drafter):
@@ -29,11 +29,13 @@ class TreeDrafter(Drafter):
         has_default_shape: whether the shape is the default.
         largest: by device, the largest shape within which trees are chosen round by round.
         grows: whether they can be chosen so.
+        depth: most tokens that the model drafts below a text. Deeper trees are cut.
         all_shapes: among which they are chosen where rounds are recorded.
     """
 
     target: Target
     samples = grows = True
+    depth: int = MAX_DEPTH
     largest: Mapping[str, TreeShape] = LARGEST
     all_shapes: Sequence[TreeShape] = MENU
 
@@ -44,8 +46,8 @@ class TreeDrafter(Drafter):
         self.shape = self._within(shape or default_shape(target.device))
 
     def _within(self, shape: TreeShape) -> TreeShape:
-        """Return the shape with at most as many children per node as the vocabulary has entries."""
-        return replace(shape, width=min(shape.width, self.vocabulary))
+        """Return the shape no deeper than the model drafts, and no wider than its vocabulary."""
+        return replace(shape, depth=min(shape.depth, self.depth), width=min(shape.width, self.vocabulary))
 
     def with_shape(self, shape: TreeShape) -> Self:
         """Return this drafter with another fixed shape. Both share their weights."""
