@@ -46,7 +46,9 @@ class RequestTracker:
         self.callbacks += request.callbacks  # which may end rows, before the tree's choice counts those that go on
         if state.policy is not None:
             self.callbacks.append(TreeUpdate(state.policy))
-        self._on_phase = [one.on_phase for one in self.callbacks if type(one).on_phase is not Callback.on_phase]
+        self._on_phase = [
+            one.on_phase for one in self.callbacks if getattr(one.on_phase, "__func__", None) is not Callback.on_phase
+        ]
         state.history, state.on_phase = self.history, self.on_phase
         somebody_waits = any(callback.reads_tensors for callback in self.callbacks)
         somebody_waits = somebody_waits or state.asks_host or state.session.needs_report
