@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsd_core.errors import CheckpointError, VocabularyMismatchError
+from fsd_core.errors import CheckpointError, FsdError, VocabularyMismatchError
 from fsd_infer import Target
 from fsd_infer.drafters import EagleDrafter
 from fsd_infer.drafters.loading import load_drafter
@@ -320,3 +320,18 @@ def test_pickles_are_refused_and_converted_by_the_user(
         if source == "eagle":
             exec(str(raised.value).splitlines()[-1], {})
             assert torch.equal(load_head(directory, target).fc.weight, head.fc.weight)
+
+
+def test_options_of_parts_that_no_head_reads_may_be_anything(heads: Path, target: Target, tmp_path: Path) -> None:
+    tuned = altered(heads / "eagle", tmp_path / "tuned", {"peft_config": {"default": {"bias": "none"}}})
+    assert load_drafter(str(tuned), target, None).name == "eagle"
+
+
+def test_a_head_that_reads_final_features_needs_no_list_of_layers() -> None:
+    """LongCat-Flash counts twice as many layers as its list has."""
+    model = tiny_model("llama")
+    model.config.num_hidden_layers = 99
+    whole = Target(model)
+    whole.capture_layers([])
+    with pytest.raises(FsdError, match="no list of 99 decoder layers"):
+        whole.capture_layers([0])

@@ -131,6 +131,8 @@ ENDS = [
     (CHATML.replace("<|end|>", "<|pad|>"), "<|pad|>"),
     (CHATML.replace("<|end|>", "<|pad|>") + "{{ eos_token }}", "<|pad|>"),  # the turn's end, then the text's
     (CHATML.replace("<|end|>", "<|pad|><|end|>"), "<|pad|><|end|>"),  # as Command-R's
+    ("<|start|>S<|end|>" + CHATML.replace("<|end|>", "<|pad|><|end|>"), "<|pad|><|end|>"),  # as Command-R7B's
+    ("{% if messages | length > 2 %}{{ raise_exception('one question') }}{% endif %}" + CHATML, "<|end|>"),
     (CHATML.replace("<|end|>", ""), "<|end|>"),  # no end: the tokenizer's eos
     (None, "<|end|>"),
 ]

@@ -221,7 +221,7 @@ def test_temperature_zero_emits_the_likeliest_token_of_the_distribution(spec: st
 REFUSED: dict[str, tuple[Callable[[RuleInputs], OutputDistribution], str]] = {
     "the former order": (
         lambda inputs: OutputDistribution(inputs.has_q, inputs.logprob_gap),  # type: ignore[arg-type]
-        "OutputDistribution takes inputs first now, not a Tensor: write OutputDistribution.inputs",
+        "rule 'own': OutputDistribution takes inputs first now, not a Tensor",
     ),
     "the former order, restricted": (
         lambda inputs: OutputDistribution(inputs.has_q, inputs.logprob_gap).where(inputs.has_q),  # type: ignore[arg-type]

@@ -152,8 +152,13 @@ def end_of_turn(tokenizer: Any) -> list[int]:
     if getattr(tokenizer, "chat_template", None):
         asked: Message = {"role": "user", "content": "?"}
         answered: Message = {"role": "assistant", "content": WORD}
-        texts = (render(tokenizer, turns, False) for turns in ([asked, answered], [asked, answered, asked]))
-        last, inner = (encode_rendered(tokenizer, text.partition(WORD)[2]) for text in texts)
+        last = encode_rendered(tokenizer, render(tokenizer, [asked, answered], False).partition(WORD)[2])
+        try:
+            text = render(tokenizer, [asked, answered, asked], False)
+        except DataError:  # a template for one question
+            inner = last
+        else:
+            inner = encode_rendered(tokenizer, text.partition(WORD)[2])
         special = special_ids(tokenizer)
         both = [one for one, other in takewhile(lambda pair: pair[0] == pair[1], zip(last, inner, strict=False))]
         count = turn_end(tokenizer, both, special) or turn_end(tokenizer, last, special)
@@ -173,6 +178,7 @@ def turn_end(tokenizer: Any, ids: Sequence[int], special: set[int]) -> int:
     if 0 < end < len(ids) and ids[end] in special:
         opening = render(tokenizer, [{"role": "user", "content": WORD}], False).partition(WORD)[0]
         goes_on = special.difference(encode_rendered(tokenizer, opening))
+        goes_on |= {tokenizer.eos_token_id} - {tokenizer.bos_token_id}  # with which an opening's system turn ends, too
         while end < len(ids) and ids[end] in goes_on and ids[end - 1] != tokenizer.eos_token_id:
             end += 1
     return end

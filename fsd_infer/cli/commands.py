@@ -151,7 +151,7 @@ def _further(options: dict[str, Any]) -> dict[str, Any]:
     from fsd_infer.request.options import ARGUMENTS, split_options
 
     for name in options:
-        if name in ARGUMENTS:
+        if name in ARGUMENTS and options[name]:
             raise FsdError(f"--options: {name} takes functions, which JSON cannot hold: call generate in Python.")
         if name in OWN:
             raise FsdError(f"--options: {name} has an option of its own: use {OWN[name]}.")
@@ -171,8 +171,11 @@ def read_text(named: str) -> str:
     """Read a text file, or standard input for "-". Raises DataError if it is unreadable or too long."""
     try:
         # sys.stdin is None where it is closed, and has the terminal's encoding; some programs write a byte order mark
-        with open(0 if named == "-" else named, encoding="utf-8-sig", closefd=named != "-") as file:
-            text = file.read(LONGEST_PROMPT + 1)
+        if named == "-" and sys.stdin is not sys.__stdin__:
+            text = sys.stdin.read(LONGEST_PROMPT + 1)
+        else:
+            with open(0 if named == "-" else named, encoding="utf-8-sig", closefd=named != "-") as file:
+                text = file.read(LONGEST_PROMPT + 1)
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
         where = "standard input" if named == "-" else named
         raise DataError(f"{where}: cannot be read as UTF-8 text ({error}). Give a readable text file.") from error

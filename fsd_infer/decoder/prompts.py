@@ -142,9 +142,19 @@ def split_prompt(prompt: Any) -> tuple[Any, Sequence[Any] | ImageInput]:
     return prompt["prompt"], [images]
 
 
+def _as_lists(value: Any) -> Any:
+    """Return tensors, arrays and tuples of numbers, and lists of them, as lists."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return (
+        [one if isinstance(one, int) else _as_lists(one) for one in value]
+        if isinstance(value, (list, tuple))
+        else value
+    )
+
+
 def _unpadded(ids: Any, mask: Any, padding: int | None) -> list[list[int]]:
     """Return the rows of ids [T] or [B, T], tensors or lists, where the mask is 1, or else the padding token is not."""
-    rows, masks = (value.tolist() if hasattr(value, "tolist") else value for value in (ids, mask))
+    rows, masks = map(_as_lists, (ids, mask))
     if not rows or not isinstance(rows[0], list):
         rows, masks = [rows], None if masks is None else [masks]
     if masks is None:

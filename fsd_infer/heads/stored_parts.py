@@ -168,10 +168,14 @@ def check_uncomputed(option: Callable[[str], Any]) -> None:
             )
 
 
+# parts of a config that heads are read from
+_PARTS = {"dflash_config", "eagle_config", "fastmtp_config", "model", "text_config", "transformer_layer_config"}
+
+
 def check_flags(config: Mapping[str, Any]) -> None:
     """Raise CheckpointError for a config, or a part of it, with an option that must be true or false and is not."""
     for name, value in config.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and name in _PARTS:
             check_flags(value)
         elif name in _FLAGS and value not in (None, True, False):
             raise CheckpointError(f"{name} in its config.json must be true or false, got {value!r:.60}.")

@@ -19,7 +19,7 @@ from fsd_core.registry import Registry
 from fsd_core.tensors import to_device
 from fsd_infer.rules._walk import walk
 from fsd_infer.rules.block_test import block_test
-from fsd_infer.rules.distributions import OutputDistribution
+from fsd_infer.rules.distributions import OutputDistribution, former_order
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import FORMER, parameter, parameters_of, reads_former_names
 from fsd_infer.rules.texts import markers
@@ -92,8 +92,14 @@ class Rule(Renamed):
             raise FsdError(f"rule {self.name!r} compares drafts with the target's choices: it needs temperature 0.")
 
     def restricted_output(self, inputs: RuleInputs) -> OutputDistribution:
-        """Return :meth:`output` with the parameters that all rules share applied."""
-        return self.output(inputs)
+        """Return :meth:`output` with the parameters that all rules share applied.
+
+        Raises FsdError if it was constructed without the inputs, as it once was: it would be p in silence.
+        """
+        output = self.output(inputs)
+        if not isinstance(output.inputs, RuleInputs):
+            raise former_order(output, f"rule {self.name!r}: ")
+        return output
 
     def __call__(self, round: RoundInput) -> Verdict:
         """Return the verdict on a round with this rule for every row; see :func:`apply_rules`."""

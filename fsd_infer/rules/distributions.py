@@ -61,14 +61,6 @@ class OutputDistribution:
     test: AcceptanceTest | None = None
     is_reducible: bool = False
 
-    def __post_init__(self) -> None:
-        """Raise FsdError for the former order of arguments, in which what a rule relaxes was lost in silence."""
-        if not isinstance(self.inputs, RuleInputs):
-            raise FsdError(
-                f"OutputDistribution takes inputs first now, not a {type(self.inputs).__name__}: write "
-                "OutputDistribution(inputs, applies, logit_bias)."
-            )
-
     @classmethod
     def target(cls, inputs: RuleInputs) -> OutputDistribution:
         """Return the distribution r = p, which costs nothing."""
@@ -202,7 +194,12 @@ class OutputDistribution:
 
         Args:
             holds: [B, N] bool; or a function from all contexts to [R] bool or to one bool, not called for a root alone.
+
+        Raises:
+            FsdError: the distribution has its arguments in their former order.
         """
+        if not isinstance(self.inputs, RuleInputs):
+            raise former_order(self)
         if not isinstance(holds, Tensor):
             if self.applies.shape[1] == 1:  # nothing was drafted: there may be no row of q to read
                 return self
@@ -239,6 +236,14 @@ class OutputDistribution:
     def dense_at(self) -> Tensor | None:
         """[B, N] bool; contexts where :attr:`log_r` is the distribution, if there is one; None: all that have a q."""
         return None if self.logit_bias is None else self.inputs.has_drawn_below
+
+
+def former_order(output: OutputDistribution, where: str = "") -> FsdError:
+    """Return the error for a distribution made with the former order of arguments: it would be p in silence."""
+    return FsdError(
+        f"{where}OutputDistribution takes inputs first now, not a {type(output.inputs).__name__}: write "
+        "OutputDistribution(inputs, applies, logit_bias)."
+    )
 
 
 def _checked(inputs: RuleInputs, cutoff: Tensor | float) -> Tensor | float:

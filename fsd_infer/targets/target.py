@@ -314,7 +314,7 @@ class Target(CachedModel):
         """Return these decoder layers, counted from 0. Raises ModelLoadError if there is no such layer."""
         count = int(self.config.num_hidden_layers)
         layers = list(layer_list(self.decoder, count) or [])
-        if not layers:
+        if numbers and not layers:
             raise ModelLoadError(f"{self.name} has no list of {count} decoder layers: use a drafter that reads none.")
         for number in numbers:
             if not 0 <= number < len(layers):

@@ -39,7 +39,7 @@ def eos_ids(config: GenerationConfig | None) -> set[int]:
 
 def id_list(name: str, value: Any) -> list[int]:
     """Return a list for one id, several, or None. Raises FsdError if they are not whole numbers."""
-    ids = value.tolist() if isinstance(value, Tensor) else value
+    ids = value.tolist() if hasattr(value, "tolist") else value
     ids = list(ids) if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]
     if not all(map(is_whole, ids)):
         raise FsdError(f"{name} of the generation config must be a token id, or a list of them, got {value!r:.60}.")

@@ -47,7 +47,8 @@ class RunDirectory(Callback):
         self.best = [Path(f"{path}.ckpt") for path in best]
         self.overwrite = overwrite
         self._stale: list[Path] = []
-        self._asked = False  # to end, by a signal to this process
+        self._asked = self._is_over = False  # to end, by a signal to this process; after the last step
+        self._callers = signal.getsignal(signal.SIGTERM)  # which Lightning's handler would call, too
         self._said: set[str] = set()  # of damaged checkpoints
         self._held: list[int] = []  # descriptors of the directories, locked
         self._found = self._written()  # before the choice of a checkpoint
@@ -154,8 +155,9 @@ class RunDirectory(Callback):
                 recover_directory(head)
 
     def _written(self) -> dict[Path, int]:
-        """Return the checkpoints of the directories, and when they were written [ns]."""
-        return {path: path.stat().st_mtime_ns for place in self.directories for path in place.glob("*.ckpt")}
+        """Return the checkpoints and heads that are there, and when they were written [ns]."""
+        paths = [*(path for place in self.directories for path in place.glob("*.ckpt")), *self.heads]
+        return {path: path.stat().st_mtime_ns for path in paths if path.exists()}
 
     def _hold(self, directory: Path) -> None:
         """Lock a directory until the run ends, and remove what killed runs left of checkpoints that they were writing.
@@ -186,14 +188,17 @@ class RunDirectory(Callback):
             for path in self._stale:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         self._stale = []
+        self._asked |= trainer.received_sigterm  # before the first step
         if threading.current_thread() is threading.main_thread():
             # Lightning's own handler of SIGTERM ends amid accumulated batches, and with several processes it waits for
             # the others within the handler, for ever
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, self._interrupt)
 
-    def _interrupt(self, number: int, *_: Any) -> None:
-        if self._asked:
+    def _interrupt(self, number: int, frame: Any) -> None:
+        if number == signal.SIGTERM and callable(self._callers):
+            self._callers(number, frame)
+        if self._asked or self._is_over:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return
@@ -215,6 +220,7 @@ class RunDirectory(Callback):
             raise KeyboardInterrupt
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._is_over = True
         self._ignore_signals()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -18,6 +18,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <limits>
 #include <type_traits>
 
 extern "C" {
@@ -104,7 +105,8 @@ int64_t fsd_block_side() { return BLOCK_SIDE; }
 // y [rows, columns] of x [rows, depth]. many: widen weights in blocks to bf16 first where that is faster,
 // as prompts do.
 void fsd_linear_forward(const bf16* x, const fsd_linear* layer, bf16* y, int64_t rows, int many, int threads) {
-  constexpr int64_t TOGETHER_AT_MOST = 256;  // rows, since a thread may hold them in another layout
+  // rows that a thread may widen
+  constexpr int64_t TOGETHER_AT_MOST = std::is_same_v<Plain, float> ? 256 : std::numeric_limits<int>::max();
 #pragma omp parallel num_threads(threads)
   {
     Multiplier multiply(many);
