@@ -22,7 +22,7 @@ import fsd_infer
 from fsd_infer import FsdError, FuzzyConfig, FuzzyDecoder, Target
 from fsd_infer.device.cache import cache_argument
 from fsd_infer.drafters import LookupDrafter
-from tests.families import OracleDrafter, tiny_model
+from tests.families import VOCAB, OracleDrafter, tiny_model
 from tests.text_toys import tiny_tokenizer
 
 PROMPT = [5, 6, 7, 5, 6]
@@ -312,5 +312,5 @@ class Told(fsd_infer.Callback):
 
 def test_a_callback_may_set_its_methods_as_it_starts() -> None:
     told = Told()
-    FuzzyDecoder(Target(tiny_model("llama")), LookupDrafter()).generate(PROMPT, max_new_tokens=4, callbacks=[told])
+    FuzzyDecoder(Target(tiny_model("llama")), LookupDrafter(VOCAB)).generate(PROMPT, max_new_tokens=4, callbacks=[told])
     assert "start" in told.phases and told.phases[0] == "prefill"
