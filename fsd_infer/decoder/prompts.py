@@ -145,11 +145,9 @@ def split_prompt(prompt: Any) -> tuple[Any, Sequence[Any] | ImageInput]:
 def _as_lists(value: Any) -> Any:
     """Return tensors, arrays and tuples of numbers, and lists of them, as lists."""
     value = value.tolist() if hasattr(value, "tolist") else value
-    return (
-        [one if isinstance(one, int) else _as_lists(one) for one in value]
-        if isinstance(value, (list, tuple))
-        else value
-    )
+    if not isinstance(value, (list, tuple)):
+        return value
+    return [one if isinstance(one, int) else _as_lists(one) for one in value]
 
 
 def _unpadded(ids: Any, mask: Any, padding: int | None) -> list[list[int]]:

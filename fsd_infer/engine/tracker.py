@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -50,11 +50,10 @@ class RequestTracker:
         somebody_waits = any(callback.reads_tensors for callback in self.callbacks)
         somebody_waits = somebody_waits or state.asks_host or state.session.needs_report
         self.overlaps = state.live is not None and state.session.is_recordable and not somebody_waits
-        self._on_phase: list[Callable[[str], None]] = []
         for callback in self.callbacks:
             callback.on_start(state)
         phases = [callback.on_phase for callback in self.callbacks]  # which a callback may set as it starts
-        self._on_phase += [tell for tell in phases if getattr(tell, "__func__", None) is not Callback.on_phase]
+        self._on_phase = [tell for tell in phases if getattr(tell, "__func__", None) is not Callback.on_phase]
 
     def history(self) -> list[Tensor | None]:
         """Return the tokens before each row's root, on the CPU, as ``generate`` would pass them to processors.
