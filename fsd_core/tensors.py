@@ -18,6 +18,11 @@ from fsd_core.functional import is_host, memory_of, wide
 _STAGED = 2**16  # bytes that CUDA copies from pageable memory without a sync
 
 
+def as_python(value: Any) -> Any:
+    """Return the numbers of a tensor or of an array as Python's, in lists, and other values as they are."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to ``device`` without a sync."""
     if not memory_of(device).is_shared and values.nbytes > _STAGED:

@@ -22,11 +22,12 @@ from fsd_core.files import read_json, write_json
 from fsd_core.former import Renamed, former_keywords
 from fsd_core.options import picked
 from fsd_core.registry import did_you_mean, is_whole
+from fsd_core.tensors import as_python
 from fsd_infer.decoder import retired
 from fsd_infer.decoder.calibrated import CALIBRATED, QUALITY, with_quality
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.request.guide import Guide
-from fsd_infer.request.options import ARGUMENTS, GenerateOptions, as_python
+from fsd_infer.request.options import ARGUMENTS, GenerateOptions
 from fsd_infer.request.temperature import at_temperature
 from fsd_infer.rules import Rule, RuleLike, parse_rule, rule_text
 from fsd_infer.targets.builtin import shipped_drafter
@@ -106,7 +107,7 @@ class FuzzyConfig(GenerationConfig):
     beams: BeamOptions | Mapping[str, Any] | str | None = None
 
     def __init__(self, **values: Unpack[FuzzyOptions]) -> None:
-        given = as_python(values)
+        given = {name: as_python(value) for name, value in values.items()}
         _refuse_unknown(given.keys(), OWN.keys() | vars(GenerationConfig()).keys() | _UNSEEN, "option of FuzzyConfig")
         for name, default in OWN.items():  # before the others, which are validated at once
             setattr(self, name, given.pop(name, default))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fsd_core.errors import FsdError, ModelLoadError
 from fsd_core.registry import did_you_mean, is_whole
+from fsd_core.tensors import as_python
 from fsd_core.text.encoding import encode_chat, encode_text, need_tokenizer
 from fsd_infer.request.images import Sources, encode_marked, encode_shown, has_images, split_images
 from fsd_infer.targets.image_inputs import ImageInput, image_input_of, placeholders_of
@@ -144,7 +145,7 @@ def split_prompt(prompt: Any) -> tuple[Any, Sequence[Any] | ImageInput]:
 
 def _as_lists(value: Any) -> Any:
     """Return tensors, arrays and tuples of numbers, and lists of them, as lists."""
-    value = value.tolist() if hasattr(value, "tolist") else value
+    value = as_python(value)
     if not isinstance(value, (list, tuple)):
         return value
     return [one if isinstance(one, int) else _as_lists(one) for one in value]

@@ -19,6 +19,7 @@ from typing_extensions import TypedDict
 
 from fsd_core.errors import FsdError
 from fsd_core.registry import did_you_mean
+from fsd_core.tensors import as_python
 from fsd_infer.request.temperature import at_temperature
 from fsd_infer.targets.token_ids import eos_ids, id_list
 
@@ -211,17 +212,13 @@ def split_options(
         found = further[name]
         if found is not None and not (isinstance(found, (list, tuple)) and all(map(callable, found))):
             raise FsdError(f"{name} must be a list of callables, got {found!r:.60}.")
-    fields = as_python({name: value for name, value in overrides.items() if name not in ARGUMENTS})
+    # transformers misreads numbers of numpy and torch
+    fields = {name: as_python(value) for name, value in overrides.items() if name not in ARGUMENTS}
     if fields.get("temperature") == 0:
         fields.update(at_temperature(0))
     if fields.get("eos_token_id") == []:
         fields["eos_token_id"] = None  # transformers fails on an empty list, unless there is a padding token
     return fields, further, further.pop("stopping_criteria") or []
-
-
-def as_python(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with Python's numbers and lists in place of numpy's and torch's, which transformers misreads."""
-    return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in values.items()}
 
 
 def with_defaults(fields: dict[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:

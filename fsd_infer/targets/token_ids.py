@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from fsd_core.errors import FsdError
 from fsd_core.registry import is_whole
-from fsd_core.tensors import to_device
+from fsd_core.tensors import as_python, to_device
 
 
 def left_padded(rows: Sequence[Sequence[int]], pad: int) -> list[list[int]]:
@@ -39,7 +39,7 @@ def eos_ids(config: GenerationConfig | None) -> set[int]:
 
 def id_list(name: str, value: Any) -> list[int]:
     """Return a list for one id, several, or None. Raises FsdError if they are not whole numbers."""
-    ids = value.tolist() if hasattr(value, "tolist") else value
+    ids = as_python(value)
     ids = list(ids) if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]
     if not all(map(is_whole, ids)):
         raise FsdError(f"{name} of the generation config must be a token id, or a list of them, got {value!r:.60}.")

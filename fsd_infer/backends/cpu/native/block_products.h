@@ -208,12 +208,11 @@ inline void add_outlying(__m512 (&sums)[M], __m512 d, __m512 least, const Step<M
   }
 }
 
-// Fetch the codes that lie AHEAD of 32 numbers of depth, so that memory is busy while they are multiplied. To the second
-// cache: the first has too few buffers for all that must be under way.
-template <class F>
-inline void fetch(const uint8_t* codes, int bytes) {
+// Fetch what lies AHEAD of a part of a weight, so that memory is busy while that is multiplied. To the second cache: the
+// first has too few buffers for all that must be under way.
+inline void fetch_ahead(const void* part, int bytes) {
   constexpr int AHEAD = 8192;
-  for (int line = 0; line < bytes; line += 64) _mm_prefetch((const char*)codes + AHEAD + line, _MM_HINT_T1);
+  for (int line = 0; line < bytes; line += 64) _mm_prefetch((const char*)part + AHEAD + line, _MM_HINT_T1);
 }
 
 // dots [M, 16] of a run's codes less BIAS with 2^LOW · high + low. codes: of the step's 32 numbers of depth.
@@ -273,7 +272,7 @@ __attribute__((noinline)) void block_on_vectors(const void* x, int groups, int64
     for (int64_t end = depth / F::SPAN; end > 0; --end, record += F::RECORD)
       for (int part = 0; part < F::SPAN / 32; ++part, ++step) {
         const uint8_t* const codes = record + part * F::STEP;
-        fetch<F>(codes, F::RECORD * 32 / F::SPAN);
+        fetch_ahead(codes, F::RECORD * 32 / F::SPAN);
 #pragma GCC unroll 2
         for (int half = 0; half < 32 / F::RUN; ++half) {
           __m512i dots[M];
@@ -331,7 +330,7 @@ inline void group_on_tiles(const Step<M>* steps, int64_t depth, const uint8_t* r
   const auto unpack = [&](int64_t run) {
     if (run >= runs) return;
     const uint8_t* const from = codes_at(run);
-    fetch<F>(from + run % PARTS * (F::STEP / PARTS), F::RECORD * F::RUN / F::SPAN);
+    fetch_ahead(from + run % PARTS * (F::STEP / PARTS), F::RECORD * F::RUN / F::SPAN);
     if (AS_STORED) return;
     int8_t* const to = codes[run % 4];
     if (F::JOINED) return write_joined<F>(from + run % PARTS * (F::STEP / PARTS), to);

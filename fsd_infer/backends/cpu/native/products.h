@@ -195,15 +195,6 @@ __attribute__((noinline)) void tile(const bf16* x, int64_t depth, const Number* 
 template <int SIDE>
 constexpr int most = 6;  // rows whose sums of 16 columns, with x and weights, fit the registers
 
-// Fetch what lies ahead of `count` numbers, so that memory is busy while they are multiplied. To the second cache, as
-// block products do.
-template <class Number>
-inline void fetch_ahead(const Number* numbers, int count) {
-  constexpr int AHEAD = 8192;  // bytes
-  for (int line = 0; line < count * (int)sizeof(Number); line += 64)
-    _mm_prefetch((const char*)numbers + AHEAD + line, _MM_HINT_T1);
-}
-
 // Add the products of `pairs` pairs of depth to sums [M, SIDE], of which these are the first OWN columns, or begin with them.
 // With `fetch`, ask for the panel's next parts. Neither inlined nor with loops over rows: there, compilers keep the sums in
 // memory.
@@ -218,18 +209,18 @@ __attribute__((noinline)) void add_products(const float* x, int64_t depth, const
     for (int v = 0; v < V; ++v) sum[m][v] = begin ? _mm256_setzero_ps() : _mm256_loadu_ps(sums + m * SIDE + v * 8);
   for (int64_t k = 0; k < pairs; ++k) {
     const bf16* const step = panel + k * 2 * SIDE;
-    if (fetch) fetch_ahead(step, 2 * SIDE);
+    if (fetch) fetch_ahead(step, 2 * SIDE * sizeof(bf16));
 #pragma GCC unroll 16
     for (int v = 0; v < V; v += 2) {
-      Integers pairs;
+      Integers both;
 #pragma GCC unroll 2
       for (int odd = 0; odd < 2; ++odd) {
-        if (odd == 0 || M > 2) {  // of many rows, the sums leave no registers for pairs
+        if (odd == 0 || M > 2) {  // of many rows, the sums leave no registers for both
           finish_stores();
-          pairs = widened(step + v * 16);
-          in_registers(pairs);
+          both = widened(step + v * 16);
+          in_registers(both);
         }
-        const __m256 low = half_of_pairs(pairs.low, odd), high = half_of_pairs(pairs.high, odd);
+        const __m256 low = half_of_pairs(both.low, odd), high = half_of_pairs(both.high, odd);
 #pragma GCC unroll 16
         for (int m = 0; m < M; ++m) {
           const __m256 number = _mm256_broadcast_ss(x + m * depth + 2 * k + odd);
