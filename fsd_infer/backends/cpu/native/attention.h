@@ -4,6 +4,8 @@
 #include "products.h"
 
 #include <algorithm>
+#include <type_traits>
+#include <utility>
 
 namespace {
 
@@ -56,24 +58,73 @@ inline void transpose(const int32_t* from, int64_t stride, int64_t count, int32_
     }
 }
 
-#ifdef __AMX_BF16__
+// Most queries that attend together, and numbers that a sum of values and weights may take of the registers.
+#if defined(__AMX_BF16__)
+constexpr int QUERIES = 16, VECTOR = 1, REGISTERS = 28;
+#elif defined(__AVX512F__)
+constexpr int QUERIES = 12, VECTOR = 1, REGISTERS = 28;
+#else
+constexpr int QUERIES = 6, VECTOR = 2, REGISTERS = 13;
+#endif
 
-constexpr int QUERIES = 16;  // most queries that attend together
-
-// out[q] = Σ over slots of weights[slot][q] · values[slot] / totals[q].
-template <int Q>
-__attribute__((noinline)) void weigh(const float* weights, const bf16* values, int64_t stride, int64_t slots,
-                                     int64_t width, const float* totals, bf16* const* out) {
-  for (int64_t i = 0; i < width; i += LANES) {
-    __m512 sum[Q];
-    for (int q = 0; q < Q; ++q) sum[q] = _mm512_setzero_ps();
-    for (int64_t slot = 0; slot < slots; ++slot) {
-      const __m512 value = load(values + slot * stride + i);
-      for (int q = 0; q < Q; ++q) sum[q] = _mm512_fmadd_ps(_mm512_set1_ps(weights[slot * LANES + q]), value, sum[q]);
-    }
-    for (int q = 0; q < Q; ++q) store(out[q] + i, _mm512_div_ps(sum[q], _mm512_set1_ps(totals[q])));
-  }
+// Call of(std::integral_constant<int, count>) for a count from 1 to QUERIES.
+template <class Of, int... I>
+inline void with_count(int count, Of of, std::integer_sequence<int, I...>) {
+  ((I + 1 == count ? of(std::integral_constant<int, I + 1>{}) : void()), ...);
 }
+template <class Of>
+inline void with_count(int count, Of of) {
+  with_count(count, of, std::make_integer_sequence<int, QUERIES>{});
+}
+
+// Fetch a row of `size` bytes that is needed soon.
+inline void fetch_row(const bf16* row, int64_t size) {
+  for (int64_t line = 0; line < size; line += 64) _mm_prefetch((const char*)row + line, _MM_HINT_T0);
+}
+
+// out[q] = Σ over slots of w · values[slot] / Σ w, with w = weights[slot · next + q · apart]. Slots are added in order. An
+// invisible slot adds an exact 0, so a text gives the same bits wherever its slots lie among a tree's other nodes.
+template <int Q>
+__attribute__((noinline)) void weigh(const float* weights, int64_t next, int64_t apart, const bf16* values, int64_t stride,
+                                     int64_t slots, int64_t width, bf16* const* out) {
+  constexpr int AHEAD = 8;  // slots
+  constexpr int PARTS = Q * (4 * VECTOR + 1) <= REGISTERS ? 4 : Q * (2 * VECTOR + 1) <= REGISTERS ? 2 : 1;
+  float total[Q];
+  const auto add_up = [&](auto parts, auto first, int64_t i) {
+    constexpr int P = decltype(parts)::value;  // vectors of a value
+    __m512 sum[P][Q];
+    for (int q = 0; q < Q; ++q) {
+      if (first) total[q] = 0;
+      for (int part = 0; part < P; ++part) sum[part][q] = _mm512_setzero_ps();
+    }
+    for (int64_t slot = 0; slot < slots; ++slot) {
+      const bf16* const value = values + slot * stride + i;
+      fetch_row(value + AHEAD * stride, P * LANES * sizeof(bf16));
+      __m512 numbers[P];
+      for (int part = 0; part < P; ++part) numbers[part] = load(value + part * LANES);
+      for (int q = 0; q < Q; ++q) {
+        const float weight = weights[slot * next + q * apart];
+        if (first) total[q] += weight;
+        for (int part = 0; part < P; ++part)
+          sum[part][q] = _mm512_fmadd_ps(_mm512_set1_ps(weight), numbers[part], sum[part][q]);
+      }
+    }
+    for (int q = 0; q < Q; ++q) {
+      if (first && total[q] < 1e-30f) total[q] = 1e-30f;  // keeps NaN
+      for (int part = 0; part < P; ++part)
+        store(out[q] + i + part * LANES, _mm512_div_ps(sum[part][q], _mm512_set1_ps(total[q])));
+    }
+  };
+  constexpr auto all = std::integral_constant<int, PARTS>{};
+  constexpr auto one = std::integral_constant<int, 1>{};
+  int64_t i = 0;
+  if (width >= PARTS * LANES) add_up(all, std::true_type{}, i), i += PARTS * LANES;
+  else add_up(one, std::true_type{}, i), i += LANES;
+  for (; i + PARTS * LANES <= width; i += PARTS * LANES) add_up(all, std::false_type{}, i);
+  for (; i < width; i += LANES) add_up(one, std::false_type{}, i);
+}
+
+#ifdef __AMX_BF16__
 
 // Attention of `count` queries, at most QUERIES, that share keys and values. seen[q][slot] is nonzero where q may attend.
 // Memory: scores has 16 numbers per slot, slots rounded up to 32; block 16 · width / 2 pairs; rows 32 · width numbers.
@@ -116,64 +167,57 @@ void attend(Multiplier& multiply, int count, const bf16* const* queries, const b
     }
   }
   const __m512 top = _mm512_max_ps(_mm512_set1_ps(-1e30f), highest);  // finite if no slot is visible
-  // Slots are added in order. An invisible slot adds an exact 0, so a text gives the same bits wherever its slots lie
-  // among a tree's other nodes.
-  __m512 total = _mm512_setzero_ps();
   for (int64_t slot = 0; slot < slots; ++slot) {
     const __m512 weight = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + slot * LANES), top));
-    total = _mm512_add_ps(total, weight);
     _mm512_storeu_ps(scores + slot * LANES, weight);
   }
-  alignas(64) float totals[LANES];
-  _mm512_store_ps(totals, _mm512_max_ps(_mm512_set1_ps(1e-30f), total));  // keeps NaN
-#define TOGETHER(Q) \
-  case Q: return weigh<Q>(scores, values, stride, slots, width, totals, out);
-  switch (count) {
-    TOGETHER(1) TOGETHER(2) TOGETHER(3) TOGETHER(4) TOGETHER(5) TOGETHER(6) TOGETHER(7) TOGETHER(8)
-    TOGETHER(9) TOGETHER(10) TOGETHER(11) TOGETHER(12) TOGETHER(13) TOGETHER(14) TOGETHER(15) TOGETHER(16)
-  }
-#undef TOGETHER
+  with_count(count, [&](auto q) { weigh<q>(scores, LANES, 1, values, stride, slots, width, out); });
 }
 
 #else
 
-#ifdef __AVX512F__
-constexpr int QUERIES = 12;  // most queries that attend together
-#else
-constexpr int QUERIES = 6;
-#endif
-
 // Attention of Q queries that share keys and values. seen[q][slot] is nonzero where q may attend.
-// Memory: scores has Q · padded floats, padded = slots rounded up to 16; block 16 · width / 2 pairs.
+// Memory: scores has Q · padded floats, padded = slots rounded up to 16; block 32 · width / 2 pairs.
 template <int Q>
 __attribute__((noinline)) void attend(const bf16* const* queries, const bf16* keys, const bf16* values, int64_t stride,
                                       int64_t slots, int64_t width, float scale, const uint8_t* const* seen,
                                       float* scores, int32_t* block, bf16* const* out) {
   const int64_t padded = (slots + LANES - 1) / LANES * LANES, pairs = width / 2;
+  constexpr int BLOCKS = VECTOR == 1 && Q <= 6 ? 2 : 1;  // of 16 slots at once, so that no sum waits for itself
   const __m512 never = _mm512_set1_ps(-INFINITY);
   __m512 highest[Q];
   for (int q = 0; q < Q; ++q) highest[q] = never;
-  for (int64_t at = 0; at < slots; at += LANES) {
-    const int64_t count = std::min<int64_t>(LANES, slots - at);
-    for (int64_t k = 0; k < pairs; k += LANES)  // 16 keys side by side, as in a packed weight
-      transpose((const int32_t*)(keys + at * stride) + k, stride / 2, count, block + k * LANES);
-    __m512 sum[Q];
-    for (int q = 0; q < Q; ++q) sum[q] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < pairs; ++k) {
-      const __m512bh key = (__m512bh)_mm512_loadu_si512(block + k * LANES);
-      for (int q = 0; q < Q; ++q) {
-        int32_t pair;
-        std::memcpy(&pair, queries[q] + 2 * k, sizeof pair);
-        sum[q] = _mm512_dpbf16_ps(sum[q], (__m512bh)_mm512_set1_epi32(pair), key);
-      }
+  for (int64_t at = 0; at < slots; at += BLOCKS * LANES) {
+    for (int b = 0; b < BLOCKS; ++b) {
+      const bf16* const from = keys + (at + b * LANES) * stride;
+      const int64_t count = std::min<int64_t>(LANES, slots - at - b * LANES);
+      for (int64_t k = 0; k < pairs && count > 0; k += LANES)  // 16 keys side by side, as in a packed weight
+        transpose((const int32_t*)from + k, stride / 2, count, block + (b * pairs + k) * LANES);
+      for (int row = 0; row < LANES; ++row) fetch_row(from + (BLOCKS * LANES + row) * stride, width * sizeof(bf16));
     }
-    const __mmask16 inside = (__mmask16)((1u << count) - 1);
-    for (int q = 0; q < Q; ++q) {
-      const __m128i bytes = _mm_maskz_loadu_epi8(inside, seen[q] + at);
-      const __mmask16 visible = _mm_test_epi8_mask(bytes, bytes);
-      const __m512 score = _mm512_mask_mul_ps(never, visible, sum[q], _mm512_set1_ps(scale));
-      highest[q] = _mm512_max_ps(highest[q], score);
-      _mm512_storeu_ps(scores + q * padded + at, score);
+    __m512 sum[BLOCKS][Q];
+    for (int b = 0; b < BLOCKS; ++b)
+      for (int q = 0; q < Q; ++q) sum[b][q] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < pairs; ++k)
+      for (int b = 0; b < BLOCKS; ++b) {
+        const __m512bh key = (__m512bh)_mm512_loadu_si512(block + (b * pairs + k) * LANES);
+        for (int q = 0; q < Q; ++q) {
+          int32_t pair;
+          std::memcpy(&pair, queries[q] + 2 * k, sizeof pair);
+          sum[b][q] = _mm512_dpbf16_ps(sum[b][q], (__m512bh)_mm512_set1_epi32(pair), key);
+        }
+      }
+    for (int b = 0; b < BLOCKS; ++b) {
+      const int64_t first = at + b * LANES;
+      if (first >= slots) break;
+      const __mmask16 inside = lanes(slots - first);
+      for (int q = 0; q < Q; ++q) {
+        const __m128i bytes = _mm_maskz_loadu_epi8(inside, seen[q] + first);
+        const __mmask16 visible = _mm_test_epi8_mask(bytes, bytes);
+        const __m512 score = _mm512_mask_mul_ps(never, visible, sum[b][q], _mm512_set1_ps(scale));
+        highest[q] = _mm512_max_ps(highest[q], score);
+        _mm512_storeu_ps(scores + q * padded + first, score);
+      }
     }
   }
   for (int q = 0; q < Q; ++q) {
@@ -183,35 +227,13 @@ __attribute__((noinline)) void attend(const bf16* const* queries, const bf16* ke
       _mm512_storeu_ps(own, exponential(_mm512_sub_ps(_mm512_loadu_ps(own), top)));
     }
   }
-  // Slots are added in order. An invisible slot adds an exact 0, so a text gives the same bits wherever its slots lie
-  // among a tree's other nodes.
-  __m512 total[Q];
-  for (int q = 0; q < Q; ++q) total[q] = _mm512_setzero_ps();
-  for (int64_t slot = 0; slot < slots; ++slot)
-    for (int q = 0; q < Q; ++q) total[q] = _mm512_add_ps(total[q], _mm512_set1_ps(scores[q * padded + slot]));
-  for (int q = 0; q < Q; ++q) total[q] = _mm512_max_ps(_mm512_set1_ps(1e-30f), total[q]);  // keeps NaN
-  for (int64_t i = 0; i < width; i += LANES) {
-    __m512 sum[Q];
-    for (int q = 0; q < Q; ++q) sum[q] = _mm512_setzero_ps();
-    for (int64_t slot = 0; slot < slots; ++slot) {
-      const __m512 value = load(values + slot * stride + i);
-      for (int q = 0; q < Q; ++q)
-        sum[q] = _mm512_fmadd_ps(_mm512_set1_ps(scores[q * padded + slot]), value, sum[q]);
-    }
-    for (int q = 0; q < Q; ++q) store(out[q] + i, _mm512_div_ps(sum[q], total[q]));
-  }
+  weigh<Q>(scores, 1, padded, values, stride, slots, width, out);
 }
 
 void attend(Multiplier&, int count, const bf16* const* queries, const bf16* keys, const bf16* values, int64_t stride,
             int64_t slots, int64_t width, float scale, const uint8_t* const* seen, float* scores, int32_t* block, bf16*,
             bf16* const* out) {
-#define TOGETHER(Q) \
-  case Q: return attend<Q>(queries, keys, values, stride, slots, width, scale, seen, scores, block, out);
-  switch (count) {
-    TOGETHER(1) TOGETHER(2) TOGETHER(3) TOGETHER(4) TOGETHER(5) TOGETHER(6)
-    TOGETHER(7) TOGETHER(8) TOGETHER(9) TOGETHER(10) TOGETHER(11) TOGETHER(12)
-  }
-#undef TOGETHER
+  with_count(count, [&](auto q) { attend<q>(queries, keys, values, stride, slots, width, scale, seen, scores, block, out); });
 }
 
 #endif
