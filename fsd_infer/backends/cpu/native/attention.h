@@ -58,13 +58,13 @@ inline void transpose(const int32_t* from, int64_t stride, int64_t count, int32_
     }
 }
 
-// Most queries that attend together, and numbers that a sum of values and weights may take of the registers.
+// Most queries that attend together; registers that 16 numbers take; registers for the sums of values and of weights.
 #if defined(__AMX_BF16__)
-constexpr int QUERIES = 16, VECTOR = 1, REGISTERS = 28;
+constexpr int QUERIES = 16, EACH = 1, REGISTERS = 28;
 #elif defined(__AVX512F__)
-constexpr int QUERIES = 12, VECTOR = 1, REGISTERS = 28;
+constexpr int QUERIES = 12, EACH = 1, REGISTERS = 28;
 #else
-constexpr int QUERIES = 6, VECTOR = 2, REGISTERS = 13;
+constexpr int QUERIES = 6, EACH = 2, REGISTERS = 13;
 #endif
 
 // Call of(std::integral_constant<int, count>) for a count from 1 to QUERIES.
@@ -88,7 +88,7 @@ template <int Q>
 __attribute__((noinline)) void weigh(const float* weights, int64_t next, int64_t apart, const bf16* values, int64_t stride,
                                      int64_t slots, int64_t width, bf16* const* out) {
   constexpr int AHEAD = 8;  // slots
-  constexpr int PARTS = Q * (4 * VECTOR + 1) <= REGISTERS ? 4 : Q * (2 * VECTOR + 1) <= REGISTERS ? 2 : 1;
+  constexpr int PARTS = Q * (4 * EACH + 1) <= REGISTERS ? 4 : Q * (2 * EACH + 1) <= REGISTERS ? 2 : 1;
   float total[Q];
   const auto add_up = [&](auto parts, auto first, int64_t i) {
     constexpr int P = decltype(parts)::value;  // vectors of a value
@@ -183,7 +183,7 @@ __attribute__((noinline)) void attend(const bf16* const* queries, const bf16* ke
                                       int64_t slots, int64_t width, float scale, const uint8_t* const* seen,
                                       float* scores, int32_t* block, bf16* const* out) {
   const int64_t padded = (slots + LANES - 1) / LANES * LANES, pairs = width / 2;
-  constexpr int BLOCKS = VECTOR == 1 && Q <= 6 ? 2 : 1;  // of 16 slots at once, so that no sum waits for itself
+  constexpr int BLOCKS = EACH == 1 && Q <= 6 ? 2 : 1;  // of 16 slots at once, so that no sum waits for itself
   const __m512 never = _mm512_set1_ps(-INFINITY);
   __m512 highest[Q];
   for (int q = 0; q < Q; ++q) highest[q] = never;
