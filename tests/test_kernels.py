@@ -109,6 +109,19 @@ def test_layers_are_closer_to_fp32_than_torchs_own(family: str, sizes: tuple[tup
 
 
 @in_each_set
+@pytest.mark.parametrize("heads", [(2, 1), (4, 4)])
+def test_any_number_of_threads_computes_the_same_bits(heads: tuple[int, int]) -> None:
+    """Threads share the slots and columns of heads, also where there are more of them than heads."""
+    target = Target(fitting_model("llama", num_attention_heads=heads[0], num_key_value_heads=heads[1]))
+    assert isinstance(prepare(target), CpuStack)
+    found = []
+    for threads in (1, 2, 3, 7):
+        torch.set_num_threads(threads)
+        found.append(logits_through_cache(target, length=70))
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+@in_each_set
 def test_a_tied_embedding_is_read_from_the_packed_head() -> None:
     model = fitting_model("llama", vocab_size=192, tie_word_embeddings=True)
     target, head, table = Target(model), model.get_output_embeddings(), model.get_input_embeddings()

@@ -67,6 +67,18 @@ constexpr int QUERIES = 12, EACH = 1, REGISTERS = 28;
 constexpr int QUERIES = 6, EACH = 2, REGISTERS = 13;
 #endif
 
+constexpr int SPAN = 2 * LANES;  // a thread's slots begin at a multiple of it
+
+// Queries that share keys and values.
+struct Group {
+  int count;
+  const bf16* queries[QUERIES];
+  const uint8_t* seen[QUERIES];  // seen[q][slot] is nonzero where q may attend
+  bf16* out[QUERIES];
+  const bf16 *keys, *values;     // of the first slot
+  int64_t stride, slots;         // numbers between slots; slots, beyond which no query sees
+};
+
 // Call of(std::integral_constant<int, count>) for a count from 1 to QUERIES.
 template <class Of, int... I>
 inline void with_count(int count, Of of, std::integer_sequence<int, I...>) {
@@ -82,11 +94,12 @@ inline void fetch_row(const bf16* row, int64_t size) {
   for (int64_t line = 0; line < size; line += 64) _mm_prefetch((const char*)row + line, _MM_HINT_T0);
 }
 
-// out[q] = Σ over slots of w · values[slot] / Σ w, with w = weights[slot · next + q · apart]. Slots are added in order. An
-// invisible slot adds an exact 0, so a text gives the same bits wherever its slots lie among a tree's other nodes.
+// The columns [begin, end), multiples of 16, of group.out[q] = Σ over slots of w · values[slot] / Σ w, with w =
+// weights[slot · next + q · apart]. Slots are added in order. An invisible slot adds an exact 0, so a text gives the same bits
+// wherever its slots lie among a tree's other nodes.
 template <int Q>
-__attribute__((noinline)) void weigh(const float* weights, int64_t next, int64_t apart, const bf16* values, int64_t stride,
-                                     int64_t slots, int64_t width, bf16* const* out) {
+__attribute__((noinline)) void weigh(const Group& group, const float* weights, int64_t next, int64_t apart, int64_t begin,
+                                     int64_t end) {
   constexpr int AHEAD = 8;  // slots
   constexpr int PARTS = Q * (4 * EACH + 1) <= REGISTERS ? 4 : Q * (2 * EACH + 1) <= REGISTERS ? 2 : 1;
   float total[Q];
@@ -97,9 +110,9 @@ __attribute__((noinline)) void weigh(const float* weights, int64_t next, int64_t
       if (first) total[q] = 0;
       for (int part = 0; part < P; ++part) sum[part][q] = _mm512_setzero_ps();
     }
-    for (int64_t slot = 0; slot < slots; ++slot) {
-      const bf16* const value = values + slot * stride + i;
-      fetch_row(value + AHEAD * stride, P * LANES * sizeof(bf16));
+    for (int64_t slot = 0; slot < group.slots; ++slot) {
+      const bf16* const value = group.values + slot * group.stride + i;
+      fetch_row(value + AHEAD * group.stride, P * LANES * sizeof(bf16));
       __m512 numbers[P];
       for (int part = 0; part < P; ++part) numbers[part] = load(value + part * LANES);
       for (int q = 0; q < Q; ++q) {
@@ -112,43 +125,40 @@ __attribute__((noinline)) void weigh(const float* weights, int64_t next, int64_t
     for (int q = 0; q < Q; ++q) {
       if (first && total[q] < 1e-30f) total[q] = 1e-30f;  // keeps NaN
       for (int part = 0; part < P; ++part)
-        store(out[q] + i + part * LANES, _mm512_div_ps(sum[part][q], _mm512_set1_ps(total[q])));
+        store(group.out[q] + i + part * LANES, _mm512_div_ps(sum[part][q], _mm512_set1_ps(total[q])));
     }
   };
   constexpr auto all = std::integral_constant<int, PARTS>{};
   constexpr auto one = std::integral_constant<int, 1>{};
-  int64_t i = 0;
-  if (width >= PARTS * LANES) add_up(all, std::true_type{}, i), i += PARTS * LANES;
+  int64_t i = begin;
+  if (i + PARTS * LANES <= end) add_up(all, std::true_type{}, i), i += PARTS * LANES;
   else add_up(one, std::true_type{}, i), i += LANES;
-  for (; i + PARTS * LANES <= width; i += PARTS * LANES) add_up(all, std::false_type{}, i);
-  for (; i < width; i += LANES) add_up(one, std::false_type{}, i);
+  for (; i + PARTS * LANES <= end; i += PARTS * LANES) add_up(all, std::false_type{}, i);
+  for (; i < end; i += LANES) add_up(one, std::false_type{}, i);
 }
 
 #ifdef __AMX_BF16__
 
-// Attention of `count` queries, at most QUERIES, that share keys and values. seen[q][slot] is nonzero where q may attend.
-// Memory: scores has 16 numbers per slot, slots rounded up to 32; block 16 · width / 2 pairs; rows 32 · width numbers.
+// Write scores of the slots [begin, end) to `scores`, [slot][16]. Memory: block 16 · width / 2 pairs; rows 32 · width numbers.
 // No score depends on the place of its slot or query.
-void attend(Multiplier& multiply, int count, const bf16* const* queries, const bf16* keys, const bf16* values,
-            int64_t stride, int64_t slots, int64_t width, float scale, const uint8_t* const* seen, float* scores,
-            int32_t* block, bf16* rows, bf16* const* out) {
-  for (int q = 0; q < count; ++q) std::memcpy(rows + q * width, queries[q], width * sizeof(bf16));
+void score(Multiplier& multiply, const Group& group, int64_t begin, int64_t end, int64_t width, float scale, int64_t,
+           int32_t* block, bf16* rows, float* scores) {
+  for (int q = 0; q < group.count; ++q) std::memcpy(rows + q * width, group.queries[q], width * sizeof(bf16));
   for (int64_t k = 0; k < width / 2; k += LANES)
-    transpose((const int32_t*)rows + k, width / 2, count, block + k * LANES);
-  int64_t common = slots;  // the first slots, which every query sees
-  for (int q = 0; q < count; ++q) {
-    const void* const hidden = std::memchr(seen[q], 0, common);
-    if (hidden) common = (const uint8_t*)hidden - seen[q];
+    transpose((const int32_t*)rows + k, width / 2, group.count, block + k * LANES);
+  int64_t common = end;  // the first slots, which every query sees
+  for (int q = 0; q < group.count; ++q) {
+    const void* const hidden = std::memchr(group.seen[q], 0, common);
+    if (hidden) common = (const uint8_t*)hidden - group.seen[q];
   }
-  __m512 highest = _mm512_set1_ps(-INFINITY);
-  for (int64_t at = 0; at < slots; at += 2 * LANES) {
-    const int64_t left = std::min<int64_t>(2 * LANES, slots - at);
-    const bf16* from = keys + at * stride;
-    int64_t apart = stride;
-    if (left < 2 * LANES) {  // memory past the last slot may not be readable
+  for (int64_t at = begin; at < end; at += SPAN) {
+    const int64_t left = std::min<int64_t>(SPAN, end - at);
+    const bf16* from = group.keys + at * group.stride;
+    int64_t apart = group.stride;
+    if (left < SPAN) {  // memory past the last slot may not be readable
       for (int64_t row = 0; row < left; ++row)
-        std::memcpy(rows + row * width, from + row * stride, width * sizeof(bf16));
-      std::memset(rows + left * width, 0, (2 * LANES - left) * width * sizeof(bf16));
+        std::memcpy(rows + row * width, from + row * apart, width * sizeof(bf16));
+      std::memset(rows + left * width, 0, (SPAN - left) * width * sizeof(bf16));
       from = rows;
       apart = width;
     }
@@ -157,43 +167,40 @@ void attend(Multiplier& multiply, int count, const bf16* const* queries, const b
     for (int64_t slot = at; slot < at + left; ++slot) {
       __mmask16 visible = 0xFFFF;
       if (slot >= common)
-        for (int q = 0; q < count; ++q)
-          if (!seen[q][slot]) visible &= (__mmask16)~(1u << q);
-      float* const score = scores + slot * LANES;
-      const __m512 scaled = _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), visible, _mm512_loadu_ps(score),
-                                               _mm512_set1_ps(scale));
-      highest = _mm512_max_ps(highest, scaled);
-      _mm512_storeu_ps(score, scaled);
+        for (int q = 0; q < group.count; ++q)
+          if (!group.seen[q][slot]) visible &= (__mmask16)~(1u << q);
+      float* const found = scores + slot * LANES;
+      _mm512_storeu_ps(found, _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), visible, _mm512_loadu_ps(found),
+                                                 _mm512_set1_ps(scale)));
     }
   }
-  const __m512 top = _mm512_max_ps(_mm512_set1_ps(-1e30f), highest);  // finite if no slot is visible
-  for (int64_t slot = 0; slot < slots; ++slot) {
-    const __m512 weight = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + slot * LANES), top));
-    _mm512_storeu_ps(scores + slot * LANES, weight);
-  }
-  with_count(count, [&](auto q) { weigh<q>(scores, LANES, 1, values, stride, slots, width, out); });
+}
+
+// Columns [begin, end) of a group's attention with these scores. Memory: weights as scores.
+void attend(const Group& group, const float* scores, int64_t, int64_t begin, int64_t end, float* weights) {
+  __m512 top = _mm512_set1_ps(-1e30f);  // finite if no slot is visible
+  for (int64_t slot = 0; slot < group.slots; ++slot) top = _mm512_max_ps(_mm512_loadu_ps(scores + slot * LANES), top);
+  for (int64_t slot = 0; slot < group.slots; ++slot)
+    _mm512_storeu_ps(weights + slot * LANES, exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + slot * LANES), top)));
+  with_count(group.count, [&](auto q) { weigh<q>(group, weights, LANES, 1, begin, end); });
 }
 
 #else
 
-// Attention of Q queries that share keys and values. seen[q][slot] is nonzero where q may attend.
-// Memory: scores has Q · padded floats, padded = slots rounded up to 16; block 32 · width / 2 pairs.
+// `score` for Q queries.
 template <int Q>
-__attribute__((noinline)) void attend(const bf16* const* queries, const bf16* keys, const bf16* values, int64_t stride,
-                                      int64_t slots, int64_t width, float scale, const uint8_t* const* seen,
-                                      float* scores, int32_t* block, bf16* const* out) {
-  const int64_t padded = (slots + LANES - 1) / LANES * LANES, pairs = width / 2;
+__attribute__((noinline)) void score_of(const Group& group, int64_t begin, int64_t end, int64_t width, float scale,
+                                        int64_t padded, int32_t* block, float* scores) {
   constexpr int BLOCKS = EACH == 1 && Q <= 6 ? 2 : 1;  // of 16 slots at once, so that no sum waits for itself
-  const __m512 never = _mm512_set1_ps(-INFINITY);
-  __m512 highest[Q];
-  for (int q = 0; q < Q; ++q) highest[q] = never;
-  for (int64_t at = 0; at < slots; at += BLOCKS * LANES) {
+  const int64_t pairs = width / 2;
+  for (int64_t at = begin; at < end; at += BLOCKS * LANES) {
     for (int b = 0; b < BLOCKS; ++b) {
-      const bf16* const from = keys + (at + b * LANES) * stride;
-      const int64_t count = std::min<int64_t>(LANES, slots - at - b * LANES);
+      const bf16* const from = group.keys + (at + b * LANES) * group.stride;
+      const int64_t count = std::min<int64_t>(LANES, end - at - b * LANES);
       for (int64_t k = 0; k < pairs && count > 0; k += LANES)  // 16 keys side by side, as in a packed weight
-        transpose((const int32_t*)from + k, stride / 2, count, block + (b * pairs + k) * LANES);
-      for (int row = 0; row < LANES; ++row) fetch_row(from + (BLOCKS * LANES + row) * stride, width * sizeof(bf16));
+        transpose((const int32_t*)from + k, group.stride / 2, count, block + (b * pairs + k) * LANES);
+      for (int row = 0; row < LANES; ++row)
+        fetch_row(from + (BLOCKS * LANES + row) * group.stride, width * sizeof(bf16));
     }
     __m512 sum[BLOCKS][Q];
     for (int b = 0; b < BLOCKS; ++b)
@@ -203,37 +210,41 @@ __attribute__((noinline)) void attend(const bf16* const* queries, const bf16* ke
         const __m512bh key = (__m512bh)_mm512_loadu_si512(block + (b * pairs + k) * LANES);
         for (int q = 0; q < Q; ++q) {
           int32_t pair;
-          std::memcpy(&pair, queries[q] + 2 * k, sizeof pair);
+          std::memcpy(&pair, group.queries[q] + 2 * k, sizeof pair);
           sum[b][q] = _mm512_dpbf16_ps(sum[b][q], (__m512bh)_mm512_set1_epi32(pair), key);
         }
       }
     for (int b = 0; b < BLOCKS; ++b) {
       const int64_t first = at + b * LANES;
-      if (first >= slots) break;
-      const __mmask16 inside = lanes(slots - first);
+      if (first >= end) break;
+      const __mmask16 inside = lanes(end - first);
       for (int q = 0; q < Q; ++q) {
-        const __m128i bytes = _mm_maskz_loadu_epi8(inside, seen[q] + first);
+        const __m128i bytes = _mm_maskz_loadu_epi8(inside, group.seen[q] + first);
         const __mmask16 visible = _mm_test_epi8_mask(bytes, bytes);
-        const __m512 score = _mm512_mask_mul_ps(never, visible, sum[b][q], _mm512_set1_ps(scale));
-        highest[q] = _mm512_max_ps(highest[q], score);
-        _mm512_storeu_ps(scores + q * padded + first, score);
+        _mm512_storeu_ps(scores + q * padded + first, _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), visible, sum[b][q],
+                                                                         _mm512_set1_ps(scale)));
       }
     }
   }
-  for (int q = 0; q < Q; ++q) {
-    const __m512 top = _mm512_set1_ps(std::max(_mm512_reduce_max_ps(highest[q]), -1e30f));  // finite if no slot is visible
-    for (int64_t at = 0; at < padded; at += LANES) {
-      float* const own = scores + q * padded + at;
-      _mm512_storeu_ps(own, exponential(_mm512_sub_ps(_mm512_loadu_ps(own), top)));
-    }
-  }
-  weigh<Q>(scores, 1, padded, values, stride, slots, width, out);
 }
 
-void attend(Multiplier&, int count, const bf16* const* queries, const bf16* keys, const bf16* values, int64_t stride,
-            int64_t slots, int64_t width, float scale, const uint8_t* const* seen, float* scores, int32_t* block, bf16*,
-            bf16* const* out) {
-  with_count(count, [&](auto q) { attend<q>(queries, keys, values, stride, slots, width, scale, seen, scores, block, out); });
+// Write scores of the slots [begin, end) to `scores`, [Q][padded]. Memory: block 32 · width / 2 pairs. No score depends on the
+// place of its slot or query.
+void score(Multiplier&, const Group& group, int64_t begin, int64_t end, int64_t width, float scale, int64_t padded,
+           int32_t* block, bf16*, float* scores) {
+  with_count(group.count, [&](auto q) { score_of<q>(group, begin, end, width, scale, padded, block, scores); });
+}
+
+// Columns [begin, end) of a group's attention with these scores. Memory: weights as scores.
+void attend(const Group& group, const float* scores, int64_t padded, int64_t begin, int64_t end, float* weights) {
+  for (int q = 0; q < group.count; ++q, scores += padded) {
+    __m512 highest = _mm512_set1_ps(-1e30f);  // finite if no slot is visible
+    for (int64_t at = 0; at < group.slots; at += LANES) highest = _mm512_max_ps(_mm512_loadu_ps(scores + at), highest);
+    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(highest));
+    for (int64_t at = 0; at < group.slots; at += LANES)
+      _mm512_storeu_ps(weights + q * padded + at, exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + at), top)));
+  }
+  with_count(group.count, [&](auto q) { weigh<q>(group, weights, 1, padded, begin, end); });
 }
 
 #endif

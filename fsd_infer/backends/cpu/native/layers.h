@@ -6,9 +6,14 @@
 
 namespace {
 
+constexpr int GROUPS = 8;  // most groups of queries whose scores are kept
+
+// A forward's slots, and room for a span of them.
+inline int64_t slots_of(const fsd_forward* f) { return (f->used + 2 * SPAN - 1) / SPAN * SPAN; }
+
 // The parts of a forward's scratch memory. Sizes in bf16 numbers.
 struct Scratch {
-  int64_t states, projected, attended, gated, own;
+  int64_t states, projected, attended, gated, scores, own;
 
   Scratch(const fsd_stack* stack, const fsd_forward* f) {
     const int64_t rows = f->batch * f->count;
@@ -16,11 +21,12 @@ struct Scratch {
     projected = rows * (stack->query_heads + 2 * stack->key_heads) * stack->width;
     attended = rows * stack->query_heads * stack->width;
     gated = rows * stack->inner;
-    const int64_t scores = 2 * QUERIES * (f->used + 2 * LANES), block = LANES * stack->width, gates = 2 * rows * WIDEST;
-    own = std::max(scores + block + 2 * LANES * stack->width, gates);  // per thread
+    const int64_t weights = 2 * QUERIES * slots_of(f), block = LANES * stack->width, gates = 2 * rows * WIDEST;
+    scores = GROUPS * weights;
+    own = std::max(weights + block + 2 * LANES * stack->width, gates);  // per thread
   }
 
-  int64_t total(int64_t threads) const { return 4 * states + projected + attended + gated + threads * own; }
+  int64_t total(int64_t threads) const { return 4 * states + projected + attended + gated + scores + threads * own; }
 };
 
 // One thread's work in a forward. All threads of a team call each member; results are whole after a barrier.
@@ -32,7 +38,7 @@ class Forward {
   const Share own_rows;
   Multiplier multiply;
   bf16 *normed, *middle, *projected, *attended, *gated;  // [rows, ...]: norm(x), x + attention, heads, act(gate) · up
-  float* own;                                            // this thread's memory
+  float *scores, *own;                                   // of groups of queries; this thread's memory
 
  public:
   Forward(const fsd_stack* stack, const fsd_forward* f)
@@ -44,7 +50,8 @@ class Forward {
     projected = normed + 4 * scratch.states;
     attended = projected + scratch.projected;
     gated = attended + scratch.attended;
-    own = (float*)(gated + scratch.gated + omp_get_thread_num() * scratch.own);
+    scores = (float*)(gated + scratch.gated);
+    own = (float*)((bf16*)scores + scratch.scores + omp_get_thread_num() * scratch.own);
   }
 
   // out = x + attention(norm(x)), then out + mlp(norm(out)). x and out [rows, hidden] are different memory.
@@ -174,33 +181,52 @@ class Forward {
     }
   }
 
-  // Attention, into `attended`. The queries of a group of heads share keys and values, at most QUERIES at a time.
+  // Attention, into `attended`. The threads share the scores of some groups by slots, and then their sums by columns, so that
+  // few groups occupy many threads.
   void attend(int64_t index) {
-    const int64_t key_heads = stack->key_heads, group = stack->query_heads / key_heads;
-    const int64_t queries = group * f->count, parts = (queries + QUERIES - 1) / QUERIES;
-    const uint8_t* const visible = f->visible[index];
-    int32_t* const block = (int32_t*)(own + QUERIES * (f->used + 2 * LANES));
+    const int64_t padded = slots_of(f), parts = (stack->query_heads / stack->key_heads * f->count + QUERIES - 1) / QUERIES;
+    const int64_t units = f->batch * stack->key_heads * parts;
+    int32_t* const block = (int32_t*)(own + QUERIES * padded);
     bf16* const some_keys = (bf16*)(block + LANES * width / 2);
-    const Share own_parts(f->batch * key_heads * parts);
-    for (int64_t unit = own_parts.begin; unit < own_parts.end; ++unit) {
-      const int64_t part = unit % parts, head = unit / parts % key_heads, b = unit / parts / key_heads;
-      const int64_t first = queries * part / parts, last = queries * (part + 1) / parts;
-      const bf16* from[QUERIES];
-      bf16* to[QUERIES];
-      const uint8_t* seen[QUERIES];
-      int64_t slots = 1;  // no query of the part sees further
-      for (int64_t q = first; q < last; ++q) {
-        const int64_t row = b * f->count + q / group, column = (head * group + q % group) * width;
-        from[q - first] = projected + row * heads * width + column;
-        to[q - first] = attended + row * stack->query_heads * width + column;
-        seen[q - first] = visible + row * f->used;
-        const void* const latest = memrchr(seen[q - first], 1, f->used);
-        if (latest) slots = std::max(slots, 1 + ((const uint8_t*)latest - seen[q - first]));
+    for (int64_t first = 0; first < units; first += GROUPS) {
+      const int64_t count = std::min<int64_t>(GROUPS, units - first);
+      if (first) {
+#pragma omp barrier
       }
-      const int64_t at = index * f->layer_stride + b * f->batch_stride + head * f->head_stride;
-      ::attend(multiply, (int)(last - first), from, f->keys + at, f->values + at, f->slot_stride, slots, width,
-               stack->scale, seen, own, block, some_keys, to);
+      share_units(count, [&](int64_t unit, auto part) {
+        const Group group = group_of(index, first + unit, parts);
+        const Share spans = part((group.slots + SPAN - 1) / SPAN);
+        score(multiply, group, spans.begin * SPAN, std::min(spans.end * SPAN, group.slots), width, stack->scale, padded, block,
+              some_keys, scores + unit * QUERIES * padded);
+      });
+#pragma omp barrier
+      share_units(count, [&](int64_t unit, auto part) {
+        constexpr int64_t LINE = 2 * LANES;  // columns
+        const Share lines = part((width + LINE - 1) / LINE);
+        if (lines.begin < lines.end)
+          ::attend(group_of(index, first + unit, parts), scores + unit * QUERIES * padded, padded, lines.begin * LINE,
+                   std::min(lines.end * LINE, width), own);
+      });
     }
+  }
+
+  // The queries of a part of a group of heads, at most QUERIES.
+  Group group_of(int64_t index, int64_t unit, int64_t parts) const {
+    const int64_t key_heads = stack->key_heads, size = stack->query_heads / key_heads, queries = size * f->count;
+    const int64_t part = unit % parts, head = unit / parts % key_heads, b = unit / parts / key_heads;
+    const int64_t first = queries * part / parts, last = queries * (part + 1) / parts;
+    const int64_t at = index * f->layer_stride + b * f->batch_stride + head * f->head_stride;
+    Group group{(int)(last - first), {}, {}, {}, f->keys + at, f->values + at, f->slot_stride, 1};
+    for (int64_t q = first; q < last; ++q) {
+      const int64_t row = b * f->count + q / size, column = (head * size + q % size) * width;
+      const uint8_t* const seen = f->visible[index] + row * f->used;
+      group.queries[q - first] = projected + row * heads * width + column;
+      group.out[q - first] = attended + row * stack->query_heads * width + column;
+      group.seen[q - first] = seen;
+      const void* const latest = memrchr(seen, 1, f->used);
+      if (latest) group.slots = std::max(group.slots, 1 + ((const uint8_t*)latest - seen));
+    }
+    return group;
   }
 
   // gated = silu(gate) · up. A thread computes some columns of gates and those of ups that it multiplies.

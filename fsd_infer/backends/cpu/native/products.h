@@ -365,7 +365,21 @@ struct Share {
     const int64_t count = omp_get_num_threads(), own = omp_get_thread_num();
     begin = units * own / count, end = units * (own + 1) / count;
   }
+  Share(int64_t begin, int64_t end) : begin(begin), end(end) {}
 };
+
+// Divide `units` among all threads, also where there are fewer: call of(unit, part) for this thread's, where part(size) is
+// its Share of a unit's `size` pieces.
+template <class Of>
+inline void share_units(int64_t units, Of of) {
+  const int64_t count = omp_get_num_threads();
+  const Share own(units * count);  // each unit has `count` parts
+  for (int64_t at = own.begin, next; at < own.end; at = next) {
+    const int64_t unit = at / count, before = unit * count;
+    next = std::min(own.end, before + count);
+    of(unit, [=](int64_t size) { return Share(size * (at - before) / count, size * (next - before) / count); });
+  }
+}
 
 // Compute this thread's output columns of one linear layer, or of several side by side, for x [rows, depth]; calls
 // done(row, column, 16 sums).
