@@ -112,7 +112,7 @@ def test_layers_are_closer_to_fp32_than_torchs_own(family: str, sizes: tuple[tup
 @pytest.mark.parametrize("heads", [(2, 1), (4, 4)])
 def test_any_number_of_threads_computes_the_same_bits(heads: tuple[int, int]) -> None:
     """Threads share the slots and columns of heads, also where there are more of them than heads."""
-    target = Target(fitting_model("llama", num_attention_heads=heads[0], num_key_value_heads=heads[1]))
+    target = Target(fitting_model("llama", num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=64))
     assert isinstance(prepare(target), CpuStack)
     found = []
     for threads in (1, 2, 3, 7):
