@@ -296,6 +296,27 @@ def test_a_second_call_adds_new_rows_only(target: Target, tmp_path: Path) -> Non
     assert AnswersDataset([("", ids, ids) for ids in rows], (0, ""), store)[3]["features"].shape == (len(rows[3]), 32)
 
 
+def test_what_is_not_finite_is_left_out_and_what_ends_early_is_kept(
+    target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A token whose embedding is damaged spoils the sequences that have it; an interrupted run closes its recorder."""
+    rows, spoilt = sequences(), 7
+    whole = [ids for ids in rows if spoilt not in ids]
+    table = target.model.get_input_embeddings().weight.data
+    kept = table[spoilt].clone()
+    table[spoilt] = float("nan")
+    try:
+        check(cache_features(target, rows, tmp_path / "made", progress=False), target, whole)
+    finally:
+        table[spoilt] = kept
+    assert f"{len(rows) - len(whole)} of {len(rows)} sequences are left out" in caplog.text
+    assert len(FeatureStore(tmp_path / "made")) == len(whole) > 0
+    writer = FeatureWriter(target, tmp_path / "recorded", {})
+    writer.add([torch.tensor(rows[0])], target.features(torch.tensor([rows[0]])))
+    writer.close()
+    check(FeatureStore(tmp_path / "recorded"), target, rows[:1])
+
+
 def test_a_cache_has_one_writer_at_a_time(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two would choose the same number for a shard, and the second would replace the first's."""
     rows, write, refused = sequences(), module._write_shard, []
