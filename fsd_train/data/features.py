@@ -13,6 +13,7 @@ to a temporary file and renamed, so an interrupted run resumes with the first mi
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import shutil
@@ -297,7 +298,7 @@ def _write_shard(
 
 
 def save_shard(directory: Path, rows: Mapping[str, Tensor]) -> None:
-    """Write the features [M, F] of whole sequences by key; deleted damaged shards leave gaps in the numbers.
+    """Write the features [M, F] of whole sequences by key.
 
     NaN and infinite ones, with which no run could train, are left out with a warning.
     """
@@ -310,8 +311,10 @@ def save_shard(directory: Path, rows: Mapping[str, Tensor]) -> None:
         )  # fmt: skip
     if not finite:
         return
-    numbers = [int(path.stem.removeprefix("shard-")) for path in _shard_files(directory)]
-    path = directory / f"shard-{1 + max(numbers, default=-1):05d}.safetensors"
+    names = {path.name for path in _shard_files(directory)}
+    path = directory / next(
+        name for n in itertools.count(len(names)) if (name := f"shard-{n:05d}.safetensors") not in names
+    )
     with replacing(path) as draft:
         save_file(finite, draft, metadata={_CHECKSUM: _checksum(finite)})
 
