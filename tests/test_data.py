@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -230,6 +232,23 @@ def test_trainer_resumes_with_the_next_batch(tmp_path: Path, stop: str) -> None:
         fit(first, "first")
     fit(resumed, "resumed", tmp_path / "first" / "ckpt" / f"step={at}.ckpt")
     assert first.seen + resumed.seen == whole.seen
+
+
+def test_data_workers_end_with_their_parent_alone(tmp_path: Path) -> None:
+    """Ctrl-C and schedulers signal all processes, and the run then ends its step, for which it needs batches."""
+    file = answers(tmp_path / "a.jsonl")
+    data = AnswersDataModule([str(file)], validation_fraction=0.0, batch_tokens=40, num_workers=1)
+    data.setup()
+    loader, others = data.train_dataloader(), {*multiprocessing.active_children()}
+    batches = iter(loader)
+    next(batches)
+    [worker] = {*multiprocessing.active_children()} - others
+    for number in ("INT", "TERM"):
+        subprocess.run(["kill", f"-{number}", str(worker.pid)], check=True)
+    assert len(list(batches)) == len(loader) - 1 > 4
+    worker.terminate()
+    worker.join(60)
+    assert worker.exitcode == 0
 
 
 def test_another_number_of_batches_per_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
