@@ -161,7 +161,7 @@ def advice(trainer: Trainer, module: Any) -> list[str]:
         )
     following = [each for each in trainer.callbacks if str(getattr(each, "monitor", "")).startswith("val_")]  # type: ignore[attr-defined]
     batches = steps * trainer.accumulate_grad_batches
-    if following and (not sum(trainer.num_val_batches) or batches < trainer.val_check_batch):
+    if following and (not sum(trainer.num_val_batches) or batches < (trainer.val_check_batch or 0)):
         named = ", ".join(f"{type(each).__name__} of {each.monitor}" for each in following)
         warnings.append(
             f"no validation comes in this run, and without it {named} does nothing. Hold out rows, and see to "
