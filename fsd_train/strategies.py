@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -148,6 +149,10 @@ def whole_head(module: Any) -> Iterator[None]:
 
 
 def check_ranks(trainer: Trainer) -> None:
-    """Raise DataError if the strategy does not support a callback."""
+    """Raise DataError if the strategy does not support a callback, or starts processes that end in a hang."""
+    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+        raise DataError(
+            "trainer.strategy: processes that are forked or spawned wait for ever where one should end. Use ddp."
+        )
     if isinstance(trainer.strategy, ShardedStrategy) and callbacks_of(trainer, WeightAveraging):
         raise DataError("strategy fsdp does not support weight averaging. Omit the callback, or use ddp.")

@@ -1,10 +1,11 @@
-"""Rows of answers as ids and masks, their order and cached features; what `fsd-train regenerate` asks."""
+"""Rows of answers as ids and masks, and their order; what `fsd-train regenerate` asks."""
 
 from __future__ import annotations
 
 import json
-import random
+import multiprocessing
 import re
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,20 +16,16 @@ from lightning.pytorch import LightningModule
 
 from fsd_core.errors import CheckpointError, DataError, FsdError
 from fsd_core.text.encoding import encode_chat
-from fsd_infer import Target
 from fsd_train.checkpoints import check_order
 from fsd_train.data import AnswersDataModule, PackingSampler, read_answers
-from fsd_train.data import features as module
-from fsd_train.data.answers import AnswersDataset, encode_row
+from fsd_train.data.answers import encode_row
 from fsd_train.data.backends import Completion
-from fsd_train.data.features import FeatureStore, cache_features, open_cache, sequence_key
 from fsd_train.data.packs import collate
 from fsd_train.data.plan import answer_line, plan_jobs
-from fsd_train.data.recording import FeatureWriter
 from tests.test_prompts import BOT, USER
 from tests.test_regenerate import prompts_file
 from tests.text_toys import CHATML, THINKING, tiny_tokenizer, write_rows
-from tests.train_toys import VOCAB, toy_target, trainer
+from tests.train_toys import trainer
 
 
 def answers(path: Path, count: int = 60) -> Path:
@@ -231,6 +228,23 @@ def test_trainer_resumes_with_the_next_batch(tmp_path: Path, stop: str) -> None:
     assert first.seen + resumed.seen == whole.seen
 
 
+def test_data_workers_end_with_their_parent_alone(tmp_path: Path) -> None:
+    """Ctrl-C and schedulers signal all processes, and the run then ends its step, for which it needs batches."""
+    file = answers(tmp_path / "a.jsonl")
+    data = AnswersDataModule([str(file)], validation_fraction=0.0, batch_tokens=40, num_workers=1)
+    data.setup()
+    loader, others = data.train_dataloader(), {*multiprocessing.active_children()}
+    batches = iter(loader)
+    next(batches)
+    [worker] = {*multiprocessing.active_children()} - others
+    for number in ("INT", "TERM"):
+        subprocess.run(["kill", f"-{number}", str(worker.pid)], check=True)
+    assert len(list(batches)) == len(loader) - 1 > 4
+    worker.terminate()
+    worker.join(60)
+    assert worker.exitcode == 0
+
+
 def test_another_number_of_batches_per_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
     run: Any = SimpleNamespace(strategy=object(), is_global_zero=True, ckpt_path="last.ckpt")
     saved = {"rows": "a", "replicas": 2, "accumulated": 2}
@@ -241,101 +255,6 @@ def test_another_number_of_batches_per_step_is_told(caplog: pytest.LogCaptureFix
     assert "last.ckpt had 4 batches per optimizer step, and resumes with 2" in caplog.text
     with pytest.raises(CheckpointError, match=r"another order of batches, by rows \(a, now b\)"):
         check_order(run, {**saved, "rows": "b"}, saved)
-
-
-def sequences() -> list[list[int]]:
-    rng = random.Random(0)
-    return [[rng.randrange(VOCAB) for _ in range(rng.randint(3, 30))] for _ in range(20)]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return toy_target()
-
-
-def check(store: FeatureStore, target: Target, rows: list[list[int]]) -> None:
-    for ids in rows:
-        online = target.features(torch.tensor([ids]))[0]
-        torch.testing.assert_close(store.get(sequence_key(ids)).float(), online, atol=1e-4, rtol=2**-8)
-
-
-def test_interrupted_caching_goes_on(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = sequences()
-    write, done = module._write_shard, []
-
-    def fail_later(*args: Any) -> None:
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        done.append(write(*args))
-
-    monkeypatch.setattr(module, "_write_shard", fail_later)
-    with pytest.raises(KeyboardInterrupt):
-        cache_features(target, rows, tmp_path, shard_tokens=60, progress=False)
-    first = (tmp_path / "shard-00000.safetensors").stat().st_mtime_ns
-    assert 0 < len(FeatureStore(tmp_path)) < len(rows)
-    monkeypatch.setattr(module, "_write_shard", write)
-    check(cache_features(target, rows, tmp_path, shard_tokens=60, progress=False), target, rows)
-    assert (tmp_path / "shard-00000.safetensors").stat().st_mtime_ns == first
-
-
-def test_a_second_call_adds_new_rows_only(target: Target, tmp_path: Path) -> None:
-    rows = sequences()
-
-    def cached(given: list[list[int]]) -> tuple[int, int]:
-        store = cache_features(target, given, tmp_path, progress=False)
-        return len(store), len(list(tmp_path.glob("*.safetensors")))
-
-    assert cached(rows[:8]) == (8, 1)
-    for _ in range(2):
-        assert cached(rows + rows[:3]) == (len(rows), 2)
-    (tmp_path / "shard-00000.safetensors").unlink()  # damaged, and deleted as the errors advise
-    assert cached(rows) == (len(rows), 2)
-    store = FeatureStore(tmp_path)
-    check(store, target, rows)
-    assert store.tokens == sum(map(len, rows))
-    assert AnswersDataset([("", ids, ids) for ids in rows], (0, ""), store)[3]["features"].shape == (len(rows[3]), 32)
-
-
-def test_a_cache_has_one_writer_at_a_time(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two would choose the same number for a shard, and the second would replace the first's."""
-    rows, write, refused = sequences(), module._write_shard, []
-
-    def meanwhile(*args: Any) -> None:
-        for begin in (cache_features, FeatureWriter):
-            with pytest.raises(DataError, match=f"another run is writing {tmp_path}"):
-                begin(target, tmp_path, rows) if begin is FeatureWriter else begin(target, rows, tmp_path)
-            refused.append(begin)
-        assert not len(FeatureStore(tmp_path)), "readers are not kept out"
-        write(*args)
-
-    monkeypatch.setattr(module, "_write_shard", meanwhile)
-    check(cache_features(target, rows, tmp_path, progress=False), target, rows)
-    assert len(refused) == 2
-    writer = FeatureWriter(target, tmp_path, {})
-    with pytest.raises(DataError, match="another run"):
-        open_cache(tmp_path, target)
-    writer.close()
-    assert len(open_cache(tmp_path, target)) == len(rows)
-
-
-def test_damage_and_foreign_caches_are_named(target: Target, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="not a feature cache"):
-        FeatureStore(tmp_path)
-    rows = sequences()
-    cache_features(target, rows, tmp_path, progress=False)
-    for other in (toy_target("qwen2"), toy_target(seed=1)):
-        with pytest.raises(DataError, match="another target"):
-            cache_features(other, rows, tmp_path, progress=False)
-    with pytest.raises(DataError, match="lacks the features"):
-        FeatureStore(tmp_path).get("0" * 16)
-    shard = tmp_path / "shard-00000.safetensors"
-    content = shard.read_bytes()
-    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(DataError, match=f"{shard} does not match its checksum.*cache-features"):
-        FeatureStore(tmp_path).get(sequence_key(rows[0]))
-    shard.write_bytes(content[:-40])
-    with pytest.raises(DataError, match="truncated"):
-        FeatureStore(tmp_path)
 
 
 def test_plan_limits_lengths_and_order(tmp_path: Path) -> None:

@@ -84,6 +84,9 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "section": (["--modl.lr", "3"], "there is no --modl. Did you mean 'model'"),
     "optimizer beside the model": (["--optimizer", "AdamW"], "optimizer"),
     "strategy": (["--trainer.strategy", "dpp"], "strategy='dpp'"),
+    "strategy that waits for ever": (
+        ["--trainer.strategy", "ddp_spawn", "--trainer.devices", "2"], "should end. Use ddp.",
+    ),
     "strategy that is not installed": (["--trainer.strategy", "deepspeed_stage_2"], "DeepSpeed"),
     "averaged shards": (
         ["--trainer.strategy", "fsdp", "--trainer.callbacks+", AVERAGING], "fsdp does not support weight averaging",
@@ -164,6 +167,10 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "share held out": (["--data.validation_fraction", "1.0"], "validation_fraction"),
     "length": (["--data.max_length", "1"], "max_length"),
     "answers of one token": (["--data.train_files", "[short.jsonl]", *UNCACHED], "no training row has two tokens"),
+    "nothing to validate": (
+        ["--data.validation_files", "[short.jsonl]", "--trainer.limit_val_batches", "1", *UNCACHED],
+        "no validation row has two tokens",
+    ),
     "NaN in the target": (["--model.target", "nan", *UNCACHED], "nan computes NaN. Check its weights"),
     "nothing held out": (["--data.train_files", "[one.jsonl]"], "validation_fraction 0.3 holds out none of one prompt"),
     "unwritable": (["--trainer.default_root_dir", "/dev/null/x"], "/dev/null is a file"),
@@ -206,7 +213,7 @@ BY_THE_WHOLE_COMMAND = {
     "key of the model", "section", "range", "infinite", "precision of weights", "target", "answers", "length of rows",
     "features", "configuration", "shipped recipe", "schedule by a metric", "metric that is not there", "no time",
     "validation interval", "draft vocabulary", "no answers", "nothing held out", "answers of one token",
-    "NaN in the target", "tokenizer that is none",
+    "nothing to validate", "NaN in the target", "tokenizer that is none",
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from fsd_infer.trees.shape import TreeShape
 from fsd_train.cli import main as cli
 from fsd_train.models import MtpModule
 from fsd_train.models.mtp import IN_TARGET
+from fsd_train.models.slim import load_slim
 from fsd_train.packed import TextMask
 from fsd_train.packed.reading import use_packed_attention
 from tests import train_toys
@@ -86,11 +87,16 @@ def test_a_fit_learns_and_its_export_drafts(toys: Path, tmp_path: Path, family: 
 
 
 def test_a_layer_of_the_targets_files_goes_on_unless_a_new_one_is_wanted(toys: Path) -> None:
+    """Also with cached features, for which the target is loaded without its layers."""
     own = read_layers(Target.from_pretrained(source_of(toys, "mimo"), dtype=torch.float32)).state_dict()
     for new in (False, True):
         begun = ready(make(toys, "mimo", new=new)).head.state_dict()
         assert begun.keys() == own.keys()
         assert all(torch.equal(begun[name], value) for name, value in own.items()) != new
+        cached = make(toys, "mimo", new=new)
+        cached._frozen.target = load_slim(cached.target_name, torch.float32)
+        cached.configure_model()
+        train_toys.assert_same(cached.head.state_dict(), begun)
 
 
 @pytest.mark.parametrize("family", fast_only(FAMILIES, ["mimo", "glm4_moe", "nemotron_h"]))

@@ -19,7 +19,7 @@ from fsd_train.data import AnswersDataModule
 from fsd_train.models import EagleModule
 from tests.families import load_head
 from tests.fuzzing import called
-from tests.train_toys import fit_command, in_recipe
+from tests.train_toys import assert_same, fit_command, in_recipe
 
 
 class Run:
@@ -149,6 +149,36 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
     status, err = run.fit(4, *TWO_BATCHES)
     assert status == 0 and f"resuming {saved}" in err and run.step() == 4
     assert torch.equal(load_head(run.head).fc.weight, load_head(uninterrupted).fc.weight)
+
+
+def test_a_signal_amid_a_validation_ends_it_and_it_comes_again(
+    toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint holds what was before it, also where it measures averaged weights."""
+    more = [*TWO_BATCHES, "--trainer.limit_val_batches", "3", "--trainer.val_check_interval", "4",
+            "--data.validation_batch_tokens", "64", "--trainer.callbacks+",
+            "lightning.pytorch.callbacks.EMAWeightAveraging"]  # fmt: skip
+    whole, run, step = Run(toys, tmp_path / "whole"), Run(toys, tmp_path / "run"), EagleModule.validation_step
+    assert whole.fit(4, *more)[0] == 0
+    begun = list[int]()
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        begun.append(self.trainer.global_step)
+        if len(begun) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return step(self, *args)
+
+    monkeypatch.setattr(EagleModule, "validation_step", interrupted)
+    for _ in range(2):
+        status, err = run.fit(4, *more)
+    assert status == 0 and f"resuming {run.checkpoints / 'interrupted.ckpt'}" in err
+    assert begun == [2, 2, *[2] * 3, *[4] * 3]
+    found, wanted = (torch.load(each.checkpoints / "last.ckpt", weights_only=True) for each in (run, whole))
+    for name in ("state_dict", "current_model_state"):
+        assert_same(found[name], wanted[name])
+    begun.clear()
+    status, err = run.call(["validate", *run.argv[1:], *more])
+    assert status == 130 and err.endswith("fsd-train validate: interrupted\n") and len(begun) == 2
 
 
 def test_ctrl_c_before_the_first_checkpoint_says_how_to_start_again(

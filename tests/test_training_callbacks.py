@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fsd_core.errors import DataError, NonFiniteLossError, UnknownNameError
 from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters import EagleDrafter
 from fsd_train.callbacks import DecodedTau, LossCurve, TokenRate
+from fsd_train.callbacks.progress import Announce
 from fsd_train.data import AnswersDataModule, FeatureStore
 from fsd_train.data.features import sequence_key
 from fsd_train.data.recording import FeatureWriter
@@ -44,6 +46,22 @@ def test_the_rate_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:
             rate.on_validation_start(of, module)
             now[0] += 30.0
     assert logs == {"tokens_per_s": pytest.approx(60.0), "padding": pytest.approx(0.1)}
+
+
+class Spoils(Callback):
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.head.fc.weight.data.fill_(float("nan"))
+
+
+def test_what_validation_leaves_open_is_said(toys: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint that follows a metric which nothing measures is never written, and no NaN passes in silence."""
+    for case, options in enumerate([{"limit_val_batches": 0}, {"val_check_interval": 3}, {"val_check_interval": 2}]):
+        caplog.clear()
+        best = ModelCheckpoint(tmp_path / "best", monitor="val_tau", mode="max")
+        run = train_toys.trainer(tmp_path / str(case), 2, Announce(), Spoils(), best, **options)
+        run.fit(eagle_module(toys), answers_of(toys))
+        assert ("without it ModelCheckpoint of val_tau does nothing" in caplog.text) == (case < 2)
+        assert ("val_loss is nan" in caplog.text) == (case == 2)
 
 
 def prompts_of(data: AnswersDataModule, count: int) -> list[list[int]]:

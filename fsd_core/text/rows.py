@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsd_core.errors import DataError, imported
-from fsd_core.files import parse_json, parse_text
+from fsd_core.files import parse_json, parse_text, sha256_of
 from fsd_core.text.hub_rows import HubRows, is_hub_name
 from fsd_core.text.row_check import RowCheck, RowFields
 
@@ -220,7 +220,7 @@ def rows_digest(path: str | Path) -> str:
     if is_hub_name(path):
         return HubRows.parse(str(path)).digest(str(path))
     if not path.is_dir():
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return sha256_of(path)
     whole = hashlib.sha256()
     for file in sorted(found for found in path.rglob("*") if found.is_file()):
         whole.update(f"{file.relative_to(path).as_posix()} {rows_digest(file)}\n".encode())

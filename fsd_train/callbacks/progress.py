@@ -159,6 +159,14 @@ def advice(trainer: Trainer, module: Any) -> list[str]:
             f"the run has {epochs:.0f} epochs. Lower trainer.max_steps to about {enough} for {MAX_EPOCHS}, or add "
             "answers."
         )
+    following = [each for each in trainer.callbacks if str(getattr(each, "monitor", "")).startswith("val_")]  # type: ignore[attr-defined]
+    batches = steps * trainer.accumulate_grad_batches
+    if following and (not sum(trainer.num_val_batches) or batches < (trainer.val_check_batch or 0)):
+        named = ", ".join(f"{type(each).__name__} of {each.monitor}" for each in following)
+        warnings.append(
+            f"no validation comes in this run, and without it {named} does nothing. Hold out rows, and see to "
+            "trainer.limit_val_batches and trainer.val_check_interval."
+        )
     return warnings
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
 
 from fsd_core.errors import CheckpointError, DataError
 from fsd_core.files import lock_for_run, recover_directory
@@ -29,9 +30,9 @@ AUTO = "auto"
 class RunDirectory(Callback):
     """The directories of a run, protected from those of another run, and what Ctrl-C leaves in them.
 
-    The first Ctrl-C ends the run after its step, with a checkpoint; the second ends it at once. SIGTERM, which
-    schedulers and containers send before they kill, and often twice, does as the first. With several processes it is
-    enough that one gets the signal.
+    The first Ctrl-C ends the run after its step, or its batch of validation, with a checkpoint; the second ends it at
+    once. SIGTERM, which schedulers and containers send before they kill, and often twice, does as the first. With
+    several processes it is enough that one gets the signal.
 
     Args:
         trainer: trainer whose callbacks name the directories of checkpoints and heads.
@@ -48,6 +49,7 @@ class RunDirectory(Callback):
         self.overwrite = overwrite
         self._stale: list[Path] = []
         self._asked = self._is_over = False  # to end, by a signal to this process; after the last step
+        self._before = -1  # optimizer steps before the last batch
         self._callers = signal.getsignal(signal.SIGTERM)  # which Lightning's handler would call, too
         self._said: set[str] = set()  # of damaged checkpoints
         self._held: list[int] = []  # descriptors of the directories, locked
@@ -209,15 +211,31 @@ class RunDirectory(Callback):
         self._before = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self._end_if_asked(trainer)
+
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._end_if_asked(trainer)
+
+    def _end_if_asked(self, trainer: Trainer) -> None:
+        """Save and raise KeyboardInterrupt if a process got a signal, in all processes after the same batch."""
         if trainer.global_step == self._before:  # amid accumulated batches, whose gradient would be lost
             return
-        if trainer.strategy.reduce_boolean_decision(self._asked, all=False):  # all processes end after the same step
-            if self.directories:
-                path = self.directories[0] / "interrupted.ckpt"
-                trainer.save_checkpoint(path)
-                if trainer.is_global_zero:
-                    log.info("saved step %d in %s", trainer.global_step, path)
-            raise KeyboardInterrupt
+        if not trainer.strategy.reduce_boolean_decision(self._asked, all=False):
+            return
+        if trainer.validating:  # the checkpoint is one of before the validation, which then comes again as a whole
+            for callback in callbacks_of(trainer, WeightAveraging):
+                callback.on_validation_epoch_end(trainer, trainer.lightning_module)
+            progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+            progress.reset()
+            progress.increment_ready()
+            progress.increment_started()
+        if self.directories:
+            path = self.directories[0] / "interrupted.ckpt"
+            trainer.save_checkpoint(path)
+            if trainer.is_global_zero:
+                log.info("saved step %d in %s", trainer.global_step, path)
+        raise KeyboardInterrupt
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._is_over = True

@@ -167,14 +167,13 @@ def main(argv: Sequence[str]) -> int:
     """Run `fit` or `validate`, the first argument."""
     with quiet():
         cli = configured(argv[1:])
-        with run_errors():
+        with run_errors(), interrupts(cli.trainer):
             if argv[0] == "fit":
                 path = cli.prepare_run()
                 found = cli.config.get("ckpt_path") in (None, AUTO)
                 if path is not None and found and _is_complete(path, cli.trainer):
                     return 0
-                with interrupts(cli.trainer):
-                    cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=path)
+                cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=path)
                 if cli.trainer.global_step == 0:
                     raise DataError("the run ended before its first step, so there is no head. Give it more time.")
             else:
@@ -195,7 +194,7 @@ def _is_complete(path: str, trainer: Trainer) -> bool:
 
 @contextmanager
 def interrupts(trainer: Trainer) -> Iterator[None]:
-    """Raise KeyboardInterrupt where Lightning, after Ctrl-C, exits with the status of an error."""
+    """Raise KeyboardInterrupt where Lightning, after a signal, exits with the status of an error or of success."""
     try:
         yield
     except SystemExit:

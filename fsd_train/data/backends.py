@@ -261,6 +261,8 @@ class EndpointBackend:
         try:
             choice = reply["choices"][0]
             text, reason, ids = choice["text"], choice["finish_reason"], choice.get("token_ids")
+            if not isinstance(text, str) or not all(type(token) is int for token in ids or ()):
+                raise TypeError
         except (KeyError, IndexError, TypeError) as error:
             raise FsdError(f"server {server.url} sent no completion, but {str(reply)[:200]}") from error
         seen = choice.get("prompt_token_ids")

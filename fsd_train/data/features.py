@@ -13,6 +13,8 @@ to a temporary file and renamed, so an interrupted run resumes with the first mi
 from __future__ import annotations
 
 import hashlib
+import itertools
+import logging
 import os
 import shutil
 import weakref
@@ -31,6 +33,8 @@ from fsd_infer.engine import Callback, RoundReport
 from fsd_infer.targets.target import Target
 from fsd_train.data.sampler import PackingSampler
 from fsd_train.packed import Inputs, TextMask, features_with_images, forward_packed, image_prompts
+
+log = logging.getLogger(__name__)
 
 FORMAT = "fsd-features"
 VERSION = 3
@@ -294,11 +298,25 @@ def _write_shard(
 
 
 def save_shard(directory: Path, rows: Mapping[str, Tensor]) -> None:
-    """Write the features [M, F] of whole sequences by key; deleted damaged shards leave gaps in the numbers."""
-    numbers = [int(path.stem.removeprefix("shard-")) for path in _shard_files(directory)]
-    path = directory / f"shard-{1 + max(numbers, default=-1):05d}.safetensors"
+    """Write the features [M, F] of whole sequences by key.
+
+    NaN and infinite ones, with which no run could train, are left out with a warning.
+    """
+    finite = {key: row for key, row in rows.items() if row.isfinite().all()}
+    if len(finite) < len(rows):
+        log.warning(
+            "%s: %d of %d sequences are left out: the target computes NaN or infinite features of them, first of %s. "
+            "Check its weights and dtype (fp16 overflows; bf16 or fp32 do not).", directory, len(rows) - len(finite),
+            len(rows), next(key for key in rows if key not in finite),
+        )  # fmt: skip
+    if not finite:
+        return
+    names = {path.name for path in _shard_files(directory)}
+    path = directory / next(
+        name for n in itertools.count(len(names)) if (name := f"shard-{n:05d}.safetensors") not in names
+    )
     with replacing(path) as draft:
-        save_file(dict(rows), draft, metadata={_CHECKSUM: _checksum(rows)})
+        save_file(finite, draft, metadata={_CHECKSUM: _checksum(finite)})
 
 
 def _checksum(rows: Mapping[str, Any]) -> str:
@@ -355,6 +373,6 @@ def check_disk(directory: Path, needed: int) -> None:
     if needed and needed + _DISK_RESERVE > free:
         raise DataError(
             f"{directory}: the features need {needed / 1e9:.2f} GB, and {_DISK_RESERVE / 1e9:.2f} GB are to stay free, "
-            f"but the disk has {free / 1e9:.2f} GB. Give another --output, lower --max-tokens or "
-            "--max-length, or train without a cache."
+            f"but the disk has {free / 1e9:.2f} GB. Give another directory, fewer or shorter rows (--max-tokens, "
+            "--max-length), or train without a cache."
         )

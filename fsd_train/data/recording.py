@@ -50,7 +50,8 @@ class FeatureWriter:
         self._seen: set[str] = set()
         self._queue: SimpleQueue[list[_Row] | threading.Event | None] = SimpleQueue()
         self._failure: Exception | None = None
-        threading.Thread(target=self._write, daemon=True, name="features").start()
+        self._thread = threading.Thread(target=self._write, daemon=True, name="features")
+        self._thread.start()
 
     def add(self, texts: Sequence[Tensor], features: Tensor, digests: Sequence[str] = ()) -> None:
         """Keep the features [1, M, F] of a packed sequence that begins with these conversations.
@@ -77,19 +78,21 @@ class FeatureWriter:
         self.store.refresh()
 
     def close(self) -> None:
-        """End the thread, and let other runs write to the cache."""
+        """Write what has come so far, end the thread, and let other runs write to the cache."""
         self._queue.put(None)
+        self._thread.join()
         self.store.release()
 
     def _write(self) -> None:
         """Write shards, in the thread."""
         held: dict[str, Tensor] = {}
-        while (found := self._queue.get()) is not None:
+        found: list[_Row] | threading.Event | None = []
+        while found is not None:
+            found = self._queue.get()
             try:
                 if isinstance(found, list) and self._failure is None:
                     held |= {key: part.cpu() for key, part in found}  # waits for the device, here alone
-                full = sum(map(len, held.values())) >= SHARD_TOKENS
-                if held and (full or isinstance(found, threading.Event)):
+                if held and (not isinstance(found, list) or sum(map(len, held.values())) >= SHARD_TOKENS):
                     save_shard(self.directory, held)
                     held = {}
             except Exception as error:  # whatever it is, flush() must not wait for ever

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+import signal
+import threading
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -185,6 +188,24 @@ def best_fit(lengths: Sequence[int], size: int, order: Sequence[int]) -> list[li
     return batches
 
 
+def outlive_signals(worker: int = 0) -> None:
+    """Let a data worker end with its parent alone, which finishes a step after Ctrl-C or a scheduler's SIGTERM.
+
+    Both come to all processes of a run. Without workers the step would have no batch.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if not hasattr(signal, "sigwaitinfo"):  # as on macOS
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def obey_parent() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=obey_parent, daemon=True).start()
+
+
 class ResumableLoader(DataLoader[Any]):
     """A DataLoader whose position Trainer stores in checkpoints, to resume with the next batch.
 
@@ -212,7 +233,7 @@ class ResumableLoader(DataLoader[Any]):
         renew: Callable[[], None] = lambda: None,
         **options: Any,
     ) -> None:
-        super().__init__(dataset, batch_sampler=sampler, **options)
+        super().__init__(dataset, batch_sampler=sampler, worker_init_fn=outlive_signals, **options)
         self.order, self._accumulate, self._limit, self._renew = sampler, accumulate, limit, renew
         self._given = 0  # batches of the epoch so far, those before a resume included
 

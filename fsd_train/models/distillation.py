@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -35,6 +36,8 @@ from fsd_train.models.work import Operations
 from fsd_train.packed import TextMask, features_with_images, forward_packed, image_prompts, supports_packing
 from fsd_train.strategies import ShardedStrategy
 from fsd_train.types import ChainSteps, EvalSteps, Seed, Share
+
+log = logging.getLogger(__name__)
 
 PRECISIONS = ("bf16-mixed", "16-mixed", "32-true")
 
@@ -360,5 +363,10 @@ class DistillationModule(RunModule, ABC):
         self.validation.update(agreement, drafts.rows, out.loss, places)
 
     def on_validation_epoch_end(self) -> None:
-        for name, value in self.validation.compute().items():  # exchanges counts, so every rank computes
+        values = self.validation.compute()  # exchanges counts, so every rank computes
+        if not values["loss"].isfinite():
+            log.warning(
+                "warning: val_loss is %s: target or drafter compute NaN on rows held out.", float(values["loss"])
+            )
+        for name, value in values.items():
             self.log(f"val_{name}", value, prog_bar=name in ("loss", "agreement_0", "tau"))

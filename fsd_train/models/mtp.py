@@ -78,14 +78,19 @@ class MtpModule(DistillationModule):
                 )
         else:
             head = self.new_head()
-            self._initialise(head)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.seed)
+                self._initialise(head)
         self.head = head.float().requires_grad_(True)
 
     @torch.no_grad()
     def _initialise(self, head: MtpHead) -> None:
         """Start as the target's last layer on the sum of embedding and state."""
         layer: Any = head.layers[0]
-        last = self.target.decoder.layers[-1].state_dict()  # type: ignore[union-attr, index]
+        source = self.target
+        if any(parameter.is_meta for parameter in source.decoder.parameters()):  # features come from a cache
+            source = self.whole_target(source.dtype)
+        last = source.decoder.layers[-1].state_dict()  # type: ignore[union-attr, index]
         own = layer.block.state_dict()
         fitting = {name: value for name, value in last.items() if name in own and own[name].shape == value.shape}
         layer.block.load_state_dict(fitting, strict=False)
