@@ -111,11 +111,13 @@ class MedusaDrafter(StepDrafter):
             check_uncomputed(config.get)
         weights = Weights(directory, single=MEDUSA_FILE if (directory / MEDUSA_FILE).is_file() else SINGLE)
         names = _names(directory, weights)
+        if config.get("original_lm_head"):  # vLLM's: the first LM head serves all
+            names = {name: stored for name, stored in names.items() if not re.match(r"lm_heads\.[1-9]", name)}
         heads = {int(name.split(".")[1]) for name in names}
         layers = {int(name.split(".")[2]) for name in names if name.startswith("blocks.")}
         lm_heads = sum(name.startswith("lm_heads.") for name in names)
-        first = names.get("lm_heads.0.weight") or names.get("blocks.0.0.linear.weight", "")
-        rows, size = (*weights.shapes.get(first, ()), 0, 0)[:2]
+        first = next((name for name in names if name.startswith("lm_heads.")), "blocks.0.0.linear.weight")
+        rows, size = (*weights.shapes.get(names.get(first, ""), ()), 0, 0)[:2]
         rows = rows if lm_heads else target.vocab_size  # theirs are the target's
         ids = _draft_ids(config, weights, rows, target.vocab_size) if lm_heads else None
         vocabulary = rows if ids is None else config.get("vocab_size", target.vocab_size)
@@ -211,7 +213,8 @@ def _names(directory: Path, weights: Weights) -> dict[str, str]:
         if inside and not stored.startswith("medusa_head"):
             continue
         if found := _LM_HEAD.fullmatch(stored):
-            names[f"lm_heads.{found[1] or 0}.weight"] = stored
+            if found[1] or "lm_heads.0.weight" not in names:  # a copy of the target's may lie beside the heads' own
+                names[f"lm_heads.{found[1] or 0}.weight"] = stored
         elif (found := _BLOCK.fullmatch(stored)) and (len(shape) != 2 or ".linear." in stored or "blocks." in stored):
             names[f"blocks.{found[1]}.{found[2]}.linear.{found[3]}"] = stored
         elif found:

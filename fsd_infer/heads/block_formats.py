@@ -42,6 +42,7 @@ from fsd_infer.heads.stored_parts import (
 from fsd_infer.heads.weights import Weights, check_sizes, fill
 from fsd_infer.targets.target import Target
 
+_LONGEST = 1024  # block; published ones have 32 slots at most, and a cache has room for one
 _GRU, _EMBED = "prefix_gru.weight_hh_l0", "embed_proj.0.weight"
 _MARKOV, _CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
 _RENAMED = {
@@ -112,7 +113,7 @@ def _described(
     _check_width(layer["hidden_size"], own_embeds, own_head, target)
     windows, causal = _attention(options, count)
     made = BlockConfig(
-        layer, count, tuple(sorted(stored)), size, vocabulary, options.whole("block_size", least=2),
+        layer, count, tuple(sorted(stored)), size, vocabulary, options.whole("block_size", least=2, most=_LONGEST),
         _mask_token(options, vocabulary), _fills_in(options, names), windows, causal,
         weights.shapes[LM_HEAD][0] if own_head else None, own_embeds, _softcap(options),
         **_correction(options, layer["hidden_size"], weights.shapes),

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from fsd_core.errors import CheckpointError, foreign_errors
-from fsd_infer.heads.config import EagleConfig, check_layer
+from fsd_core.registry import is_whole
+from fsd_infer.heads.config import MAX_INTEGER, EagleConfig, check_layer
 from fsd_infer.heads.layers import LAYER_FIELDS, MROPE, layer_of
 from fsd_infer.heads.weights import AGAIN, BOOLEANS, INTEGERS, Weights, is_unused, read_state
 from fsd_infer.targets.weights import weight_rows
@@ -128,11 +129,13 @@ class Options:
         value = agreed(name, (part.get(name) for part in self._parts))
         return default if value is None else value
 
-    def whole(self, name: str, default: int | None = None, least: int = 0) -> int:
+    def whole(self, name: str, default: int | None = None, least: int = 0, most: int = MAX_INTEGER) -> int:
         value = self.get(name, default)
-        if type(value) is not int or value < least:
-            raise CheckpointError(f"{name} in config.json must be a whole number from {least}, got {value!r:.60}.")
-        return value
+        if not is_whole(value, least, most):
+            raise CheckpointError(
+                f"{name} in config.json must be a whole number from {least} to {most}, got {value!r:.60}."
+            )
+        return int(value)
 
 
 def agreed(name: str, said: Iterable[Any]) -> Any:
@@ -283,7 +286,7 @@ def target_layers(where: str, entering: Any, leaving: Any) -> list[int] | None:
 def read_draft_ids(weights: Weights, vocabulary: Any) -> Tensor | None:
     """Return the target id of each row of the stored LM head [Vd], from ``d2t`` or ``t2d``; None: all ids in order."""
     shapes = weights.shapes
-    rows = shapes.get(LM_HEAD, (vocabulary,))[0]
+    rows = (*shapes.get(LM_HEAD, (vocabulary,)), 0)[0]
     if D2T not in shapes and rows == vocabulary:
         return None
     if shapes.get(T2D, (vocabulary,)) != (vocabulary,):
