@@ -26,7 +26,7 @@ from torch.nn.functional import silu
 from fsd_core.errors import CheckpointError
 from fsd_infer.drafters.steps import HEADS, StepDrafter, filled
 from fsd_infer.heads.kinds import HYDRA, MEDUSA
-from fsd_infer.heads.stored_parts import check_draft_ids, check_said, check_uncomputed, our_name
+from fsd_infer.heads.stored_parts import check_draft_ids, check_said, check_uncomputed, flag, our_name
 from fsd_infer.heads.weights import AGAIN, INTEGERS, MEDUSA_FILE, SINGLE, Weights, check_sizes
 from fsd_infer.targets.checks import QUANTISED
 from fsd_infer.targets.target import Target
@@ -111,7 +111,7 @@ class MedusaDrafter(StepDrafter):
             check_uncomputed(config.get)
         weights = Weights(directory, single=MEDUSA_FILE if (directory / MEDUSA_FILE).is_file() else SINGLE)
         names = _names(directory, weights)
-        if config.get("original_lm_head"):  # vLLM's: the first LM head serves all
+        if flag(config.get, "original_lm_head"):  # vLLM's: the first LM head serves all
             names = {name: stored for name, stored in names.items() if not re.match(r"lm_heads\.[1-9]", name)}
         heads = {int(name.split(".")[1]) for name in names}
         layers = {int(name.split(".")[2]) for name in names if name.startswith("blocks.")}
@@ -128,7 +128,7 @@ class MedusaDrafter(StepDrafter):
                 "share one, or the target's. Copy them again."
             )
         with torch.device("meta"):
-            biases = "blocks.0.0.linear.bias" in names or bool(config.get("medusa_fc_bias")), False
+            biases = "blocks.0.0.linear.bias" in names or flag(config.get, "medusa_fc_bias"), False
             made = MedusaHeads(len(heads), len(layers), size, rows, lm_heads, biases)
         made = filled(made, weights, names, target)
         if ids is None:
@@ -168,7 +168,7 @@ class HydraDrafter(StepDrafter):
         if len(table) != 2 or not blocks:
             raise CheckpointError(f"the Hydra heads in {directory} lack an MLP or an LM head, a table [V, H].")
         check_sizes(f"each of the Hydra heads in {directory}", table[1], table[0], target)
-        grounded = bool(config.get("grounded_heads", False))
+        grounded = flag(config.get, "grounded_heads")
         with torch.device("meta"):
             made = MedusaHeads(count, blocks, table[1], table[0], count, (True, True), grounded)
         return cls(filled(made, weights, {name: name for name in weights.shapes}, target), target, count, shape)
