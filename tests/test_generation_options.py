@@ -136,9 +136,12 @@ def test_inputs_beside_ids_are_refused(model: Any, decoder: FuzzyDecoder) -> Non
         (dict(inputs_embeds=torch.zeros(1, 5, 32)), "inputs_embeds: give token ids"),
         (dict(inputs=ids, position_ids=torch.arange(5)[None] + 3), "position_ids"),
         ({"inputs": ids, name: past}, f"{name}: give the whole text as ids"),
+        (dict(inputs=ids, assistant_model=model), "assistant_model: give the small model as drafter"),
+        (dict(inputs=ids, streamer=(streamer := _Recorder())), "streamer: give it as stream_to"),
     ):
         with pytest.raises(FsdError, match=words):
             model.generate(**given, **hook)
+    assert streamer.ended, "nobody waits for its end"
     made = model.generate(ids, **{name: DynamicCache()}, position_ids=torch.arange(5)[None], **hook)
     assert made[0, 5:].tolist() == theirs(model, do_sample=False, max_new_tokens=4)
 
@@ -208,6 +211,8 @@ def test_no_eos_tokens_are_none(decoder: FuzzyDecoder, monkeypatch: pytest.Monke
     assert decoder.generate(PROMPT, max_new_tokens=LENGTH).sequences == [free[0][: free[0].index(free[0][3]) + 1]]
     for none in ([], torch.tensor([], dtype=torch.long)):
         assert decoder.generate(PROMPT, max_new_tokens=LENGTH, eos_token_id=none).sequences == free
+        config = FuzzyConfig(max_new_tokens=LENGTH, eos_token_id=none)
+        assert decoder.generate(PROMPT, config).sequences == free
 
 
 def test_no_stop_strings_are_none(decoder: FuzzyDecoder) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from benchmarks import write_gguf as writer
@@ -16,6 +18,7 @@ from fsd_infer.targets.gguf import expand_gguf
 from fsd_infer.targets.loading import load_config, load_target
 from tests.families import tiny_model
 from tests.gguf_toys import FITTING, TOKENS, family_model, stablelm, tiny_llama, write_gguf
+from tests.text_toys import tiny_tokenizer
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -106,6 +109,25 @@ def test_pre_tokenizers_of_a_file(tmp_path: Path, pre: str, digits: list[str]) -
     assert tokenizer("th<|im_end|>")["input_ids"] == [*bos, TOKENS.index("th"), 2]
     composed = tokenizer.decode(tokenizer("e\u0301")["input_ids"], skip_special_tokens=True)
     assert composed == ("\u00e9" if pre == "qwen2" else "e\u0301")
+
+
+def test_a_tokenizer_that_may_be_another_is_told(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_llama(), pre="deepseek-coder")
+    with pytest.warns(UserWarning, match="tiny.gguf: its pre-tokenizer 'deepseek-coder' is not known here"):
+        load_target(path, device="cpu")
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match="tokenizer.json is not the tokenizer of tiny.gguf: .* Put one of them"):
+        load_target(path, device="cpu")
+
+
+def test_types_that_are_not_expanded_are_refused_with_the_files_name(tmp_path: Path) -> None:
+    def doubles(name: str, rows: np.ndarray) -> tuple[np.ndarray, GGMLQuantizationType]:
+        return rows.astype(np.float64), GGMLQuantizationType.F64
+
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_llama(), quantized=doubles)
+    for load in (load_target, lambda path, device: expand_gguf(path, tmp_path)):
+        with pytest.raises(ModelLoadError, match="tiny.gguf: .*F64 .* Use another file"):
+            load(path, device="cpu")
 
 
 def test_a_checkpoint_is_written_as_a_file(tmp_path: Path) -> None:

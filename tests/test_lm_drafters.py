@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters import DraftRequest, GraftedDrafter, LMDrafter, NoDrafter, lm
 from fsd_infer.drafters.itself import Itself, round_weight, spelled, with_layers
 from fsd_infer.drafters.lm import LMSession, warn_context
-from fsd_infer.drafters.loading import load_drafter
+from fsd_infer.drafters.loading import choose_trees, load_drafter
+from fsd_infer.drafters.text import TextDrafter
+from fsd_infer.drafters.translated import TranslatedDrafter
 from fsd_infer.targets.weights import weight_rows
 from fsd_infer.trees.tree import DraftTree
 from tests import families
 from tests.bench_toys import save_toy
 from tests.families import VOCAB, OracleDrafter, noisy_model, reference, tiny_model, tiny_prompts
 from tests.kernel_toys import needs_kernels
-from tests.text_toys import tiny_tokenizer
+from tests.text_toys import relabelled, tiny_tokenizer
 from tests.tree_rounds import take
 
 
@@ -78,7 +81,7 @@ def _fresh(drafter: LMDrafter, text: list[int]) -> DraftTree:
     return session.draft(torch.tensor(text[-1:]))
 
 
-DEPTH = 5
+DEPTH, CHAIN = 5, TreeShape.chain(3)
 
 
 @pytest.mark.parametrize(("family", "batch"), [("gpt2", 1), ("llama", 4)])
@@ -121,7 +124,29 @@ def test_either_model_may_have_more_ids(own: int, theirs: int, shape: TreeShape)
         assert [len(tokens) for tokens in made.sequences] == [10, 10]
 
 
-CHAIN = TreeShape.chain(3)
+def test_a_tokenizer_may_have_more_tokens_than_its_model() -> None:
+    """As one with added tokens, of a small LM that was not resized; what it reads is left out."""
+    tokenizer = tiny_tokenizer()
+    target = Target(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
+    other = relabelled(tokenizer, list(range(len(tokenizer)))[::-1])
+    prompt, options = tokenizer("the cat <|start|> is there 日本")["input_ids"], dict(max_new_tokens=8, do_sample=False)
+    for kind in (TranslatedDrafter, TextDrafter):
+        small = kind(Target(tiny_model("gpt2", vocab_size=len(tokenizer) - 60), other), target, CHAIN)
+        made = FuzzyDecoder(target, small).generate([prompt], **options)
+        assert made.sequences == reference(target.model, [prompt], **options)
+
+
+@pytest.mark.parametrize("tree", [CHAIN, TreeShape(3, 3, 8), "auto"])
+def test_a_small_lm_of_nan_is_named(tree: TreeShape | str) -> None:
+    target, broken = Target(tiny_model("llama")), tiny_model("llama")
+    broken.model.layers[0].mlp.up_proj.weight.data.fill_(math.nan)
+    drafter = LMDrafter(Target(broken), target, None if tree == "auto" else tree)
+    drafter = choose_trees(drafter, target) if tree == "auto" else drafter
+    for sampled in (False, True):
+        with pytest.raises(FsdError, match="the drafter's logits in row 0 are NaN"):
+            FuzzyDecoder(target, drafter).generate([[1, 2, 3]], "tilted", max_new_tokens=8, do_sample=sampled, seed=0)
+
+
 LAYERS = 3
 
 

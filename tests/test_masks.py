@@ -79,6 +79,8 @@ def test_without_an_end_token_the_whole_answer_is_supervised() -> None:
 
 ASKED = "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
 
+ENDED = CHATML.replace("<|end|>\n", "<|pad|>")
+
 
 @pytest.mark.parametrize(
     ("template", "end"),
@@ -86,6 +88,10 @@ ASKED = "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
         (CHATML.replace(ASKED, "{{ '<|start|>assistant\n' }}"), "<|end|>"),  # opens the next turn unasked
         (CHATML.replace(ASKED, "{{ '<|start|>assistant\n' }}").replace("<|end|>\n", "<|end|>"), "<|end|>"),
         (CHATML.replace("{% endif %}", "{% else %}{{ '<|pad|>' }}{% endif %}"), "<|end|>"),  # closes the whole text
+        (
+            ENDED.replace("{% endif %}", "{% else %}{{ '<|end|>' }}{% endif %}"),
+            "<|pad|>",
+        ),  # by eos: Phi-4-mini
         (CHATML.replace("<|end|>", "<|pad|><|end|>"), "<|pad|><|end|>"),  # ends turns by two tokens
     ],
 )

@@ -113,6 +113,16 @@ def test_medusa_heads_may_be_lm_heads_alone(tmp_path: Path) -> None:
     torch.testing.assert_close(tree.q_logits[0, tree.q_index[0, 0]], wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_one_lm_head_of_medusa_may_serve_all(tmp_path: Path) -> None:
+    """The first, whatever lies beside it: by vLLM's original_lm_head, or where there is no other."""
+    made = layout("medusa of vLLM")
+    alone = replace(made, tensors={name: x for name, x in made.tensors.items() if not name.startswith("lm_heads.")})
+    alone.tensors["lm_head.weight"] = made.tensors["lm_heads.0.weight"]
+    written = made.write(tmp_path / "first", original_lm_head=True), alone.write(tmp_path / "alone")
+    first, only = (drafted(load_drafter(str(place), target(), TREE), PROMPTS) for place in written)
+    assert torch.equal(first.tokens, only.tokens) and torch.equal(first.q_logits, only.q_logits)
+
+
 Changed = dict[str, Any]
 SCALED = {"rope_scaling": {"factor": 4.0}}
 REFUSED: dict[str, tuple[str, Changed, str]] = {
@@ -129,6 +139,7 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
     "a second version": ("dflash of z-lab", z_lab(conv_kernel_size=4), "conv_kernel_size 4, which is not known here"),
     "sinks": ("dflash of z-lab", z_lab(attention_sink_bias=True), "attention_sink_bias"),
     "two values": ("dflash of z-lab", z_lab(block_size=8), "says block_size twice"),
+    "slots without end": ("dflash of z-lab", {"block_size": 10**9}, "block_size .* from 2 to 1024, got 1000000000"),
     "no mask": ("dflash of z-lab", z_lab(mask_token_id=None), "no mask_token_id"),
     "another vocabulary": ("dflash of z-lab", {"vocab_size": 9}, "drafts over 9 tokens"),
     "a missing correction": ("dflash of z-lab", z_lab(projector_type="domino"), "whose tensors are missing"),
@@ -177,7 +188,7 @@ def test_what_cannot_be_told_or_run_is_refused_by_name(tmp_path: Path, fault: st
     name, changes, words = REFUSED[fault]
     made = layout(name)
     if fault == "LM heads of some":
-        made = replace(made, tensors={name: value for name, value in made.tensors.items() if name != "2.2.weight"})
+        made = replace(made, tensors={name: value for name, value in made.tensors.items() if name != "0.2.weight"})
     if fault == "an unknown tensor":
         made = replace(made, tensors={**made.tensors, "strange.weight": torch.ones(1)})
     if fault == "what P-EAGLE adds":  # and a tensor of the target, which is left out

@@ -146,29 +146,40 @@ def encode_chat(
 def end_of_turn(tokenizer: Any) -> list[int]:
     """Return the tokens that end an answer: those of the chat template, else the tokenizer's eos, else none.
 
-    Command-R's template ends a turn by two. Phi-4-mini's writes <|end|> and, after the last turn alone, eos, which its
-    model does not write.
+    Command-R's template ends a turn by two.
     """
     if getattr(tokenizer, "chat_template", None):
-        asked: Message = {"role": "user", "content": "?"}
-        answered: Message = {"role": "assistant", "content": WORD}
-        last = encode_rendered(tokenizer, render(tokenizer, [asked, answered], False).partition(WORD)[2])
-        try:
-            text = render(tokenizer, [asked, answered, asked], False)
-        except DataError:  # a template for one question
-            inner = last
-        else:
-            inner = encode_rendered(tokenizer, text.partition(WORD)[2])
-        special = special_ids(tokenizer)
-        both = [one for one, other in takewhile(lambda pair: pair[0] == pair[1], zip(last, inner, strict=False))]
-        count = turn_end(tokenizer, both, special) or turn_end(tokenizer, last, special)
+        behind, count = answer_end(tokenizer, [{"role": "user", "content": "?"}])
         if count:
-            return [token for token in last[:count] if token in special]
+            special = special_ids(tokenizer)
+            return [token for token in behind[:count] if token in special]
     own: int | None = tokenizer.eos_token_id
     return [] if own is None else [own]
 
 
-def turn_end(tokenizer: Any, ids: Sequence[int], special: set[int]) -> int:
+def answer_end(
+    tokenizer: Any, turns: Sequence[Message], options: Mapping[str, Any] | None = None
+) -> tuple[list[int], int]:
+    """Return the ids that a template writes behind the answer to these turns, and how many of them end its turn.
+
+    Phi-4-mini's writes <|end|> and, behind the last turn alone, eos, which its model does not write.
+    """
+
+    def behind(*more: Message) -> list[int]:  # the answer's own text may hold special tokens too
+        text = render(tokenizer, [*turns, {"role": "assistant", "content": WORD}, *more], False, options)
+        _, found, rest = text.rpartition(WORD)
+        return encode_rendered(tokenizer, rest if found else "")
+
+    last, special = behind(), special_ids(tokenizer)
+    try:
+        inner = behind({"role": "user", "content": "?"})
+    except DataError:  # a template for one question
+        inner = last
+    both = [one for one, other in takewhile(lambda pair: pair[0] == pair[1], zip(last, inner, strict=False))]
+    return last, _turn_end(tokenizer, both, special) or _turn_end(tokenizer, last, special)
+
+
+def _turn_end(tokenizer: Any, ids: Sequence[int], special: set[int]) -> int:
     """Return how many of the ids that a template writes after an answer end its turn; 0: none does.
 
     They are the first special tokens in a row, up to eos. An opening of the next turn that a template always writes

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from fsd_core.errors import DataError
 from fsd_core.text.control import encode_with_offsets, hidden, render_marked
 from fsd_core.text.conversations import WEIGHT, Message, check_messages
-from fsd_core.text.encoding import encode_chat, encode_rendered, refusal, render, special_ids, turn_end
-from fsd_core.text.templates import WORD, template_of, turns_for
+from fsd_core.text.encoding import answer_end, encode_chat, encode_rendered, refusal, render, special_ids
+from fsd_core.text.templates import template_of, turns_for
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FEW = 8  # answers of a conversation whose prompts are all rendered
@@ -189,14 +189,10 @@ class _Encoder:
         self, tokenizer: Any, turns: Sequence[Message], options: Mapping[str, Any] | None, complete: bool
     ) -> None:
         self.tokenizer, self.turns, self.options, self.complete = tokenizer, turns, options, complete
-        # what the template writes behind the last answer, whose own text may hold special tokens too
-        probe: list[Message] = [*turns[:-1], {"role": "assistant", "content": WORD}]
-        _, found, behind = render(tokenizer, probe, False, options).rpartition(WORD)
-        suffix = encode_rendered(tokenizer, behind if found else "")
+        behind, end = answer_end(tokenizer, turns[:-1], options)
         special = special_ids(tokenizer)
-        end = turn_end(tokenizer, suffix, special)
-        self.ended = sum(token in special for token in suffix[:end])  # tokens that end a turn
-        self.rest = len(suffix) - end if end else 0
+        self.ended = sum(token in special for token in behind[:end])  # tokens that end a turn
+        self.rest = len(behind) - end if end else 0
 
     def sequences(self, max_length: int | None) -> list[_Encoded]:
         """Return the sequences of single answers, then that of the other answers in the whole conversation."""

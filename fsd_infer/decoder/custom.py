@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from fsd_core.tensors import lists
@@ -20,7 +21,7 @@ from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Outcome, Request
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.engine.callback import Callback
-from fsd_infer.request.options import check_config, check_inputs
+from fsd_infer.request.options import check_config, check_inputs, refusal
 from fsd_infer.rules import RuleLike
 from fsd_infer.targets.token_ids import pad_id
 
@@ -47,8 +48,8 @@ def generate(
 
     Threads that share a model take turns, request by request. ``generate`` finds a custom loop's options in its
     signature, so six fields of :class:`.FuzzyConfig` are listed here; a FuzzyConfig as ``generation_config`` holds
-    them, too. ``generate`` does not pass on its ``streamer`` and ``assistant_model``: use ``stream_to`` and
-    ``drafter``.
+    them, too. ``generate`` keeps its ``streamer`` and ``assistant_model`` to itself, so they are refused: use
+    ``stream_to`` and ``drafter``.
 
     Args:
         model: the target.
@@ -74,6 +75,10 @@ def generate(
             :func:`fsd_infer.engine.decode`.
     """
     assert generation_config is not None
+    kept = _kept_back()
+    with ending(kept.get("streamer")):
+        for name, value in kept.items():
+            raise refusal(name, value)
     named = dict(rule=rule, quality=quality, tree=tree, seed=seed, max_cache_bytes=max_cache_bytes, beams=beams)
     given = {name: value for name, value in {**named, "beam_options": beam_options}.items() if value is not None}
     config, _ = request_config(generation_config, retired.request_options(None, (), given)[2])
@@ -82,6 +87,15 @@ def generate(
         request.callbacks, drafter = callbacks, load_drafter(drafter, target)
         outcome = decode_request(target, drafter, config, request, generation_config, stream_to)
     return _output(input_ids, outcome, generation_config)
+
+
+def _kept_back() -> dict[str, Any]:
+    """Return the arguments of transformers' ``generate`` that it does not pass on to its custom loop, our caller."""
+    code, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    held = {} if frame is None else frame.f_locals
+    return {name: held[name] for name in ("streamer", "assistant_model") if held.get(name) is not None}
 
 
 def _prepared(

@@ -43,7 +43,7 @@ from fsd_infer.request.options import (
 from fsd_infer.request.temperature import sampling_temperature
 from fsd_infer.rules import Rule, parse_rules
 from fsd_infer.targets.target import Target
-from fsd_infer.targets.token_ids import left_pad, left_padded, pad_id
+from fsd_infer.targets.token_ids import eos_ids, left_pad, left_padded, pad_id
 
 
 def target_of(model: Any) -> Target:
@@ -95,6 +95,8 @@ def prepare(
         only_stated(config, asked)
         vars(config).update(dict.fromkeys(replaced))
         check_config(config, model.generation_config)
+        if not eos_ids(config):  # transformers fails on an empty list, unless there is a padding token
+            config.eos_token_id = None
         _check_stop_strings(config, target)
         return _complete_request(target, prompts, config, stated.keys() | asked.keys(), processing, stopping), config
 

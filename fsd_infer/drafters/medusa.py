@@ -26,7 +26,7 @@ from torch.nn.functional import silu
 from fsd_core.errors import CheckpointError
 from fsd_infer.drafters.steps import HEADS, StepDrafter, filled
 from fsd_infer.heads.kinds import HYDRA, MEDUSA
-from fsd_infer.heads.stored_parts import check_draft_ids, check_said, check_uncomputed, our_name
+from fsd_infer.heads.stored_parts import check_draft_ids, check_said, check_uncomputed, flag, our_name
 from fsd_infer.heads.weights import AGAIN, INTEGERS, MEDUSA_FILE, SINGLE, Weights, check_sizes
 from fsd_infer.targets.checks import QUANTISED
 from fsd_infer.targets.target import Target
@@ -111,11 +111,13 @@ class MedusaDrafter(StepDrafter):
             check_uncomputed(config.get)
         weights = Weights(directory, single=MEDUSA_FILE if (directory / MEDUSA_FILE).is_file() else SINGLE)
         names = _names(directory, weights)
+        if flag(config.get, "original_lm_head"):  # vLLM's: the first LM head serves all
+            names = {name: stored for name, stored in names.items() if not re.match(r"lm_heads\.[1-9]", name)}
         heads = {int(name.split(".")[1]) for name in names}
         layers = {int(name.split(".")[2]) for name in names if name.startswith("blocks.")}
         lm_heads = sum(name.startswith("lm_heads.") for name in names)
-        first = names.get("lm_heads.0.weight") or names.get("blocks.0.0.linear.weight", "")
-        rows, size = (*weights.shapes.get(first, ()), 0, 0)[:2]
+        first = next((name for name in names if name.startswith("lm_heads.")), "blocks.0.0.linear.weight")
+        rows, size = (*weights.shapes.get(names.get(first, ""), ()), 0, 0)[:2]
         rows = rows if lm_heads else target.vocab_size  # theirs are the target's
         ids = _draft_ids(config, weights, rows, target.vocab_size) if lm_heads else None
         vocabulary = rows if ids is None else config.get("vocab_size", target.vocab_size)
@@ -126,7 +128,7 @@ class MedusaDrafter(StepDrafter):
                 "share one, or the target's. Copy them again."
             )
         with torch.device("meta"):
-            biases = "blocks.0.0.linear.bias" in names or bool(config.get("medusa_fc_bias")), False
+            biases = "blocks.0.0.linear.bias" in names or flag(config.get, "medusa_fc_bias"), False
             made = MedusaHeads(len(heads), len(layers), size, rows, lm_heads, biases)
         made = filled(made, weights, names, target)
         if ids is None:
@@ -166,7 +168,7 @@ class HydraDrafter(StepDrafter):
         if len(table) != 2 or not blocks:
             raise CheckpointError(f"the Hydra heads in {directory} lack an MLP or an LM head, a table [V, H].")
         check_sizes(f"each of the Hydra heads in {directory}", table[1], table[0], target)
-        grounded = bool(config.get("grounded_heads", False))
+        grounded = flag(config.get, "grounded_heads")
         with torch.device("meta"):
             made = MedusaHeads(count, blocks, table[1], table[0], count, (True, True), grounded)
         return cls(filled(made, weights, {name: name for name in weights.shapes}, target), target, count, shape)
@@ -211,7 +213,8 @@ def _names(directory: Path, weights: Weights) -> dict[str, str]:
         if inside and not stored.startswith("medusa_head"):
             continue
         if found := _LM_HEAD.fullmatch(stored):
-            names[f"lm_heads.{found[1] or 0}.weight"] = stored
+            if found[1] or "lm_heads.0.weight" not in names:  # a copy of the target's may lie beside the heads' own
+                names[f"lm_heads.{found[1] or 0}.weight"] = stored
         elif (found := _BLOCK.fullmatch(stored)) and (len(shape) != 2 or ".linear." in stored or "blocks." in stored):
             names[f"blocks.{found[1]}.{found[2]}.linear.{found[3]}"] = stored
         elif found:

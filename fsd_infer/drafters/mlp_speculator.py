@@ -24,7 +24,7 @@ from fsd_core.errors import CheckpointError
 from fsd_core.registry import is_whole
 from fsd_infer.drafters.steps import HEADS, StepDrafter, filled
 from fsd_infer.heads.kinds import MLP_SPECULATOR
-from fsd_infer.heads.stored_parts import check_said, check_uncomputed, our_name
+from fsd_infer.heads.stored_parts import check_said, check_uncomputed, flag, our_name
 from fsd_infer.heads.weights import Weights, check_sizes
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
@@ -110,12 +110,12 @@ class MLPSpeculatorDrafter(StepDrafter):
         check_uncomputed(config.get)
         inner = config.get("inner_dim") or config.get("emb_dim")  # 0 stands for the same
         check_said({**config, "inner_dim": inner}.get, vocab_size=vocabulary, emb_dim=size, inner_dim=width)
-        tied = bool(config.get("tie_weights"))
+        tied, scaled = (flag(config.get, name) for name in ("tie_weights", "scale_input"))
         if tied:
             names = _without_repeats(weights, names, count)
         lengths = (1, min(count, 2)) if tied else (count, count)
         with torch.device("meta"):
-            made = MLPSpeculator(count, size, width, vocabulary, lengths, bool(config.get("scale_input")))
+            made = MLPSpeculator(count, size, width, vocabulary, lengths, scaled)
         return cls(filled(made, weights, names, target), target, count, shape)
 
     def begin(self, features: Tensor) -> Tensor:

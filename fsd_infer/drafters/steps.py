@@ -29,7 +29,6 @@ from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.heads.hub import find
-from fsd_infer.heads.stored_parts import check_flags
 from fsd_infer.heads.weights import Weights, fill, naming
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
@@ -121,7 +120,6 @@ def load_published(name: str | Path, target: Target, tree: TreeShape | None) -> 
     if found is None:
         return None
     with naming(found.directory):
-        check_flags(found.config)
         made: Drafter = HEADS.get(found.kind).read(found.directory, found.config, target, tree)
     made.directory = found.directory
     return made

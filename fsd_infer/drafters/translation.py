@@ -181,7 +181,8 @@ class Translation:
                 found += [self.special[token] for token in run]
             else:
                 text = theirs.decode([token for token in run if token < len(theirs)])
-                found += ours(text, add_special_tokens=False, verbose=False).input_ids
+                read = ours(text, add_special_tokens=False, verbose=False).input_ids
+                found += [token for token in read if token < self.ours.size]  # a tokenizer may have more than its model
         return found or [min(self.ours.raw)]
 
 

@@ -42,6 +42,7 @@ from fsd_infer.heads.stored_parts import (
 from fsd_infer.heads.weights import Weights, check_sizes, fill
 from fsd_infer.targets.target import Target
 
+_LONGEST = 1024  # block; published ones have 32 slots at most, and a cache has room for one
 _GRU, _EMBED = "prefix_gru.weight_hh_l0", "embed_proj.0.weight"
 _MARKOV, _CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
 _RENAMED = {
@@ -89,7 +90,7 @@ def _described(
 ) -> tuple[BlockConfig, list[int], Tensor | None]:
     """Return the head's config, the order of the layers as stored, and its draft ids."""
     check_uncomputed(options.get)
-    if not options.get("use_aux_hidden_state", True):
+    if not options.flag("use_aux_hidden_state", True):
         raise CheckpointError(
             "its config.json has use_aux_hidden_state False, which is not known here. Use another head."
         )
@@ -112,7 +113,7 @@ def _described(
     _check_width(layer["hidden_size"], own_embeds, own_head, target)
     windows, causal = _attention(options, count)
     made = BlockConfig(
-        layer, count, tuple(sorted(stored)), size, vocabulary, options.whole("block_size", least=2),
+        layer, count, tuple(sorted(stored)), size, vocabulary, options.whole("block_size", least=2, most=_LONGEST),
         _mask_token(options, vocabulary), _fills_in(options, names), windows, causal,
         weights.shapes[LM_HEAD][0] if own_head else None, own_embeds, _softcap(options),
         **_correction(options, layer["hidden_size"], weights.shapes),
@@ -122,7 +123,7 @@ def _described(
 
 def _fills_in(options: Options, names: Collection[str]) -> bool:
     """Whether slots estimate the tokens at their own positions."""
-    said, shifted, classes = options.get("sample_from_anchor"), options.get("shift_label"), options.classes
+    said, shifted, classes = options.flag("sample_from_anchor"), options.flag("shift_label"), options.classes
     if said is not None:
         return not said
     if options.of_speculators and "dspark" in classes.lower():
@@ -186,19 +187,20 @@ def _attention(options: Options, count: int) -> tuple[tuple[int | None, ...], tu
 
     If no type does, ``use_swa`` makes all slide, as in Model-Optimizer's heads and MiMo's.
     """
-    first = options.whole("max_window_layers", 28) if options.get("use_sliding_window") else count  # as Qwen3's configs
+    # the first with a window, as in Qwen3's configs
+    first = options.whole("max_window_layers", 28) if options.flag("use_sliding_window") else count
     usual = [f"{'sliding' if i >= first and options.get('sliding_window') else 'full'}_attention" for i in range(count)]
     types = options.get("layer_types", usual)
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != count or not all(kind in known for kind in types):
         raise CheckpointError(f"layer_types in config.json are not those of {count} full or sliding layers.")
     named = [kind == "sliding_attention" for kind in types]
-    slides = named if any(named) or not options.get("use_swa") else [True] * count
+    slides = named if any(named) or not options.flag("use_swa") else [True] * count
     said = "sliding_window" if options.get("swa_window_size") is None else "swa_window_size"
     window = options.whole(said, least=1) if any(slides) else None
-    forced = agreed("causal", (options.get(name) for name in ("causal", "is_causal")))
-    both = options.get("sliding_window_non_causal") or "MuseGlimmerAssistant" in options.classes
-    causal = tuple(bool(forced) if forced is not None else slide and not both for slide in named)
+    forced = agreed("causal", (options.flag(name) for name in ("causal", "is_causal")))
+    both = options.flag("sliding_window_non_causal") or "MuseGlimmerAssistant" in options.classes
+    causal = tuple(slide and not both if forced is None else forced for slide in named)
     return tuple(window if slide else None for slide in slides), causal
 
 

@@ -27,6 +27,7 @@ from fsd_infer.heads.stored_parts import (
     agreed,
     check_said,
     check_uncomputed,
+    flag,
     layer_count,
     parameters_of,
     plain_layer,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 # Names of config fields; all others are the same, except those of the layer.
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
-EAGLE3_FIELDS = ("target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _OF_P_EAGLE = {DRAFT_IDS, "mask_hidden"}  # no parameters of an EAGLE head
 
 
@@ -64,7 +65,7 @@ def eagle_head(config: Mapping[str, Any], weights: Weights, target: Target | Non
     names = parameters_of(weights) - _OF_P_EAGLE - (set() if own else {EMBEDDINGS})
     if shares_table(weights, LM_HEAD, target):
         names.remove(LM_HEAD)
-    said = agreed("bias", (config.get(name) for name in ("bias", "fusion_bias")))  # None: the tensors tell
+    said = agreed("bias", (flag(config.get, name, None) for name in ("bias", "fusion_bias")))  # None: the tensors tell
     bias = bool(said) if "fc.bias" not in names else said is None or bool(said) or bool(weights.read("fc.bias").any())
     vocabulary, embed_size = _table(described, shapes, layer["hidden_size"])
     check_said(config.get, draft_vocab_size=vocabulary)
@@ -79,11 +80,11 @@ def eagle_head(config: Mapping[str, Any], weights: Weights, target: Target | Non
 def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | None) -> StoredHead:
     """Return an EAGLE-3 head. Arguments and errors as of :func:`eagle_head`."""
     options = Options(config, "eagle_config", in_layer=False)
-    if not options.get("use_aux_hidden_state", True):
+    if not options.flag("use_aux_hidden_state", True):
         raise CheckpointError(
             "it reads the target's final features alone (use_aux_hidden_state), by no layout known here. Use another."
         )
-    if options.of_speculators and options.get("norm_before_residual") is None:
+    if options.of_speculators and options.flag("norm_before_residual") is None:
         raise CheckpointError(
             "it does not say norm_before_residual, whose default differs between programs: add the value it was "
             "trained with."
@@ -91,12 +92,12 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
     shapes = weights.shapes
     names = parameters_of(weights) - _OF_P_EAGLE
     # speculators copies the target's M-RoPE into the config and trains on tokens' positions in the text all the same
-    described = options.layer
+    described, tied = options.layer, flag(options.layer.get, "tie_word_embeddings")
     layer = _layer(described, shapes, "llama", not options.of_speculators, SLIDING if options.of_speculators else None)
     _check_computed(config, described)
-    made: dict[str, Any] = {name: options.get(name) or False for name in EAGLE3_FIELDS}
+    made: dict[str, Any] = {name: options.flag(name, False) for name in EAGLE3_FLAGS}
     leaving = options.nested.get(AUX_IDS) or None
-    fused, said = config.get(AUX_IDS) or leaving, made["target_hidden_size"]
+    fused, said = config.get(AUX_IDS) or leaving, options.get("target_hidden_size")
     made["target_hidden_size"], count = _fused_width(shapes, fused, said, layer["hidden_size"])
     vocabulary, _ = _table(described, shapes, layer["hidden_size"])
     ids = read_draft_ids(weights, vocabulary)
@@ -116,7 +117,7 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
         target={"hidden_size": made["target_hidden_size"], "vocab_size": vocabulary},
         **made,
     )
-    if target and head.own_embeddings and not head.own_lm_head and described.get("tie_word_embeddings"):
+    if target and head.own_embeddings and not head.own_lm_head and tied:
         raise CheckpointError(
             f"it has {EMBEDDINGS} of its own, tie_word_embeddings and no {LM_HEAD}, which some programs take for a "
             "copy of the former and others for the target's: add it to the weights."
@@ -167,7 +168,7 @@ def _check_computed(config: Mapping[str, Any], described: Mapping[str, Any]) -> 
     """
     check_uncomputed(config.get)
     types = described.get("layer_types")
-    slides = SLIDING in types if isinstance(types, list) else described.get("use_sliding_window")
+    slides = SLIDING in types if isinstance(types, list) else flag(described.get, "use_sliding_window")
     window = (described.get("sliding_window") or 0) if slides else 0
     if not isinstance(window, int | float):
         raise CheckpointError(f"sliding_window in config.json must be a number, got {window!r:.60}.")

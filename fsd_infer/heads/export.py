@@ -19,7 +19,7 @@ from fsd_core.errors import CheckpointError
 from fsd_core.files import replacing, write_json
 from fsd_infer.heads import FORMATS
 from fsd_infer.heads.config import EagleConfig, usual_layers
-from fsd_infer.heads.eagle_formats import AUX_IDS, EAGLE3_FIELDS
+from fsd_infer.heads.eagle_formats import AUX_IDS, EAGLE3_FLAGS
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.layers import has_mrope
 from fsd_infer.heads.stored_parts import CONFIG, D2T, DRAFT_IDS, FIRST_LAYER, LM_HEAD, MIDLAYER, T2D
@@ -193,7 +193,8 @@ def _config(config: EagleConfig, to: str, target: ExportFacts, dtype: torch.dtyp
         return {**_llama(config), **common, "target_model": target.name, "bias": config.fc_bias, **biases}
     # both numberings of layers, since engines differ by one: vLLM reads the top level, SGLang the nested config
     common |= {
-        **{name: getattr(config, name) for name in EAGLE3_FIELDS},  # defaults too, since theirs differ
+        "target_hidden_size": config.target_hidden_size,
+        **{name: getattr(config, name) for name in EAGLE3_FLAGS},  # defaults too, since theirs differ
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         AUX_IDS: [number + 1 for number in config.fused_layers],  # of the states that enter layers
     }

@@ -20,7 +20,6 @@ from fsd_infer.heads.stored_parts import (
     DRAFT_IDS,
     StoredHead,
     check_draft_ids,
-    check_flags,
     flat,
     layer_count,
     our_name,
@@ -67,8 +66,6 @@ def read_kind(directory: Path, config: Mapping[str, Any], kind: str, target: Tar
     """Read the head of that kind in a directory, perhaps beside more. Errors as of :func:`read_head`."""
     weights = Weights(directory, str if kind in (OURS, OLD) else our_name)
     with naming(directory):
-        if kind not in (OURS, OLD):
-            check_flags(config)
         if kind in (OURS, OLD):
             stored = _own(config if kind == OURS else _of_old(config), weights)
         else:

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from fsd_core.errors import CheckpointError, foreign_errors
-from fsd_infer.heads.config import EagleConfig, check_layer
+from fsd_core.registry import is_whole
+from fsd_infer.heads.config import MAX_INTEGER, EagleConfig, check_layer
 from fsd_infer.heads.layers import LAYER_FIELDS, MROPE, layer_of
 from fsd_infer.heads.weights import AGAIN, BOOLEANS, INTEGERS, Weights, is_unused, read_state
 from fsd_infer.targets.weights import weight_rows
@@ -36,13 +37,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "conv_kernel_size": (None, 0), "selector_rank": (None, 0), "attention_sink_bias": (None, False),
     "attention_value_scale": (None, 1), "output_multiplier": (None, 1), "is_neox_style": (None, True),
     "logit_scale": (None, 1), "layernorms": (None, False),
-}  # fmt: skip
-# options that are true or false: text such as "false" would count as true
-_FLAGS = {
-    "bias", "causal", "fc_norm", "fusion_bias", "grounded_heads", "is_causal", "medusa_fc_bias", "norm_before_fc",
-    "norm_before_residual", "norm_output", "sample_from_anchor", "scale_input", "shift_label",
-    "sliding_window_non_causal", "tie_weights", "tie_word_embeddings", "use_aux_hidden_state", "use_sliding_window",
-    "use_swa",
 }  # fmt: skip
 _TOP = "transformer_layer_config"
 _OF_TARGET = ("verifier_lm_head.weight", "verifier_norm.weight")  # ends of names of its tensors, which some repeat
@@ -128,11 +122,26 @@ class Options:
         value = agreed(name, (part.get(name) for part in self._parts))
         return default if value is None else value
 
-    def whole(self, name: str, default: int | None = None, least: int = 0) -> int:
+    def flag(self, name: str, default: bool | None = None) -> Any:
+        return flag(self.get, name, default)
+
+    def whole(self, name: str, default: int | None = None, least: int = 0, most: int = MAX_INTEGER) -> int:
         value = self.get(name, default)
-        if type(value) is not int or value < least:
-            raise CheckpointError(f"{name} in config.json must be a whole number from {least}, got {value!r:.60}.")
-        return value
+        if not is_whole(value, least, most):
+            raise CheckpointError(
+                f"{name} in config.json must be a whole number from {least} to {most}, got {value!r:.60}."
+            )
+        return int(value)
+
+
+def flag(option: Callable[[str], Any], name: str, default: bool | None = False) -> Any:
+    """Return an option that is true or false; ``option`` returns one by name.
+
+    Raises CheckpointError for another value: text such as "false" would count as true.
+    """
+    if (value := option(name)) not in (None, True, False):
+        raise CheckpointError(f"{name} in its config.json must be true or false, got {value!r:.60}.")
+    return default if value is None else bool(value)
 
 
 def agreed(name: str, said: Iterable[Any]) -> Any:
@@ -168,19 +177,6 @@ def check_uncomputed(option: Callable[[str], Any]) -> None:
             )
 
 
-# parts of a config that heads are read from
-_PARTS = {"dflash_config", "eagle_config", "fastmtp_config", "model", "text_config", "transformer_layer_config"}
-
-
-def check_flags(config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for a config, or a part of it, with an option that must be true or false and is not."""
-    for name, value in config.items():
-        if isinstance(value, Mapping) and name in _PARTS:
-            check_flags(value)
-        elif name in _FLAGS and value not in (None, True, False):
-            raise CheckpointError(f"{name} in its config.json must be true or false, got {value!r:.60}.")
-
-
 def _ropes(config: Mapping[str, Any], rope_of: str | None) -> dict[str, Any]:
     """Return a config's rotary options, whether ``rope_theta``, ``rope_scaling`` or ``rope_parameters`` has them.
 
@@ -192,6 +188,8 @@ def _ropes(config: Mapping[str, Any], rope_of: str | None) -> dict[str, Any]:
         if not isinstance(rope, Mapping):
             raise CheckpointError(f"{name} is {rope!r:.60}, not a mapping.")
         of_types = [options for options in rope.values() if isinstance(options, Mapping)]
+        if of_types and len(of_types) < sum(options is not None for options in rope.values()):
+            raise CheckpointError(f"{name} holds both rotary options and options by type of layer: {rope!r:.80}.")
         if isinstance(rope.get(rope_of), Mapping):
             of_types = [rope[rope_of]]
         if any(options != of_types[0] for options in of_types):
@@ -283,7 +281,7 @@ def target_layers(where: str, entering: Any, leaving: Any) -> list[int] | None:
 def read_draft_ids(weights: Weights, vocabulary: Any) -> Tensor | None:
     """Return the target id of each row of the stored LM head [Vd], from ``d2t`` or ``t2d``; None: all ids in order."""
     shapes = weights.shapes
-    rows = shapes.get(LM_HEAD, (vocabulary,))[0]
+    rows = (*shapes.get(LM_HEAD, (vocabulary,)), 0)[0]
     if D2T not in shapes and rows == vocabulary:
         return None
     if shapes.get(T2D, (vocabulary,)) != (vocabulary,):

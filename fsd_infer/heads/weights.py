@@ -82,6 +82,8 @@ class Weights:
             )
         with open_safetensors(self.files[name], AGAIN) as file:
             tensor: Tensor = file.get_tensor(self.stored[name])
+        if wanted == FLOATS and not bool(tensor.isfinite().all()):  # decoding would be exact, and no draft accepted
+            raise CheckpointError(f"{self.files[name]}: {self.stored[name]} holds NaN or infinite numbers. {AGAIN}")
         return tensor
 
     def refuse_quantised(self, stored: str) -> NoReturn:
@@ -129,13 +131,7 @@ def read_state(weights: Weights, names: Mapping[str, str], wanted: Mapping[str, 
             f"the weights in {weights.directory} do not fit its config.json: missing {sorted(missing)}, unexpected "
             f"{sorted(surplus)}, wrong shape {sorted(wrong)}."
         )
-    state = {name: weights.read(names[name]) for name in shapes}
-    broken = [weights.stored[names[name]] for name, value in state.items() if not bool(value.isfinite().all())]
-    if broken:  # decoding would be exact, and no draft ever accepted
-        raise CheckpointError(
-            f"{len(broken)} tensors in {weights.directory}, first {broken[0]!r}, hold NaN or infinite numbers. {AGAIN}"
-        )
-    return state
+    return {name: weights.read(names[name]) for name in shapes}
 
 
 def check_sizes(what: str, size: int, vocabulary: int, target: Target) -> None:

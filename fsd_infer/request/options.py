@@ -216,8 +216,6 @@ def split_options(
     fields = {name: as_python(value) for name, value in overrides.items() if name not in ARGUMENTS}
     if fields.get("temperature") == 0:
         fields.update(at_temperature(0))
-    if fields.get("eos_token_id") == []:
-        fields["eos_token_id"] = None  # transformers fails on an empty list, unless there is a padding token
     return fields, further, further.pop("stopping_criteria") or []
 
 

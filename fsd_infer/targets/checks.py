@@ -39,6 +39,8 @@ QUANTISED = re.compile(
 )
 # scales of fp8 activations, keys and values, without which no number is wrong
 ROUNDINGS = re.compile(r".*\.(input|output|activation|[qkv])_scale$")
+# numbers of rotary embeddings
+_ABOVE_0 = {"rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 _COUNTS = {"get_query_offset"}, {"update_indexer", "get_seq_length"}  # what such code asks of a cache
 _DOGE_IS_CAUSAL = (5, 18)  # first version of transformers whose Doge has a causal mask under sdpa, too
 _CAUSAL_ANYWAY = {"gpt_neox", "gpt_neox_japanese"}  # their configs have an is_decoder that nothing reads
@@ -134,7 +136,7 @@ def check_numbers(values: Any, where: str) -> None:
         likely = isinstance(value, float) or abs(value) <= MAX_INTEGER
         if re.search(r"(^|_)(eps|epsilon)$", str(name)):
             likely = 0 <= value < 1
-        elif name == "rope_theta":
+        elif name in _ABOVE_0:
             likely = 0 < value < math.inf
         elif name in ("max_position_embeddings", "n_positions"):
             likely = 1 <= value <= MAX_INTEGER

@@ -59,7 +59,7 @@ def expand_gguf(source: Path, out_dir: Path) -> None:
     write_json(out_dir / "generation_config.json", _generation_config(config), indent=2)
     weights, model = out_dir / "model.safetensors", _empty_model(AutoConfig.for_model(**config))
     places = _places(model, tensors, config, source)
-    state = {name: _expanded(stored, order).to(torch.bfloat16) for name, stored, order in places}
+    state = {name: _expanded(stored, order, source).to(torch.bfloat16) for name, stored, order in places}
     save_file(state, weights, metadata={"format": "pt"})
     weights.chmod((out_dir / "config.json").stat().st_mode)  # safetensors lets only the owner read its files
     write_tokenizer(facts, out_dir, source)
@@ -111,7 +111,7 @@ def load_gguf(
             value = keep_quantized(holder, blocks)
         else:
             lost[stored.kind.name] += len(stored.shape) == 2 and stored.kind.name not in _WHOLE
-            value = nn.Parameter(_expanded(stored, order).to(dtype), requires_grad=False)
+            value = nn.Parameter(_expanded(stored, order, source).to(dtype), requires_grad=False)
         for each in (layer, model.lm_head) if tied else (layer,):
             setattr(each, kind, value)
     decoder = model.model
@@ -287,9 +287,10 @@ def _generation_config(config: dict[str, Any]) -> dict[str, Any]:
     return {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
-def _expanded(stored: StoredTensor, order: torch.Tensor | None) -> torch.Tensor:
+def _expanded(stored: StoredTensor, order: torch.Tensor | None, source: Path) -> torch.Tensor:
     """Return the tensor in fp32 with its rows in ``order``."""
-    values = torch.from_numpy(stored.values())
+    with foreign_errors(ModelLoadError, f"{source}: {{why}}. Use another file of this model."):
+        values = torch.from_numpy(stored.values())
     return values if order is None else values[order]
 
 

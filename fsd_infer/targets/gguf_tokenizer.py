@@ -9,6 +9,7 @@ SentencePiece puts before a text, if the text begins with one.
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import generate_merges
 
+try:
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+except ImportError:  # older transformers, which splits all text as for GPT-2
+    GGUF_PRE_TOKENIZER_SPLITS = {}
+
 from fsd_core.errors import ModelLoadError, foreign_errors
 from fsd_core.files import write_json
 from fsd_infer.targets.gguf_file import read_gguf
@@ -27,6 +33,10 @@ from fsd_infer.targets.gguf_keys import end_ids
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # gguf.TokenType
 _TEMPLATE = "tokenizer.chat_template"
 _SPACE = "\u2581"  # SentencePiece's
+# pre-tokenizers that split text as GPT-2's does (llama-vocab.cpp)
+_AS_GPT2 = """
+gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum exaone4 mpt olmo jais trillion granite-docling
+""".split()
 
 
 @dataclass(frozen=True)
@@ -76,14 +86,39 @@ def load_gguf_tokenizer(source: Path, facts: dict[str, Any] | None = None) -> Pr
         source: a GGUF file.
         facts: metadata of the file, if already read.
     """
-    if any((source.parent / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        return AutoTokenizer.from_pretrained(source.parent)
     facts = read_gguf(source)[0] if facts is None else facts
+    if beside := [name for name in ("tokenizer.json", "tokenizer.model") if (source.parent / name).is_file()]:
+        loaded = AutoTokenizer.from_pretrained(source.parent)
+        _check_same(facts, loaded.get_vocab(), source, source.parent / beside[0])
+        return loaded
     if _pre_tokenizer(facts) is None and not _is_sentencepiece(facts):
+        _name_unknown(facts, source)
         return AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(facts, Path(folder), source)
         return AutoTokenizer.from_pretrained(folder)
+
+
+def _check_same(facts: dict[str, Any], known: dict[str, int], source: Path, file: Path) -> None:
+    """Raise ModelLoadError if a tokenizer beside a GGUF file, with these tokens, is another model's."""
+    tokens = facts.get("tokenizer.ggml.tokens", ())
+    if differs := [(token, index) for index, token in enumerate(tokens) if known.get(token, index) != index]:
+        token, index = differs[0]
+        raise ModelLoadError(
+            f"{file} is not the tokenizer of {source.name}: {token!r:.40} is token {known[token]} there and {index} in "
+            "the GGUF file. Put one of them into a directory of its own."
+        )
+
+
+def _name_unknown(facts: dict[str, Any], source: Path) -> None:
+    """Warn of a pre-tokenizer for which transformers takes GPT-2's."""
+    pre = facts.get("tokenizer.ggml.pre")
+    if facts.get("tokenizer.ggml.model") == "gpt2" and pre not in {*_AS_GPT2, *GGUF_PRE_TOKENIZER_SPLITS}:
+        warnings.warn(
+            f"{source}: its pre-tokenizer {pre!r:.40} is not known here, so text is split as for GPT-2, perhaps into "
+            "other tokens than in training. Put the model's tokenizer.json beside the file.",
+            stacklevel=4,
+        )
 
 
 def write_tokenizer(facts: dict[str, Any], out_dir: Path, source: Path) -> None:

@@ -180,12 +180,12 @@ def explained(name_or_dir: str | os.PathLike[str], source: str = "") -> Iterator
         if says is not None:
             raise HubError(f"{source or name} {says}") from error
         builtin = ", ".join(BUILTIN_TARGETS.names())
-        hint = f"A target is a built-in name ({builtin}), a local model directory or a hub id."
+        hint = f"A model is a built-in name ({builtin}), a local directory or a hub id."
         if os.path.exists(name):  # it was found
             hint = "Check its files and the options for loading it."
         if isinstance(error, ImportError):
             hint = "Install it; fsd-toolkit[quant] has torchao, bitsandbytes, compressed-tensors and quanto."
-        raise ModelLoadError(f"target {name!r} cannot be loaded: {shortened(error).rstrip('.')}. {hint}") from error
+        raise ModelLoadError(f"model {name!r} cannot be loaded: {shortened(error).rstrip('.')}. {hint}") from error
 
 
 def load_target(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fsd_core.errors import NonFiniteLogitsError
 from fsd_core.tensors import lists
 from fsd_infer.trees.calibration import DraftKind
 from fsd_infer.trees.shape import TreeShape
@@ -177,7 +179,12 @@ class PricedGrowth:
         if tree.drawn is not None:
             kinds = kinds.masked_fill(tree.drawn, int(DraftKind.DRAWN))
         found = []
-        for scores, parents, kind in zip(*lists(tree.scores, tree.parents, kinds)):
+        for row, (scores, parents, kind) in enumerate(zip(*lists(tree.scores, tree.parents, kinds))):
+            if any(map(math.isnan, scores)):  # as drafts that nothing is expected of they would go in silence
+                raise NonFiniteLogitsError(
+                    f"the drafter's logits in row {row} are NaN, +inf or all -inf. Check its weights and dtype (fp16 "
+                    "overflows; bf16 or fp32 do not)."
+                )
             firsts: dict[int, int] = {}  # the likeliest child of each inner node
             for node in range(1, len(scores)):
                 best = firsts.setdefault(parents[node], node)
