@@ -22,12 +22,12 @@ from typing import Any
 from torch import Tensor
 
 from fsd_core.errors import VocabularyMismatchError
-from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
+from fsd_infer.drafters.base import DRAFTERS, DraftRequest
 from fsd_infer.drafters.lm import LMDrafter, check_same_vocabulary, load_lm
 from fsd_infer.drafters.translated import OwnTokensSession, TranslatedDrafter
 from fsd_infer.drafters.translation import Translation, Vocabulary
 from fsd_infer.targets.target import Target
-from fsd_infer.trees.shape import TreeShape, default_shape
+from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws, Nodes, path_to
 
 PREFIX = "text:"
@@ -89,11 +89,6 @@ class TextDrafter(TranslatedDrafter):
         if self.has_default_shape:
             return TreeShape.chain(min(shape.depth, shape.max_nodes - 1), shape.stop_below)
         return super()._within(shape)
-
-    def for_bonus(self, draft_bonus: float) -> Drafter:
-        if not (self.has_default_shape and draft_bonus):
-            return self
-        return self.with_shape(self._within(default_shape(self.target.device, draft_bonus)))
 
     @property
     def overlap(self) -> str:

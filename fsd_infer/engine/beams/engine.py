@@ -304,8 +304,7 @@ class _Beams:
 
     def _texts(self, row: int, texts: Sequence[Sequence[int]]) -> Tensor:
         """Return a prompt followed by each of M texts of one length, [M, T], as ``generate`` would."""
-        prompts = self.request.padded_prompts or self.request.prompts
-        return to_device(torch.tensor([[*prompts[row], *text] for text in texts]), self.device)
+        return to_device(torch.tensor([[*self.request.texts[row], *text] for text in texts]), self.device)
 
     def _stops(self, row: int, texts: list[list[int]]) -> list[bool]:
         assert self.request.criteria is not None
