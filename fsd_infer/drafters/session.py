@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,13 +15,11 @@ from typing_extensions import Self
 from fsd_core.former import Renamed
 from fsd_core.tensors import kept_rows
 from fsd_infer.drafters.frontier import Frontier, Successors
+from fsd_infer.rules.verification import Verdict
 from fsd_infer.trees.priced_growth import PricedGrowth
 from fsd_infer.trees.prices import Prices
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws
-
-if TYPE_CHECKING:
-    from fsd_infer.rules.verification import Verdict
 
 
 @dataclass

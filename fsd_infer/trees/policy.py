@@ -25,18 +25,16 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from fsd_infer.targets.target import Target
 from fsd_infer.trees.calibration import DraftKind
 from fsd_infer.trees.costs import prior_for
 from fsd_infer.trees.estimates import PolicyStore, RuleProfile
 from fsd_infer.trees.priced_growth import UNLIKELY, PricedGrowth
 from fsd_infer.trees.prices import KNOTS, Prices
 from fsd_infer.trees.shape import TreeShape
-
-if TYPE_CHECKING:
-    from fsd_infer.targets.target import Target
 
 RATE_WINDOW, GAIN_WINDOW = 20, 15  # rounds of a text
 TRIALS, MIN_TRIALS = 12, 4  # first rounds of one row, and of any batch; every other one drafts unconditionally

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
 from fsd_core.errors import FsdError
 from fsd_core.functional import is_host
 from fsd_core.registry import is_whole, read_float, read_int
-
-if TYPE_CHECKING:
-    from fsd_infer.trees.prices import Prices
+from fsd_infer.trees.prices import Prices
 
 T = TypeVar("T")
 
