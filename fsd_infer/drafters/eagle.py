@@ -168,17 +168,10 @@ class EagleDrafter(TreeDrafter):
         return self.head.stack.head_step(self.head, self.head.embed_tokens or model.get_input_embeddings(), lm_head)
 
     def describe(self) -> dict[str, Any]:
-        public: dict[str, Any] = {"public": True} if self.public else {}
-        public |= {} if self.trained_for is None else {"trained_for": self.trained_for}
         narrow = any(format_of(part) == "fp8" for module in self.modules() for part in module.modules())
-        weights = {"weights": "fp8"} if narrow else {}
-        return {
-            **super().describe(),
-            "draft_vocab_size": self.vocabulary,
-            "context_ids": self.context_ids,
-            **weights,
-            **public,
-        }
+        notes = {"weights": "fp8" if narrow else None, "public": self.public or None, "trained_for": self.trained_for}
+        described = {**super().describe(), "draft_vocab_size": self.vocabulary, "context_ids": self.context_ids}
+        return described | {name: value for name, value in notes.items() if value is not None}
 
     def modules(self) -> list[nn.Module]:
         return [self.head] if self.lm_head is None else [self.head, self.lm_head]

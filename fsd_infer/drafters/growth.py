@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,13 +25,11 @@ from fsd_infer.drafters.drawing import AcceptanceRatios, ChainDrawing, Drawing, 
 from fsd_infer.drafters.frontier import NO_SUCCESSORS, Frontier, Successors, successor_lists
 from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.drafters.tree_drafter import TreeDrafter
+from fsd_infer.rules.verification import Verdict
 from fsd_infer.trees.forecast import MenuMasks, forecast
 from fsd_infer.trees.priced_growth import PricedGrowth
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws, leaf_visit_scores, select_nodes, visit_scores
-
-if TYPE_CHECKING:
-    from fsd_infer.rules.verification import Verdict
 
 
 class TreeSession(DraftSession):
@@ -50,7 +47,6 @@ class TreeSession(DraftSession):
 
     per_row = DraftSession.per_row | {"lengths"}
     shape: TreeShape
-    _ratios: AcceptanceRatios | None = None  # what the draws of earlier rounds have taught
 
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
         self.drafter, self.shape, self.device = drafter, request.shape or drafter.shape, drafter.model.device
@@ -149,7 +145,6 @@ class TreeSession(DraftSession):
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
         """Return logits [B, 1, Vd] at the roots, and the target id of each entry of Vd; None if Vd = V."""
 
-    @abstractmethod
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         """Run the model on the nodes to expand. The cache already has their slots.
 
@@ -162,6 +157,7 @@ class TreeSession(DraftSession):
         Returns:
             [B, E, Vd] logits of their children.
         """
+        raise NotImplementedError  # of sessions that override _expand()
 
     def _propose(self, logits: Tensor, scores: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Propose children from logits [B, E, Vd]: ln q [B, E, width], entries of the vocabulary, and which are drawn.

@@ -134,6 +134,7 @@ def with_layers(target: Target, numbers: Sequence[int], name: str) -> Target:
     return Target(model, target.tokenizer, name)
 
 
+@torch.no_grad()
 def with_rounded_weights(target: Target, bits: int, name: str) -> Target:
     """Return the target with the matrices of its decoder layers rounded by :func:`round_weight`.
 
@@ -146,19 +147,13 @@ def with_rounded_weights(target: Target, bits: int, name: str) -> Target:
     model = _copy_of(target, name)
     for layer in layer_list(model.get_decoder(), int(target.config.num_hidden_layers)) or []:
         for path, part in layer.named_modules():
-            if path.rpartition(".")[2] not in _ROUTERS and "Router" not in type(part).__name__:
-                _round(part, bits)
+            if path.rpartition(".")[2] in _ROUTERS or "Router" in type(part).__name__:
+                continue
+            for key, parameter in list(part.named_parameters(recurse=False)):
+                if parameter.dim() >= 2:
+                    weight: Tensor = weight_rows(part, None) if key == "weight" else parameter
+                    replace_parameter(part, key, round_weight(weight.detach(), bits))
     return Target(model, target.tokenizer, name)
-
-
-@torch.no_grad()
-def _round(part: nn.Module, bits: int) -> None:
-    """Round a module's own matrices."""
-    for key, parameter in list(part.named_parameters(recurse=False)):
-        if parameter.dim() < 2:
-            continue
-        weight: Tensor = weight_rows(part, None) if key == "weight" else parameter
-        replace_parameter(part, key, round_weight(weight.detach(), bits))
 
 
 def _copy_of(target: Target, name: str) -> Any:

@@ -153,13 +153,9 @@ class LMSession(CachedSession):
         self.lengths += counts
         torch.minimum(self.cached, self.lengths - 1, out=self.cached)  # draft() reads the root
         self._max_unread += tokens.shape[1]
-        if self._unread() - 1 > self.drafter.max_depth + 1 and not self._waits:
+        hardly_drafts = self.prices is not None and self.prices.was_plain and not (self.growth and self.growth.drafted)
+        if self._unread() - 1 > self.drafter.max_depth + 1 and not hardly_drafts:
             self._read(self.lengths - 1, self._unread() - 1)  # a prompt, whose time is not a draft's
-
-    @property
-    def _waits(self) -> bool:
-        """Whether the text stays unread, because the next round will hardly draft."""
-        return self.prices is not None and self.prices.was_plain and not (self.growth and self.growth.drafted)
 
     @property
     def is_recordable(self) -> bool:

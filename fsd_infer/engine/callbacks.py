@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,14 +19,11 @@ from fsd_infer.device.clock import clock_of
 from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.report import RoundReport
 from fsd_infer.engine.request import Request, Round
+from fsd_infer.engine.state import DecodeState
 from fsd_infer.engine.stats import Outcome, RowRecord
 from fsd_infer.targets.prefixes import Prefix, PrefixCache
 from fsd_infer.trees.policy import RoundSeconds, TreePolicy, TreeReport
 from fsd_infer.trees.shape import TreeShape
-
-if TYPE_CHECKING:
-    from fsd_infer.engine.state import DecodeState
-
 
 _PHASES = {"advance": "draft"}  # in whose seconds a phase is counted
 
@@ -51,26 +47,26 @@ class Stopping(Callback):
 
     def on_round(self, report: RoundReport) -> None:
         for row in report.rows:
-            new = [emission.token for emission in report.emissions[row]]
-            for count, reason in enumerate(self._reasons(report.prompt_indices[row], new), start=1):
-                if reason is not None:
+            prompt_index, emissions = report.prompt_indices[row], report.emissions[row]
+            answer = [*self.records[prompt_index].tokens]
+            for count, emission in enumerate(emissions, start=1):
+                answer.append(emission.token)
+                if reason := self._reason(prompt_index, answer):
                     report.ended[row] = reason
-                    del report.emissions[row][count:]
+                    del emissions[count:]
                     break
 
-    def _reasons(self, prompt_index: int, new: Sequence[int]) -> Iterator[str | None]:
-        """Yield for each new token why the answer ends with it, or None."""
-        request, answer = self.request, [*self.records[prompt_index].tokens]
-        for token in new:
-            answer.append(token)
-            asked = [callback.on_token(prompt_index, token) for callback in request.callbacks]
-            reason = next((one for one in asked if one is not None), None)
-            if token in request.eos_token_ids:
-                reason = "stop"
-            elif reason is None and request.criteria:
-                text = torch.tensor([[*request.texts[prompt_index], *answer]])
-                reason = "stop" if bool(request.criteria(to_device(text, self.device), None)[0]) else None
-            yield reason or ("length" if len(answer) >= self.limits[prompt_index] else None)
+    def _reason(self, prompt_index: int, answer: Sequence[int]) -> str | None:
+        """Return why the answer ends with its last token, or None."""
+        request, token = self.request, answer[-1]
+        asked = [callback.on_token(prompt_index, token) for callback in request.callbacks]
+        reason = next((one for one in asked if one is not None), None)
+        if token in request.eos_token_ids:
+            return "stop"
+        if reason is None and request.criteria:
+            text = torch.tensor([[*request.texts[prompt_index], *answer]])
+            reason = "stop" if bool(request.criteria(to_device(text, self.device), None)[0]) else None
+        return reason or ("length" if len(answer) >= self.limits[prompt_index] else None)
 
 
 class PhaseTimer(Callback):

@@ -87,15 +87,6 @@ class RequestPlan:
         self.prompts = [*request.prompts, *[request.prompts[0][:1]] * fillers]
         self.max_lengths = max_lengths + [2] * fillers
 
-    @property
-    def recording_key(self) -> RecordingKey:
-        """What fixes its rounds, besides their shapes."""
-        request, signature = self.request, self.processors.signature
-        return RecordingKey(
-            self.drafter.recording_key, tuple(self.rules), self.capacity, signature, self.draft_bonus,
-            request.greedy, request.measure_log_likelihood,
-        )  # fmt: skip
-
     @cached_property
     def cache_bytes(self) -> int:
         """Bytes of the caches of target and drafter."""
@@ -116,7 +107,13 @@ class RequestPlan:
         Allocates the caches and opens the drafter's session.
         """
         state = self._allocated()
-        return state if self.recorder is None else self.recorder.state_for(state, self.count, self.recording_key)
+        if self.recorder is None:
+            return state
+        key = RecordingKey(
+            self.drafter.recording_key, tuple(self.rules), self.capacity, self.processors.signature, self.draft_bonus,
+            self.request.greedy, self.request.measure_log_likelihood,
+        )  # fmt: skip
+        return self.recorder.state_for(state, self.count, key)
 
     def _allocated(self) -> DecodeState:
         request, rules, device, tokenizer = self.request, self.rules, self.target.device, self.target.tokenizer
@@ -188,16 +185,11 @@ def _rule_per_prompt(rule: Rule | Sequence[Rule], count: int) -> list[Rule]:
 
 def _recorder(target: Target, drafter: Drafter) -> RoundRecorder | None:
     """Return what records the request's rounds; None if they run eagerly."""
-    if drafter.bounds is not None and not drafter.menu:
+    models = (owner for owner in drafter.stack_owners() if isinstance(owner, Target))
+    has_dynamic_rope = any(model.dynamic_rope.fixed_length is not None for model in models)  # which the host turns
+    if drafter.bounds is not None and not drafter.menu or has_dynamic_rope:
         return None
-    return None if _has_dynamic_rope(drafter) else RoundRecorder.of(target)
-
-
-def _has_dynamic_rope(drafter: Drafter) -> bool:
-    """Whether the drafter, or a part of it, is a model whose angles the host chooses token by token."""
-    model = getattr(drafter, "model", None)
-    own = isinstance(model, Target) and model.dynamic_rope.fixed_length is not None
-    return own or any(map(_has_dynamic_rope, drafter.parts))
+    return RoundRecorder.of(target)
 
 
 def draws_of(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws:
