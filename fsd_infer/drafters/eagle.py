@@ -14,8 +14,8 @@ from fsd_core.functional import at_nodes, is_host
 from fsd_core.tensors import to_device
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters.base import DRAFTERS, Drafter
-from fsd_infer.drafters.cached import CachedSession
 from fsd_infer.drafters.frontier import Frontier
+from fsd_infer.drafters.growth import CachedSession
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.drafters.vocabulary import ContextVocabulary

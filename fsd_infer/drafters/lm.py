@@ -19,8 +19,8 @@ from fsd_core.errors import ModelLoadError, VocabularyMismatchError
 from fsd_core.functional import at_nodes, is_host
 from fsd_core.tensors import padded, to_device
 from fsd_infer.drafters.base import DRAFTERS
-from fsd_infer.drafters.cached import CachedSession
 from fsd_infer.drafters.frontier import Frontier
+from fsd_infer.drafters.growth import CachedSession
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.targets.stack import StackOwner

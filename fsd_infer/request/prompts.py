@@ -130,11 +130,10 @@ def image_prompts(
     target: Target, tokens: Tensor, lengths: Tensor, image_inputs: Sequence[ImageInput | None] | None
 ) -> list[ImagePrompt | None]:
     """Return the prompts [B, M] of these lengths [B] that have images, None for the others."""
+    rows = zip(tokens, lengths.tolist(), _per_row(image_inputs, len(tokens)), strict=True)
     return [
-        None
-        if image_input is None
-        else ImagePrompt(target.model, to_device(row[:count][None], target.device), image_input)
-        for row, count, image_input in zip(tokens, lengths.tolist(), _per_row(image_inputs, len(tokens)), strict=True)
+        None if seen is None else ImagePrompt(target.model, to_device(row[:count][None], target.device), seen)
+        for row, count, seen in rows
     ]
 
 

@@ -230,7 +230,10 @@ class PricePolicy(TreePolicy):
         gain = growth.expected - self.rate.value * (verifying - costs.forward(rows)) - growth.prices.grafted_gain
         self._learn_rate(report, growth, size, cost)
         if not resumed:
-            self._learn_costs(report, growth, nodes, reads)
+            draft, forward, rest = report.seconds or RoundSeconds()  # grafted drafters count to the rest
+            rest = None if rest is None else rest + growth.grafted_seconds
+            seconds = draft - growth.grafted_seconds, forward, rest
+            costs.learn(nodes, growth.depths, growth.expanded, reads, seconds)
         if growth.depths:
             self._learn_gain(growth, gain)
             self._learn_acceptance(growth, report.accepted)
@@ -253,19 +256,6 @@ class PricePolicy(TreePolicy):
         self.stats.add(TreeStats([size], tokens, expected_tokens, seconds, expected_seconds))
         for rate in (self.rate, self.state.rate):
             rate.learn(tokens, cost)
-
-    def _learn_costs(self, report: TreeReport, growth: PricedGrowth, nodes: int, reads: bool) -> None:
-        """Learn what the parts of a round cost. Grafted drafters count to the rest.
-
-        Args:
-            report: of the round.
-            growth: of its trees.
-            nodes: verified nodes of all rows.
-            reads: whether the drafter read the accepted tokens.
-        """
-        draft, forward, rest = report.seconds or RoundSeconds()
-        draft, rest = draft - growth.grafted_seconds, None if rest is None else rest + growth.grafted_seconds
-        self.state.costs.learn(nodes, growth.depths, growth.expanded, reads, (draft, forward, rest))
 
     def _learn_gain(self, growth: PricedGrowth, gain: float) -> None:
         """Learn what a round that drafts gains and costs.
