@@ -205,10 +205,6 @@ class EagleSession(CachedSession):
         if target.places_images and drafter.head.turns_as_target:
             self.cache.offsets = torch.zeros_like(self.lengths)
 
-    @property
-    def takes_rotary(self) -> bool:
-        return self.cache.offsets is not None
-
     def set_rotary(self, prompts: Tensor, offsets: Tensor) -> None:
         if self.cache.offsets is not None:
             self.cache.shown = prompts

@@ -140,11 +140,6 @@ class DraftSession(Renamed, ABC):
         for part, new in zip(self.parts, fresh.parts, strict=True):
             part.restart(new)
 
-    @property
-    def takes_rotary(self) -> bool:
-        """Whether :meth:`set_rotary` changes anything."""
-        return any(part.takes_rotary for part in self.parts)
-
     def set_rotary(self, prompts: Tensor, offsets: Tensor) -> None:
         """Take where tokens stand for a target with M-RoPE, before :meth:`extend` is given prompts with images.
 

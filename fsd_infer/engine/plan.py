@@ -62,7 +62,9 @@ class RequestPlan:
     """
 
     def __init__(self, target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> None:
-        rules = _rule_per_prompt(rule, len(request.prompts))
+        rules = [rule] * len(request.prompts) if isinstance(rule, Rule) else list(rule)
+        if len(rules) != len(request.prompts):
+            raise FsdError(f"{len(rules)} rules for {len(request.prompts)} prompts: give one rule, or one per prompt.")
         self.limits = check_prompts(target, request.prompts, request.max_new_tokens)
         check_image_inputs(target, request.image_inputs)
         self.target, self.request, self.count = target, request, len(rules)
@@ -173,14 +175,6 @@ class RequestPlan:
         if drafter.menu:
             return MenuPolicy(store, rows, profile, menu_of(drafter.menu, chains=profile.sampled), learns=learns)
         return PricePolicy(store, rows, profile, drafter.bounds, learns=learns)
-
-
-def _rule_per_prompt(rule: Rule | Sequence[Rule], count: int) -> list[Rule]:
-    """Raises FsdError if there is neither one rule nor one per prompt."""
-    rules = [rule] * count if isinstance(rule, Rule) else list(rule)
-    if len(rules) != count:
-        raise FsdError(f"{len(rules)} rules for {count} prompts: give one rule, or one per prompt.")
-    return rules
 
 
 def _recorder(target: Target, drafter: Drafter) -> RoundRecorder | None:

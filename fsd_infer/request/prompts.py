@@ -146,7 +146,7 @@ def place_drafts(session: DraftSession, cache: SlotCache, tokens: Tensor, shown:
         tokens: the prompts.
         shown: those with images.
     """
-    if cache.offsets is None or not session.takes_rotary or not any(shown):
+    if cache.offsets is None or not any(shown):
         return
     shifts = torch.zeros(3, *tokens.shape, dtype=torch.long, device=cache.offsets.device)
     for row, prompt in enumerate(shown):
