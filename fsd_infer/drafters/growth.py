@@ -27,9 +27,8 @@ from fsd_infer.drafters.frontier import NO_SUCCESSORS, Frontier, Successors, suc
 from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.rules.verification import Verdict
-from fsd_infer.trees.forecast import MenuMasks, forecast
 from fsd_infer.trees.priced_growth import PricedGrowth
-from fsd_infer.trees.shape import TreeShape
+from fsd_infer.trees.shape import MenuMasks, TreeShape, forecast
 from fsd_infer.trees.tree import DraftTree, Draws, leaf_visit_scores, select_nodes, visit_scores
 
 

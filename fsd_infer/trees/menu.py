@@ -2,7 +2,7 @@
 
 A recording fixes the shape of its tree, and nothing of a round may be read on the host before the next one begins. So
 a round itself forecasts, for every shape of the menu, how many drafts a walk would accept
-(:mod:`fsd_infer.trees.forecast`). The round's report brings the forecasts to the host, with the drafts that were
+(:func:`fsd_infer.trees.shape.forecast`). The round's report brings the forecasts to the host, with the drafts that were
 accepted. A :class:`MenuPolicy` corrects the one by the other and chooses the shape with the most
 
     tokens - rate · cost,    rate = tokens per unit of cost so far,

@@ -92,7 +92,7 @@ class TreeReport(NamedTuple):
         shape: of the round's trees.
         accepted: number of accepted drafts of each row.
         unfinished: the rows whose texts go on.
-        forecasts: of each row, as of :func:`.trees.forecast.forecast`, NaN: not known; empty: the drafter makes none.
+        forecasts: of each row, as of :func:`.trees.shape.forecast`, NaN: not known; empty: the drafter makes none.
         growth: of the trees; None: they were not grown by prices.
         paths: nodes of each row's accepted path, the root first.
         is_cut: whether a path ended before the rule refused a draft.
