@@ -26,7 +26,7 @@ from torch import Tensor
 from fsd_core.tensors import to_device
 from fsd_infer.device.cuda_graphs import GraphRecorder
 from fsd_infer.engine.parts import RecordableRound, RecordedGraph, Recording, outputs_of
-from fsd_infer.engine.round import Question, RoundTensors, VerifiedTree, decode_round
+from fsd_infer.engine.round import RoundTensors, VerifiedTree, decode_round
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
@@ -209,7 +209,10 @@ class RoundRecorder:
         random_state = self.generator.get_state() if len(graphs) == 1 else None
         verified: VerifiedTree = graphs[0].replay(round.inputs, keeps_values=round.tree is None)
         state.on_phase("target")
-        answers = _answers(state, verified, recording.questions or ())
+        asked = verified.with_answers(state)
+        for question in recording.questions or ():
+            asked.answer(question)
+        answers = asked.answers()
 
         def rest(inputs: Sequence[Tensor]) -> RoundTensors:
             return round.finish(verified, dict(zip(answers, inputs)))
@@ -282,11 +285,3 @@ class RoundRecorder:
                 recorded.seconds.append((time.perf_counter() - began) / TIMED_ROUNDS)
         policy.time(recorded.seconds)
         state.session.shape = policy.choose(len(state.prompt_indices))
-
-
-def _answers(state: DecodeState, verified: VerifiedTree, questions: Sequence[Question]) -> dict[Question, Tensor]:
-    """Return what the host computes of a verified tree for its rules."""
-    verified = verified.with_answers(state)
-    for question in questions:
-        verified.answer(question)
-    return verified.answers()
