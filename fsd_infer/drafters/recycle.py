@@ -172,8 +172,8 @@ class RecycleSession(FreeSession):
     def __init__(self, drafter: RecycleDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, first_tokens, request)
         keeps = drafter.keep and request.users is None and not request.seeded
-        empty = (RecycleTable(drafter.width, drafter.max_contexts) for _ in range(request.batch))
-        self.tables = [drafter.table if keeps else own for own in empty]
+        width, most = drafter.width, drafter.max_contexts
+        self.tables = [drafter.table if keeps else RecycleTable(width, most) for _ in range(request.batch)]
 
     feedback_count = 5
 
