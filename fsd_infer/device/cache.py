@@ -44,9 +44,7 @@ def _argument_of(forward: Hashable) -> str:
 class _SlotLayer(CacheLayerMixin):
     """One layer's view of the cache."""
 
-    is_compileable = False
     is_sliding = False
-
     keys: Tensor
     values: Tensor
 
@@ -97,8 +95,7 @@ class _SlotLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.cache.capacity
 
-    def get_max_cache_shape(self) -> int:
-        return self.cache.capacity
+    get_max_cache_shape = get_max_length  # before transformers 5.24
 
 
 class SlotCache(Cache):

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 MAX_KEPT = 64  # states that are kept, and recordings of each
 BUCKETS = (1, 2, 4, 8, 16)  # rows of recordings
 TIMED_ROUNDS = 3  # rounds by which a shape is timed
+RunPart = Callable[[Sequence[Tensor]], RoundTensors | VerifiedTree]
 
 
 def bucket(count: int) -> int:
@@ -181,7 +182,7 @@ class RoundRecorder:
         if recording.questions is None and (round.tree is not None or asks_host):
             result = self._eagerly(round, recording)
         else:
-            result = self._replayed_in_two(round, recording) if asks_host else self._replayed(round, recording)
+            result = self._replayed(round, recording, asks_host)
         round.end(result)
         return result
 
@@ -192,23 +193,18 @@ class RoundRecorder:
         recording.questions = tuple(verified.answers())
         return result
 
-    def _replayed(self, round: RecordableRound, recording: Recording) -> RoundTensors:
-        """Run a round by its graph, or record that first."""
-        graphs, state = recording.graphs, round.state
-        if not graphs and not self._record(graphs, state, round.whole, round.inputs):
+    def _replayed(self, round: RecordableRound, recording: Recording, asks_host: bool) -> RoundTensors:
+        """Run a round by its graph, or by two, between which the host answers the rules; record each when reached."""
+        graphs, state, first = recording.graphs, round.state, round.draft_and_verify if asks_host else round.whole
+        if not graphs and not self._record(graphs, state, first, round.inputs):
             return self._eagerly(round, recording)
-        result: RoundTensors = graphs[0].replay(round.inputs, keeps_values=round.tree is None)
+        random_state = self.generator.get_state() if asks_host and len(graphs) == 1 else None
+        made = graphs[0].replay(round.inputs, keeps_values=round.tree is None)
         state.on_phase("target")
-        return result
-
-    def _replayed_in_two(self, round: RecordableRound, recording: Recording) -> RoundTensors:
-        """Run a round by two graphs, between which the host answers the rules; record each when it is reached."""
-        graphs, state = recording.graphs, round.state
-        if not graphs and not self._record(graphs, state, round.draft_and_verify, round.inputs):
-            return self._eagerly(round, recording)
-        random_state = self.generator.get_state() if len(graphs) == 1 else None
-        verified: VerifiedTree = graphs[0].replay(round.inputs, keeps_values=round.tree is None)
-        state.on_phase("target")
+        if not asks_host:
+            whole: RoundTensors = made
+            return whole
+        verified: VerifiedTree = made
         asked = verified.with_answers(state)
         for question in recording.questions or ():
             asked.answer(question)
@@ -227,13 +223,7 @@ class RoundRecorder:
         state.on_phase("rule")
         return result
 
-    def _record(
-        self,
-        graphs: list[RecordedGraph],
-        state: DecodeState,
-        run: Callable[[Sequence[Tensor]], RoundTensors | VerifiedTree],
-        inputs: Sequence[Tensor],
-    ) -> bool:
+    def _record(self, graphs: list[RecordedGraph], state: DecodeState, run: RunPart, inputs: Sequence[Tensor]) -> bool:
         """Add the graph of the next part of a round; return False if that is not possible. The state stays as it is."""
         fixed, outputs, phases = [to_device(x, self.device).clone() for x in inputs], list[Any](), list[str]()
 
