@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
@@ -97,13 +98,9 @@ def _check_order(name: str, numbers: Sequence[int]) -> None:
 
 def spelled(layers: tuple[int, ...]) -> str:
     """Return the name for these layers, such as "self:layers=0-2,5" for 0, 1, 2 and 5."""
-    runs: list[list[int]] = []
-    for number in layers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return f"{PREFIX}layers=" + ",".join(f"{low}-{high}" if low < high else str(low) for low, high in runs)
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(layers), lambda at: at[1] - at[0])]
+    ends = ((run[0], run[-1]) for run in runs)
+    return f"{PREFIX}layers=" + ",".join(f"{low}-{high}" if low < high else str(low) for low, high in ends)
 
 
 def with_layers(target: Target, numbers: Sequence[int], name: str) -> Target:
