@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import dropwhile, groupby, takewhile
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -194,11 +194,5 @@ class TextSession(OwnTokensSession):
 
 def _window(tokens: Sequence[int], vocabulary: Vocabulary) -> list[int]:
     """Return the last tokens after the last special one, from the beginning of a character on."""
-    window = list[int]()
-    for token in reversed(tokens[-WINDOW:]):
-        if token not in vocabulary.raw:
-            break
-        window = [token, *window]
-    while window and 0x80 <= vocabulary.raw[window[0]][0] < 0xC0:
-        window = window[1:]
-    return window
+    window = [*takewhile(vocabulary.raw.__contains__, reversed(tokens[-WINDOW:]))]
+    return [*dropwhile(lambda token: 0x80 <= vocabulary.raw[token][0] < 0xC0, reversed(window))]
