@@ -47,6 +47,7 @@ class TreeSession(DraftSession):
 
     per_row = DraftSession.per_row | {"lengths"}
     shape: TreeShape
+    _ratios: AcceptanceRatios | None = None  # what the draws of earlier rounds have taught
 
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
         self.drafter, self.shape, self.device = drafter, request.shape or drafter.shape, drafter.model.device
