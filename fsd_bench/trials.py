@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from fsd_bench.base import Comparison, Method, TimedRun
 from fsd_bench.runs import RunFile, Trial
-from fsd_infer.request.temperature import at_temperature
+from fsd_infer.request.options import at_temperature
 
 WARMUP_TOKENS = 16
 _T = TypeVar("_T")

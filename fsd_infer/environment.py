@@ -33,7 +33,7 @@ def environment(command: Sequence[str] | None = None) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": cpu_model(),
+        "cpu": processor("model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cpu_kernels": choose("cpu").report()[0],
@@ -43,11 +43,6 @@ def environment(command: Sequence[str] | None = None) -> dict[str, Any]:
         "command": shlex.join(words),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def cpu_model() -> str:
-    """Return the processor's name as the system reports it."""
-    return processor("model name") or platform.processor() or platform.machine()
 
 
 def commit() -> str | None:

@@ -69,7 +69,7 @@ def test_drafters_see_shapes_and_no_policy(repo_root: Path) -> None:
     """A shape carries the prices by which a drafter grows its tree. It cannot see what rounds cost, nor who chooses."""
     files = (repo_root / "fsd_infer" / "drafters").rglob("*.py")
     names = {name.split(".")[2] for file in files for name in imports_of(file) if name.startswith("fsd_infer.trees.")}
-    assert names == {"forecast", "priced_growth", "prices", "shape", "tree"}
+    assert names == {"priced_growth", "prices", "shape", "tree"}
 
 
 def modules_of(repo_root: Path, packages: list[str]) -> dict[str, Path]:

@@ -22,7 +22,7 @@ from fsd_core.text.conversations import check_messages
 from fsd_core.text.templates import turns_for
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.engine.stats import RowStats
-from fsd_infer.request.temperature import at_temperature
+from fsd_infer.request.options import at_temperature
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.placing import parse_device, parse_dtype
 

@@ -27,8 +27,7 @@ from fsd_infer.decoder import retired
 from fsd_infer.decoder.calibrated import CALIBRATED, QUALITY, with_quality
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.request.guide import Guide
-from fsd_infer.request.options import ARGUMENTS, GenerateOptions
-from fsd_infer.request.temperature import at_temperature
+from fsd_infer.request.options import ARGUMENTS, GenerateOptions, at_temperature
 from fsd_infer.rules import Rule, RuleLike, parse_rule, rule_text
 from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.trees.shape import TreeShape, parse_tree

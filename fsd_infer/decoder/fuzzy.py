@@ -293,7 +293,9 @@ class FuzzyDecoder:
                 followed = None if guide is None else self._follow(guide, ids, eos)
                 if followed is not None:
                     options["logits_processor"] = [*(options.get("logits_processor") or []), followed]
-                    drafter = _forced(drafter, followed, options.get("num_beams") or getattr(given, "num_beams", None))
+                    beams = options.get("num_beams") or getattr(given, "num_beams", None) or 1
+                    if isinstance(drafter, Drafter) and beams == 1:  # else beams compete
+                        drafter = ForcedDrafter(drafter, followed.forced, followed.vocab_size)
                 request, complete = prepare(self.target, ids, given, options)
                 request.callbacks = callbacks
                 if any(image_inputs):
@@ -321,18 +323,14 @@ class FuzzyDecoder:
         return next((token for token in pad if token not in ends), None), frozenset(ends)
 
 
-def _forced(drafter: Drafter, followed: GuideProcessor, beams: int | None) -> Drafter:
-    """Return a drafter that also drafts what the guide forces, where beams do not compete."""
-    if not isinstance(drafter, Drafter) or (beams or 1) > 1:
-        return drafter
-    return ForcedDrafter(drafter, followed.forced, followed.vocab_size)
-
-
 def _wrapped(target: Any, tokenizer: Any, config: RuntimeConfig, model_kwargs: dict[str, Any]) -> Target:
     """Return the target of a name or of a model in memory. Raises ModelLoadError."""
     processor = tokenizer if is_processor(tokenizer) else None
     tokenizer = tokenizer if processor is None else processor.tokenizer
-    _check_objects(target, tokenizer)
+    if not isinstance(target, (str, Path)) and not hasattr(target, "config"):
+        raise ModelLoadError(f"a target is a name or a transformers model, got {type(target).__name__}.")
+    if tokenizer is not None and not callable(tokenizer):
+        raise ModelLoadError(f"a tokenizer is one of transformers, got {tokenizer!r:.60}: load it first.")
     if isinstance(target, (str, Path)):
         refuse_head(Path(str(target)))
         keeps_blocks = config.weights in ("auto", "packed")
@@ -356,10 +354,3 @@ def _say_what_is_left_out(target: Target) -> None:
             "the generation config of %s sets %s. Answers follow the target's own distribution without these, unless a "
             "request names them.", target.name, names,
         )  # fmt: skip
-
-
-def _check_objects(target: Any, tokenizer: Any) -> None:
-    if not isinstance(target, (str, Path)) and not hasattr(target, "config"):
-        raise ModelLoadError(f"a target is a name or a transformers model, got {type(target).__name__}.")
-    if tokenizer is not None and not callable(tokenizer):
-        raise ModelLoadError(f"a tokenizer is one of transformers, got {tokenizer!r:.60}: load it first.")

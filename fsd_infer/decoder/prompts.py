@@ -115,14 +115,9 @@ def listed(prompts: Any, padding: int | None) -> list[Any]:
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         return [prompts]
     items = list(prompts)
-    if not items or _is_prompt(items[0]):
-        return items
-    return [items]
-
-
-def _is_prompt(item: Any) -> bool:
-    """Whether the first item of a list is a prompt by itself; else it is a message or a token id of the only one."""
-    return "prompt" in item if isinstance(item, Mapping) else isinstance(item, (str, bytes, Iterable))
+    first = items[0] if items else ""  # a prompt by itself, or a message or a token id of the only one
+    is_prompt = "prompt" in first if isinstance(first, Mapping) else isinstance(first, Iterable)
+    return items if is_prompt else [items]
 
 
 def split_prompt(prompt: Any) -> tuple[Any, Sequence[Any] | ImageInput]:

@@ -37,10 +37,10 @@ from fsd_infer.request.options import (
     check_token_ids,
     only_stated,
     reads_prompts,
+    sampling_temperature,
     split_options,
     with_defaults,
 )
-from fsd_infer.request.temperature import sampling_temperature
 from fsd_infer.rules import Rule, parse_rules
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import eos_ids, left_pad, left_padded, pad_id

@@ -44,9 +44,7 @@ def _argument_of(forward: Hashable) -> str:
 class _SlotLayer(CacheLayerMixin):
     """One layer's view of the cache."""
 
-    is_compileable = False
     is_sliding = False
-
     keys: Tensor
     values: Tensor
 
@@ -97,8 +95,7 @@ class _SlotLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.cache.capacity
 
-    def get_max_cache_shape(self) -> int:
-        return self.cache.capacity
+    get_max_cache_shape = get_max_length  # before transformers 5.24
 
 
 class SlotCache(Cache):
@@ -164,11 +161,15 @@ class SlotCache(Cache):
 
     def row(self, index: int) -> SlotCache:
         """Return one batch row as a cache that shares this cache's memory."""
-        row = SlotCache(self.config, 1, self.capacity)
-        row._hold(self.tensors.row(index))
-        row.prefilled = None if self.prefilled is None else self.prefilled[index : index + 1]
-        row.offsets = None if self.offsets is None else self.offsets[index : index + 1]
-        return row
+        return self._sharing(self.tensors.row(index), slice(index, index + 1))
+
+    def _sharing(self, tensors: RowTensors, rows: slice) -> SlotCache:
+        """Return a cache of these rows in the same memory, whose keys, values and states are ``tensors``."""
+        made = SlotCache(self.config, tensors.batch, self.capacity)
+        made.tensors, made.recurrent = tensors, RecurrentStates(tensors)
+        made.prefilled = None if self.prefilled is None else self.prefilled[rows]
+        made.offsets = None if self.offsets is None else self.offsets[rows]
+        return made
 
     def rotary(self, positions: Tensor) -> Tensor:
         """Return the rotary positions of tokens at these indices of the text: [B, M], or [3, B, M] of :attr:`shown`."""
@@ -282,10 +283,6 @@ class SlotCache(Cache):
         """All keys and values, [layers, B, heads, slots, width] each."""
         return [tensor for key, tensor in self.tensors.held.items() if key[0] != STATE]
 
-    def _hold(self, tensors: RowTensors) -> None:
-        """Hold these keys, values and states."""
-        self.tensors, self.recurrent = tensors, RecurrentStates(tensors)
-
     def keep_rows(self, rows: Tensor) -> None:
         """Keep these batch rows [B'] (ascending, on the CPU) and move them up in place."""
         self.tensors.keep_rows(rows)
@@ -296,10 +293,7 @@ class SlotCache(Cache):
 
     def detached(self) -> SlotCache:
         """Return a cache of the same rows in the same memory, which :meth:`keep_rows` changes alone."""
-        made = SlotCache(self.config, self.batch, self.capacity)
-        made._hold(self.tensors.detached())
-        made.prefilled, made.offsets = self.prefilled, self.offsets
-        return made
+        return self._sharing(self.tensors.detached(), slice(None))
 
     def reallocated(self, into: Callable[[], SlotCache]) -> SlotCache:
         """Return an empty cache of as many rows, which may lie in the same memory, with all that this one holds."""

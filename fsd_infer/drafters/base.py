@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,12 +18,10 @@ from fsd_core.former import Renamed
 from fsd_core.registry import Registry
 from fsd_infer.device.cuda_graphs import GraphRecorder
 from fsd_infer.drafters.session import DraftRequest, DraftSession
+from fsd_infer.targets.stack import StackOwner
+from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree
-
-if TYPE_CHECKING:
-    from fsd_infer.targets.stack import StackOwner
-    from fsd_infer.targets.target import Target
 
 
 class Drafter(Renamed, ABC):

@@ -35,29 +35,27 @@ WINDOW = 60.0  # of the running averages, in expected acceptances, and the weigh
 
 
 class AcceptanceRatios:
-    """Running ratios of accepted drafts to expected ones, of likely and of drawn drafts, at roots and below: [2, 2].
+    """Running ratios of accepted drafts to expected ones: of likely ones at roots, of those below, then of drawn ones.
 
     All are 1 at first. Only the past decides, so draws are independent of it.
     """
 
     def __init__(self) -> None:
-        self._accepted = [[WINDOW, WINDOW], [WINDOW, WINDOW]]
-        self._expected = [[WINDOW, WINDOW], [WINDOW, WINDOW]]
+        self._accepted, self._expected = [WINDOW] * 4, [WINDOW] * 4
 
     def ratio(self, drawn: bool, depth: int) -> float:
         """Return the ratio for children of contexts at a depth, 0 at roots."""
-        below = depth > 0
-        return max(self._accepted[drawn][below] / self._expected[drawn][below], MIN_RATIO)
+        kind = 2 * drawn + (depth > 0)
+        return max(self._accepted[kind] / self._expected[kind], MIN_RATIO)
 
     def learn(self, sums: Sequence[float]) -> None:
         """Learn from sums over the contexts that a round reached, as :func:`accepted_and_expected` gives them."""
         for kind in range(4):
-            drawn, below = divmod(kind, 2)
             accepted, expected = sums[2 * kind : 2 * kind + 2]
-            expected /= self.ratio(drawn > 0, below) if drawn else 1.0  # drafted with the ratio applied
+            expected /= self.ratio(True, kind % 2) if kind > 1 else 1.0  # drawn ones: drafted with the ratio applied
             decay = 1.0 - expected / WINDOW if expected < WINDOW else 0.0
-            self._accepted[drawn][below] = self._accepted[drawn][below] * decay + accepted
-            self._expected[drawn][below] = self._expected[drawn][below] * decay + expected
+            self._accepted[kind] = self._accepted[kind] * decay + accepted
+            self._expected[kind] = self._expected[kind] * decay + expected
 
 
 def accepted_and_expected(tree: DraftTree, path: Tensor, accepted: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from fsd_core.functional import at_nodes, is_host
 from fsd_core.tensors import to_device
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters.base import DRAFTERS, Drafter
-from fsd_infer.drafters.cached import CachedSession
 from fsd_infer.drafters.frontier import Frontier
+from fsd_infer.drafters.growth import CachedSession
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.drafters.vocabulary import ContextVocabulary
@@ -168,17 +168,10 @@ class EagleDrafter(TreeDrafter):
         return self.head.stack.head_step(self.head, self.head.embed_tokens or model.get_input_embeddings(), lm_head)
 
     def describe(self) -> dict[str, Any]:
-        public: dict[str, Any] = {"public": True} if self.public else {}
-        public |= {} if self.trained_for is None else {"trained_for": self.trained_for}
         narrow = any(format_of(part) == "fp8" for module in self.modules() for part in module.modules())
-        weights = {"weights": "fp8"} if narrow else {}
-        return {
-            **super().describe(),
-            "draft_vocab_size": self.vocabulary,
-            "context_ids": self.context_ids,
-            **weights,
-            **public,
-        }
+        notes = {"weights": "fp8" if narrow else None, "public": self.public or None, "trained_for": self.trained_for}
+        described = {**super().describe(), "draft_vocab_size": self.vocabulary, "context_ids": self.context_ids}
+        return described | {name: value for name, value in notes.items() if value is not None}
 
     def modules(self) -> list[nn.Module]:
         return [self.head] if self.lm_head is None else [self.head, self.lm_head]
@@ -211,10 +204,6 @@ class EagleSession(CachedSession):
         self._features: Tensor  # [B, E, H] the head's outputs at the nodes that were expanded last
         if target.places_images and drafter.head.turns_as_target:
             self.cache.offsets = torch.zeros_like(self.lengths)
-
-    @property
-    def takes_rotary(self) -> bool:
-        return self.cache.offsets is not None
 
     def set_rotary(self, prompts: Tensor, offsets: Tensor) -> None:
         if self.cache.offsets is not None:

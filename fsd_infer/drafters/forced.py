@@ -109,7 +109,6 @@ class GuideSession(FreeSession):
         super().__init__(drafter, first_tokens, request)
         self.rows = list(range(request.batch))
         self.answers: list[list[int]] = [[] for _ in self.rows]
-        self.finished: set[int] = set()  # of rows that stay in the batch
         self.chains: list[ForcedTokens] = []
         self.suffices = False
 
@@ -119,13 +118,12 @@ class GuideSession(FreeSession):
             answer += row if answer else row[-1:]  # the first tokens are the prompt's, and the answer's first one
 
     def on_end(self, row: int, prompt: list[int], answer: list[int]) -> None:
-        self.finished.add(self.rows[row])
+        self.answers[row] = []
 
     def states(self) -> list[tuple[Table, Any]]:
-        # rows that fill a bucket have no answer
-        rows = list(zip(self.rows, self.answers, strict=True))
-        goes_on = [bool(answer) and row not in self.finished for row, answer in rows]
-        forced = self.drafter.forced
+        # rows that fill a bucket, or have ended, have no answer
+        rows, forced = list(zip(self.rows, self.answers, strict=True)), self.drafter.forced
+        goes_on = [bool(answer) for _, answer in rows]
         self.chains = [ForcedTokens(forced(*row)[:MAX_FORCED] if goes else ()) for row, goes in zip(rows, goes_on)]
         self.suffices = min(map(len, compress(self.chains, goes_on)), default=0) >= FORCED_ALONE
         return [(chain, 0) for chain in self.chains]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,15 +20,6 @@ from fsd_infer.trees.tree import DraftTree, path_to
 
 Successors = tuple[list[float], list[int]]  # log-probabilities of likely tokens, falling, and the tokens
 NO_SUCCESSORS: Successors = ([], [])
-
-
-class ForwardInputs(NamedTuple):
-    """The arguments of a forward over M nodes of each row: all [B, M], ``visible`` [B, M, S] bool."""
-
-    nodes: Tensor
-    tokens: Tensor
-    positions: Tensor
-    visible: Tensor
 
 
 @dataclass
@@ -71,13 +61,16 @@ class Frontier:
         rows = [[*row, *[len(tokens)] * (most - len(row))] for row, tokens in zip(nodes, self.tokens, strict=True)]
         return to_device(torch.tensor(rows, dtype=torch.long), self.features.device)
 
-    def forward_inputs(self, cache: SlotCache, roots: Tensor, nodes: Sequence[Sequence[int]]) -> ForwardInputs:
-        """Return the arguments of a forward over these nodes, and set the cache's write slots.
+    def forward_inputs(self, cache: SlotCache, roots: Tensor, nodes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+        """Set the cache's write slots for a forward over these nodes, and return its arguments.
 
         Args:
             cache: of the model.
             roots: [B] slot of each row's root.
             nodes: [B][M] some of every row, whose parents the cache has, or has after this forward.
+
+        Returns:
+            The nodes, padded, their tokens and positions, [B, M] each, and which slots are visible, [B, M, S] bool.
         """
         tree, numbers = self.tree, self.padded_nodes(nodes)
         ancestors, depths = at_nodes(tree.ancestors, numbers), tree.depths
@@ -92,7 +85,7 @@ class Frontier:
         slot_positions = torch.minimum(every_slot, roots[:, None] + depths.gather(1, node))
         cache.set_write_slots(slots, start, used, slot_positions)
         positions = roots[:, None] + depths.gather(1, numbers)
-        return ForwardInputs(numbers, tree.tokens.gather(1, numbers), positions, visible_slots(roots, ancestors, used))
+        return numbers, tree.tokens.gather(1, numbers), positions, visible_slots(roots, ancestors, used)
 
     def move(self, cache: SlotCache, roots: Tensor, nodes: Sequence[Sequence[int]]) -> None:
         """Move the keys and values of these nodes to the slots after the roots' slots [B], in this order."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,17 +21,15 @@ from typing_extensions import Self
 
 from fsd_core import functional
 from fsd_core.functional import at_nodes, is_host
+from fsd_core.tensors import to_device
 from fsd_infer.drafters.drawing import AcceptanceRatios, ChainDrawing, Drawing, accepted_and_expected
 from fsd_infer.drafters.frontier import NO_SUCCESSORS, Frontier, Successors, successor_lists
 from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.drafters.tree_drafter import TreeDrafter
-from fsd_infer.trees.forecast import MenuMasks, forecast
+from fsd_infer.rules.verification import Verdict
 from fsd_infer.trees.priced_growth import PricedGrowth
-from fsd_infer.trees.shape import TreeShape
+from fsd_infer.trees.shape import MenuMasks, TreeShape, forecast
 from fsd_infer.trees.tree import DraftTree, Draws, leaf_visit_scores, select_nodes, visit_scores
-
-if TYPE_CHECKING:
-    from fsd_infer.rules.verification import Verdict
 
 
 class TreeSession(DraftSession):
@@ -59,7 +56,6 @@ class TreeSession(DraftSession):
         self.lengths = torch.zeros(request.batch, dtype=torch.long, device=self.device)
         self._forecasts: list[list[float]] = []
         self._masks: dict[tuple[int, int], MenuMasks] = {}  # by depth and width of the tree
-        self._visits = torch.zeros(0)  # [B, E] tilted scores of the nodes that were expanded last
         self._drawing: Drawing | ChainDrawing | None = None  # of this round
         self._ratios = self._acceptance_ratios()
         self._node_positions: list[Tensor] = []  # [B, E] of each depth's expanded nodes, if a session asks for them
@@ -149,7 +145,6 @@ class TreeSession(DraftSession):
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
         """Return logits [B, 1, Vd] at the roots, and the target id of each entry of Vd; None if Vd = V."""
 
-    @abstractmethod
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         """Run the model on the nodes to expand. The cache already has their slots.
 
@@ -162,6 +157,7 @@ class TreeSession(DraftSession):
         Returns:
             [B, E, Vd] logits of their children.
         """
+        raise NotImplementedError  # of sessions that override _expand()
 
     def _propose(self, logits: Tensor, scores: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Propose children from logits [B, E, Vd]: ln q [B, E, width], entries of the vocabulary, and which are drawn.
@@ -187,7 +183,7 @@ class TreeSession(DraftSession):
         """
         self._stopped, self._node_positions = None, []
         candidates = Candidates(roots, isinstance(self._drawing, Drawing))
-        self._visits = candidates.expanded_scores
+        self._visits = candidates.expanded_scores  # [B, E] tilted scores of the nodes that were expanded last
         for depth in range(1, max_depth + 1):
             # each expanded node proposes w children
             log_q, entries, drawn = self._propose(logits, candidates.expanded_scores, candidates.ancestors)  # [B, E, w]
@@ -233,7 +229,12 @@ class TreeSession(DraftSession):
     def _select_nodes(self, tree: DraftTree) -> DraftTree:
         """Return the tree of the candidates to verify: of a drawn chain all, or the distribution would shift."""
         if self.request.menu:
-            tree.forecast = self._forecast(tree)
+            assert tree.depth_bound is not None
+            key = tree.depth_bound, self.width
+            if key not in self._masks:  # at first: a recording cannot copy them to the device
+                self._masks[key] = MenuMasks(*key, self.request.menu, self.device)
+            visits = visit_scores(tree.scores, tree.parents, tree.depth_bound, self.draft_bonus)
+            tree.forecast = forecast(visits, self._masks[key])
         if self.request.draws is Draws.CHAIN:
             if self.growth is not None:
                 self.growth.note(tree)
@@ -242,14 +243,6 @@ class TreeSession(DraftSession):
             return tree.keep(self.growth.choose(tree))
         depth, nodes = self.shape.depth, self.shape.nodes
         return tree.keep(select_nodes(tree.scores, tree.parents, depth, self.draft_bonus, nodes, tree.pinned))
-
-    def _forecast(self, tree: DraftTree) -> Tensor:
-        """Return :func:`.trees.forecast.forecast` from all candidates of a tree."""
-        assert tree.depth_bound is not None
-        key = tree.depth_bound, self.width
-        if key not in self._masks:  # at first: a recording cannot copy them to the device
-            self._masks[key] = MenuMasks(*key, self.request.menu, self.device)
-        return forecast(visit_scores(tree.scores, tree.parents, tree.depth_bound, self.draft_bonus), self._masks[key])
 
     def _expand(self, tokens: Tensor, parents: Tensor, ancestors: Tensor, depth: int) -> Tensor:
         """Run the model on nodes [B, E]. Their keys follow those of the text and of earlier depths."""
@@ -272,12 +265,54 @@ class TreeSession(DraftSession):
         return True
 
     def _read_frontier(self, frontier: Frontier, nodes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-        """Read nodes below several beams (:mod:`fsd_infer.drafters.cached`).
+        """Read nodes below several beams.
 
         Returns:
             Logits [B, M, Vd] of their successors, padded, and the target id of each entry of Vd; None if Vd = V.
         """
         raise NotImplementedError
+
+
+class CachedSession(TreeSession):
+    """A session that reads each node of a frontier once, after the text, whose last token is the root as in a round."""
+
+    per_row = TreeSession.per_row | {"_cached"}
+
+    def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
+        super().__init__(drafter, request)
+        self._cached: list[set[int]] = [{0} for _ in range(request.batch)]  # the nodes of a frontier in the cache
+
+    def _add_node_positions(self, positions: Tensor, slots: int) -> None:
+        """Tell the cache the positions [B, E] of the next depth's nodes. ``slots``: how many slots are seen."""
+        self._node_positions.append(positions)
+        nodes = torch.cat(self._node_positions, 1)
+        text = torch.arange(slots, device=self.device).repeat(len(nodes), 1)
+        after = self.lengths[:, None] + torch.arange(nodes.shape[1], device=self.device)
+        self.cache.positions = text.scatter(1, after, nodes)
+
+    def _uncached(self, frontier: Frontier, nodes: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return these nodes and those above them that the cache lacks, parents first, and count them as cached."""
+        unread = []
+        for row, (wanted, cached) in enumerate(zip(nodes, self._cached, strict=True)):
+            unread.append(sorted({above for node in wanted for above in frontier.path(row, node)} - cached))
+            cached.update(unread[-1])
+        return unread
+
+    def _is_final(self, frontier: Frontier, row: int, node: int) -> bool:
+        """Whether the target's verification leaves what the model has read of a node as it is."""
+        return True
+
+    def follow_beams(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
+        ends = [row[count - 1 : count] if count else [] for row, count in zip(nodes, grown, strict=True)]
+        unread = [[node for node in row if node not in cached] for row, cached in zip(ends, self._cached, strict=True)]
+        if any(unread):
+            self._read_frontier(frontier, unread)
+        frontier.move(self.cache, self.lengths - 1, nodes)
+        self.lengths += to_device(torch.tensor(grown), self.device)
+        for row, (left, count) in enumerate(zip(nodes, grown, strict=True)):
+            below = enumerate(left[count:], 1)
+            cached = {new for new, node in below if node in self._cached[row] and self._is_final(frontier, row, node)}
+            self._cached[row] = {0, *cached}
 
 
 class Candidates:

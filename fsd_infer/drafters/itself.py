@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
@@ -97,13 +98,9 @@ def _check_order(name: str, numbers: Sequence[int]) -> None:
 
 def spelled(layers: tuple[int, ...]) -> str:
     """Return the name for these layers, such as "self:layers=0-2,5" for 0, 1, 2 and 5."""
-    runs: list[list[int]] = []
-    for number in layers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return f"{PREFIX}layers=" + ",".join(f"{low}-{high}" if low < high else str(low) for low, high in runs)
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(layers), lambda at: at[1] - at[0])]
+    ends = ((run[0], run[-1]) for run in runs)
+    return f"{PREFIX}layers=" + ",".join(f"{low}-{high}" if low < high else str(low) for low, high in ends)
 
 
 def with_layers(target: Target, numbers: Sequence[int], name: str) -> Target:
@@ -134,6 +131,7 @@ def with_layers(target: Target, numbers: Sequence[int], name: str) -> Target:
     return Target(model, target.tokenizer, name)
 
 
+@torch.no_grad()
 def with_rounded_weights(target: Target, bits: int, name: str) -> Target:
     """Return the target with the matrices of its decoder layers rounded by :func:`round_weight`.
 
@@ -146,19 +144,13 @@ def with_rounded_weights(target: Target, bits: int, name: str) -> Target:
     model = _copy_of(target, name)
     for layer in layer_list(model.get_decoder(), int(target.config.num_hidden_layers)) or []:
         for path, part in layer.named_modules():
-            if path.rpartition(".")[2] not in _ROUTERS and "Router" not in type(part).__name__:
-                _round(part, bits)
+            if path.rpartition(".")[2] in _ROUTERS or "Router" in type(part).__name__:
+                continue
+            for key, parameter in list(part.named_parameters(recurse=False)):
+                if parameter.dim() >= 2:
+                    weight: Tensor = weight_rows(part, None) if key == "weight" else parameter
+                    replace_parameter(part, key, round_weight(weight.detach(), bits))
     return Target(model, target.tokenizer, name)
-
-
-@torch.no_grad()
-def _round(part: nn.Module, bits: int) -> None:
-    """Round a module's own matrices."""
-    for key, parameter in list(part.named_parameters(recurse=False)):
-        if parameter.dim() < 2:
-            continue
-        weight: Tensor = weight_rows(part, None) if key == "weight" else parameter
-        replace_parameter(part, key, round_weight(weight.detach(), bits))
 
 
 def _copy_of(target: Target, name: str) -> Any:

@@ -19,8 +19,8 @@ from fsd_core.errors import ModelLoadError, VocabularyMismatchError
 from fsd_core.functional import at_nodes, is_host
 from fsd_core.tensors import padded, to_device
 from fsd_infer.drafters.base import DRAFTERS
-from fsd_infer.drafters.cached import CachedSession
 from fsd_infer.drafters.frontier import Frontier
+from fsd_infer.drafters.growth import CachedSession
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.targets.stack import StackOwner
@@ -153,13 +153,9 @@ class LMSession(CachedSession):
         self.lengths += counts
         torch.minimum(self.cached, self.lengths - 1, out=self.cached)  # draft() reads the root
         self._max_unread += tokens.shape[1]
-        if self._unread() - 1 > self.drafter.max_depth + 1 and not self._waits:
+        hardly_drafts = self.prices is not None and self.prices.was_plain and not (self.growth and self.growth.drafted)
+        if self._unread() - 1 > self.drafter.max_depth + 1 and not hardly_drafts:
             self._read(self.lengths - 1, self._unread() - 1)  # a prompt, whose time is not a draft's
-
-    @property
-    def _waits(self) -> bool:
-        """Whether the text stays unread, because the next round will hardly draft."""
-        return self.prices is not None and self.prices.was_plain and not (self.growth and self.growth.drafted)
 
     @property
     def is_recordable(self) -> bool:

@@ -122,17 +122,12 @@ class MtpHead(nn.Module):
         if not index and not has_window or not isinstance(mask, Tensor):
             return mask
         slots: Any = cache or SimpleNamespace(positions=torch.arange(mask.shape[-1], device=mask.device)[None])
-        if index:
-            mask = mask & ~self._before_layer(index, positions, slots, mask.shape[-1])
+        if index:  # the first positions, where this layer has no pairs, are hidden from all tokens after
+            at = torch.arange(mask.shape[-1], device=mask.device)[None] if slots.positions is None else slots.positions
+            mask = mask & ~((at < index)[:, None, None] & (positions >= index)[:, None, :, None])
         if not has_window:
             return mask
         return windowed(mask[:, 0], positions, slots, {"": self._window})[""][:, None]
-
-    @staticmethod
-    def _before_layer(index: int, positions: Tensor, cache: Any, slots: int) -> Tensor:
-        """[B, 1, M, S] bool; the first ``index`` positions, where that layer has no pairs, for all tokens after."""
-        at = torch.arange(slots, device=positions.device)[None] if cache.positions is None else cache.positions
-        return (at < index)[:, None, None] & (positions >= index)[:, None, :, None]
 
     def cast(self, dtype: torch.dtype) -> MtpHead:
         """Convert the parameters alone, as :meth:`EagleHead.cast`."""

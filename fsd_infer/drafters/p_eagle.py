@@ -89,7 +89,9 @@ class ParallelEagleSession(EagleSession):
     """A session that estimates all depths before it grows a tree."""
 
     drafter: ParallelEagleDrafter
-    takes_rotary = False  # it is trained on tokens' positions in the text, as block heads are
+
+    def set_rotary(self, prompts: Tensor, offsets: Tensor) -> None:
+        """Do nothing: it is trained on tokens' positions in the text, as block heads are."""
 
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
         logits, ids = super()._read_roots()

@@ -7,9 +7,11 @@ binary search finds them. An entry takes eight bytes: a token and an index.
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -90,24 +92,17 @@ class SuffixStore(TextIndex):
     def matches(self, context: Sequence[int], limit: int) -> list[Occurrence]:
         """Return up to ``limit`` occurrences of the end of ``context``, the longest matches first."""
 
-        def size_of(rank: int) -> int:
-            return match_size(tokens, order[rank] + 1, context) if 0 <= rank < len(order) else 0
+        def longest_first(ranks: range) -> Iterator[Occurrence]:
+            for rank in ranks:
+                size = match_size(tokens, order[rank] + 1, context)
+                if size < MIN_MATCH:
+                    return
+                yield size, self, tokens, order[rank] + 1
 
         tokens, order = self.tokens, self._order
-        found: list[Occurrence] = []
-        right = bisect_left(order, list(context[-1 : -MAX_MATCH - 1 : -1]), key=self._reversed_prefix)
-        left = right - 1
-        of_left, of_right = size_of(left), size_of(right)
-        while len(found) < limit and max(of_left, of_right) >= MIN_MATCH:
-            if of_left >= of_right:
-                found.append((of_left, self, tokens, order[left] + 1))
-                left -= 1
-                of_left = size_of(left)
-            else:
-                found.append((of_right, self, tokens, order[right] + 1))
-                right += 1
-                of_right = size_of(right)
-        return found
+        start = bisect_left(order, list(context[-1 : -MAX_MATCH - 1 : -1]), key=self._reversed_prefix)
+        before, after = longest_first(range(start - 1, -1, -1)), longest_first(range(start, len(order)))
+        return list(islice(heapq.merge(before, after, key=lambda found: -found[0]), limit))
 
     def _reversed_prefix(self, index: int) -> list[int]:
         """Return the prefix that ends at an index, backwards."""

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,13 +15,11 @@ from typing_extensions import Self
 from fsd_core.former import Renamed
 from fsd_core.tensors import kept_rows
 from fsd_infer.drafters.frontier import Frontier, Successors
+from fsd_infer.rules.verification import Verdict
 from fsd_infer.trees.priced_growth import PricedGrowth
 from fsd_infer.trees.prices import Prices
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws
-
-if TYPE_CHECKING:
-    from fsd_infer.rules.verification import Verdict
 
 
 @dataclass
@@ -141,11 +139,6 @@ class DraftSession(Renamed, ABC):
         """Take over the texts of a recordable session of an equal drafter. The caller resets :meth:`tensors`."""
         for part, new in zip(self.parts, fresh.parts, strict=True):
             part.restart(new)
-
-    @property
-    def takes_rotary(self) -> bool:
-        """Whether :meth:`set_rotary` changes anything."""
-        return any(part.takes_rotary for part in self.parts)
 
     def set_rotary(self, prompts: Tensor, offsets: Tensor) -> None:
         """Take where tokens stand for a target with M-RoPE, before :meth:`extend` is given prompts with images.

@@ -208,9 +208,6 @@ class StepSession(TreeSession):
         logits, self._state = self._step(depth, tokens, state)
         return logits
 
-    def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        raise NotImplementedError  # _expand() needs no slots
-
     def _propose(self, logits: Tensor, scores: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         if self._survival is None or not self._min_survival:
             return super()._propose(logits, scores, ancestors)

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import dropwhile, groupby, takewhile
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,12 @@ from typing import Any
 from torch import Tensor
 
 from fsd_core.errors import VocabularyMismatchError
-from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
+from fsd_infer.drafters.base import DRAFTERS, DraftRequest
 from fsd_infer.drafters.lm import LMDrafter, check_same_vocabulary, load_lm
 from fsd_infer.drafters.translated import OwnTokensSession, TranslatedDrafter
 from fsd_infer.drafters.translation import Translation, Vocabulary
 from fsd_infer.targets.target import Target
-from fsd_infer.trees.shape import TreeShape, default_shape
+from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws, Nodes, path_to
 
 PREFIX = "text:"
@@ -89,11 +89,6 @@ class TextDrafter(TranslatedDrafter):
         if self.has_default_shape:
             return TreeShape.chain(min(shape.depth, shape.max_nodes - 1), shape.stop_below)
         return super()._within(shape)
-
-    def for_bonus(self, draft_bonus: float) -> Drafter:
-        if not (self.has_default_shape and draft_bonus):
-            return self
-        return self.with_shape(self._within(default_shape(self.target.device, draft_bonus)))
 
     @property
     def overlap(self) -> str:
@@ -199,11 +194,5 @@ class TextSession(OwnTokensSession):
 
 def _window(tokens: Sequence[int], vocabulary: Vocabulary) -> list[int]:
     """Return the last tokens after the last special one, from the beginning of a character on."""
-    window = list[int]()
-    for token in reversed(tokens[-WINDOW:]):
-        if token not in vocabulary.raw:
-            break
-        window = [token, *window]
-    while window and 0x80 <= vocabulary.raw[window[0]][0] < 0xC0:
-        window = window[1:]
-    return window
+    window = [*takewhile(vocabulary.raw.__contains__, reversed(tokens[-WINDOW:]))]
+    return [*dropwhile(lambda token: 0x80 <= vocabulary.raw[token][0] < 0xC0, reversed(window))]

@@ -56,9 +56,6 @@ class TranslatedDrafter(LMDrafter):
             f"its own and {len(theirs.raw):,} of {self.target.name}'s"
         )
 
-    def clamp_ids(self, tokens: Tensor) -> Tensor:
-        return tokens  # sessions keep the small LM's own
-
     def to_draft_vocabulary(self, logits: Tensor) -> Tensor:
         return self.translation.restrict(logits)
 

@@ -64,7 +64,7 @@ class TreeDrafter(Drafter):
     def for_bonus(self, draft_bonus: float) -> Drafter:
         if not (self.has_default_shape and draft_bonus):
             return self
-        return self.with_shape(default_shape(self.target.device, draft_bonus))
+        return self.with_shape(self._within(default_shape(self.target.device, draft_bonus)))
 
     @property
     def max_nodes(self) -> int:

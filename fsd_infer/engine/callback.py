@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fsd_infer.engine.report import RoundReport
+from fsd_infer.engine.state import DecodeState
 from fsd_infer.engine.stats import Outcome, RowRecord
-
-if TYPE_CHECKING:
-    from fsd_infer.engine.state import DecodeState
 
 
 class Callback:

@@ -1,7 +1,7 @@
 """The loop's own callbacks, in the order in which they hear of a round.
 
-:class:`Stopping` ends answers, :class:`PhaseTimer` times the phases, :class:`Recorder` keeps the records,
-:class:`Prefixes` keeps texts, a caller's callbacks follow, :class:`Streaming` among them, and then :class:`TreeUpdate`
+:class:`Recorder` keeps the records and ends answers, :class:`PhaseTimer` times the phases, :class:`Prefixes` keeps
+texts, a caller's callbacks follow, :class:`Streaming` among them, and then :class:`TreeUpdate`
 teaches the choice of trees.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,57 +19,13 @@ from fsd_infer.device.clock import clock_of
 from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.report import RoundReport
 from fsd_infer.engine.request import Request, Round
+from fsd_infer.engine.state import DecodeState
 from fsd_infer.engine.stats import Outcome, RowRecord
 from fsd_infer.targets.prefixes import Prefix, PrefixCache
 from fsd_infer.trees.policy import RoundSeconds, TreePolicy, TreeReport
 from fsd_infer.trees.shape import TreeShape
 
-if TYPE_CHECKING:
-    from fsd_infer.engine.state import DecodeState
-
-
 _PHASES = {"advance": "draft"}  # in whose seconds a phase is counted
-
-
-class Stopping(Callback):
-    """Ends answers at EOS tokens, by the request's criteria and callbacks, and at their limits of length.
-
-    Args:
-        request: see there.
-        records: of all answers, without the tokens of the round.
-        limits: most tokens of each answer.
-    """
-
-    reads_tensors = False
-
-    def __init__(self, request: Request, records: Sequence[RowRecord], limits: Sequence[int]) -> None:
-        self.request, self.records, self.limits = request, records, limits
-
-    def on_start(self, state: DecodeState) -> None:
-        self.device = state.device
-
-    def on_round(self, report: RoundReport) -> None:
-        for row in report.rows:
-            new = [emission.token for emission in report.emissions[row]]
-            for count, reason in enumerate(self._reasons(report.prompt_indices[row], new), start=1):
-                if reason is not None:
-                    report.ended[row] = reason
-                    del report.emissions[row][count:]
-                    break
-
-    def _reasons(self, prompt_index: int, new: Sequence[int]) -> Iterator[str | None]:
-        """Yield for each new token why the answer ends with it, or None."""
-        request, answer = self.request, [*self.records[prompt_index].tokens]
-        for token in new:
-            answer.append(token)
-            asked = [callback.on_token(prompt_index, token) for callback in request.callbacks]
-            reason = next((one for one in asked if one is not None), None)
-            if token in request.eos_token_ids:
-                reason = "stop"
-            elif reason is None and request.criteria:
-                text = torch.tensor([[*request.texts[prompt_index], *answer]])
-                reason = "stop" if bool(request.criteria(to_device(text, self.device), None)[0]) else None
-            yield reason or ("length" if len(answer) >= self.limits[prompt_index] else None)
 
 
 class PhaseTimer(Callback):
@@ -108,26 +63,52 @@ class PhaseTimer(Callback):
 
 
 class Recorder(Callback):
-    """Keeps the records of all answers.
+    """Keeps the records of all answers, and ends them at EOS tokens, by the request's criteria and callbacks, and at
+    their limits of length.
 
     Args:
-        records: of all answers.
+        request: see there.
+        records: of all answers, without the tokens of the round.
+        limits: most tokens of each answer.
         timer: of the request.
     """
 
     reads_tensors = False
 
-    def __init__(self, records: Sequence[RowRecord], timer: PhaseTimer) -> None:
-        self.records, self.timer = records, timer
+    def __init__(
+        self, request: Request, records: Sequence[RowRecord], limits: Sequence[int], timer: PhaseTimer
+    ) -> None:
+        self.request, self.records, self.limits, self.timer = request, records, limits, timer
+
+    def on_start(self, state: DecodeState) -> None:
+        self.device = state.device
 
     def on_round(self, report: RoundReport) -> None:
         seconds = 0.0 if report.phase == "prefill" else self.timer.decode_seconds
         for row in report.rows:
-            record, emissions = self.records[report.prompt_indices[row]], report.emissions[row]
-            record.tokens += [emission.token for emission in emissions]
+            prompt_index, emissions = report.prompt_indices[row], report.emissions[row]
+            record = self.records[prompt_index]
+            for count, emission in enumerate(emissions, start=1):
+                record.tokens.append(emission.token)
+                if reason := self._reason(prompt_index, record.tokens):
+                    report.ended[row] = reason
+                    del emissions[count:]
+                    break
             record.emissions += emissions
             record.target_forwards += report.phase == "round"
             record.decode_seconds = seconds
+
+    def _reason(self, prompt_index: int, answer: Sequence[int]) -> str | None:
+        """Return why the answer ends with its last token, or None."""
+        request, token = self.request, answer[-1]
+        asked = [callback.on_token(prompt_index, token) for callback in request.callbacks]
+        reason = next((one for one in asked if one is not None), None)
+        if token in request.eos_token_ids:
+            return "stop"
+        if reason is None and request.criteria:
+            text = torch.tensor([[*request.texts[prompt_index], *answer]])
+            reason = "stop" if bool(request.criteria(to_device(text, self.device), None)[0]) else None
+        return reason or ("length" if len(answer) >= self.limits[prompt_index] else None)
 
 
 class Streaming(Callback):

@@ -62,7 +62,9 @@ class RequestPlan:
     """
 
     def __init__(self, target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> None:
-        rules = _rule_per_prompt(rule, len(request.prompts))
+        rules = [rule] * len(request.prompts) if isinstance(rule, Rule) else list(rule)
+        if len(rules) != len(request.prompts):
+            raise FsdError(f"{len(rules)} rules for {len(request.prompts)} prompts: give one rule, or one per prompt.")
         self.limits = check_prompts(target, request.prompts, request.max_new_tokens)
         check_image_inputs(target, request.image_inputs)
         self.target, self.request, self.count = target, request, len(rules)
@@ -87,15 +89,6 @@ class RequestPlan:
         self.prompts = [*request.prompts, *[request.prompts[0][:1]] * fillers]
         self.max_lengths = max_lengths + [2] * fillers
 
-    @property
-    def recording_key(self) -> RecordingKey:
-        """What fixes its rounds, besides their shapes."""
-        request, signature = self.request, self.processors.signature
-        return RecordingKey(
-            self.drafter.recording_key, tuple(self.rules), self.capacity, signature, self.draft_bonus,
-            request.greedy, request.measure_log_likelihood,
-        )  # fmt: skip
-
     @cached_property
     def cache_bytes(self) -> int:
         """Bytes of the caches of target and drafter."""
@@ -116,7 +109,13 @@ class RequestPlan:
         Allocates the caches and opens the drafter's session.
         """
         state = self._allocated()
-        return state if self.recorder is None else self.recorder.state_for(state, self.count, self.recording_key)
+        if self.recorder is None:
+            return state
+        key = RecordingKey(
+            self.drafter.recording_key, tuple(self.rules), self.capacity, self.processors.signature, self.draft_bonus,
+            self.request.greedy, self.request.measure_log_likelihood,
+        )  # fmt: skip
+        return self.recorder.state_for(state, self.count, key)
 
     def _allocated(self) -> DecodeState:
         request, rules, device, tokenizer = self.request, self.rules, self.target.device, self.target.tokenizer
@@ -178,26 +177,13 @@ class RequestPlan:
         return PricePolicy(store, rows, profile, drafter.bounds, learns=learns)
 
 
-def _rule_per_prompt(rule: Rule | Sequence[Rule], count: int) -> list[Rule]:
-    """Raises FsdError if there is neither one rule nor one per prompt."""
-    rules = [rule] * count if isinstance(rule, Rule) else list(rule)
-    if len(rules) != count:
-        raise FsdError(f"{len(rules)} rules for {count} prompts: give one rule, or one per prompt.")
-    return rules
-
-
 def _recorder(target: Target, drafter: Drafter) -> RoundRecorder | None:
     """Return what records the request's rounds; None if they run eagerly."""
-    if drafter.bounds is not None and not drafter.menu:
+    models = (owner for owner in drafter.stack_owners() if isinstance(owner, Target))
+    has_dynamic_rope = any(model.dynamic_rope.fixed_length is not None for model in models)  # which the host turns
+    if drafter.bounds is not None and not drafter.menu or has_dynamic_rope:
         return None
-    return None if _has_dynamic_rope(drafter) else RoundRecorder.of(target)
-
-
-def _has_dynamic_rope(drafter: Drafter) -> bool:
-    """Whether the drafter, or a part of it, is a model whose angles the host chooses token by token."""
-    model = getattr(drafter, "model", None)
-    own = isinstance(model, Target) and model.dynamic_rope.fixed_length is not None
-    return own or any(map(_has_dynamic_rope, drafter.parts))
+    return RoundRecorder.of(target)
 
 
 def draws_of(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws:

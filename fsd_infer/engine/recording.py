@@ -26,7 +26,7 @@ from torch import Tensor
 from fsd_core.tensors import to_device
 from fsd_infer.device.cuda_graphs import GraphRecorder
 from fsd_infer.engine.parts import RecordableRound, RecordedGraph, Recording, outputs_of
-from fsd_infer.engine.round import Question, RoundTensors, VerifiedTree, decode_round
+from fsd_infer.engine.round import RoundTensors, VerifiedTree, decode_round
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 MAX_KEPT = 64  # states that are kept, and recordings of each
 BUCKETS = (1, 2, 4, 8, 16)  # rows of recordings
 TIMED_ROUNDS = 3  # rounds by which a shape is timed
+RunPart = Callable[[Sequence[Tensor]], RoundTensors | VerifiedTree]
 
 
 def bucket(count: int) -> int:
@@ -181,7 +182,7 @@ class RoundRecorder:
         if recording.questions is None and (round.tree is not None or asks_host):
             result = self._eagerly(round, recording)
         else:
-            result = self._replayed_in_two(round, recording) if asks_host else self._replayed(round, recording)
+            result = self._replayed(round, recording, asks_host)
         round.end(result)
         return result
 
@@ -192,24 +193,22 @@ class RoundRecorder:
         recording.questions = tuple(verified.answers())
         return result
 
-    def _replayed(self, round: RecordableRound, recording: Recording) -> RoundTensors:
-        """Run a round by its graph, or record that first."""
-        graphs, state = recording.graphs, round.state
-        if not graphs and not self._record(graphs, state, round.whole, round.inputs):
+    def _replayed(self, round: RecordableRound, recording: Recording, asks_host: bool) -> RoundTensors:
+        """Run a round by its graph, or by two, between which the host answers the rules; record each when reached."""
+        graphs, state, first = recording.graphs, round.state, round.draft_and_verify if asks_host else round.whole
+        if not graphs and not self._record(graphs, state, first, round.inputs):
             return self._eagerly(round, recording)
-        result: RoundTensors = graphs[0].replay(round.inputs, keeps_values=round.tree is None)
+        random_state = self.generator.get_state() if asks_host and len(graphs) == 1 else None
+        made = graphs[0].replay(round.inputs, keeps_values=round.tree is None)
         state.on_phase("target")
-        return result
-
-    def _replayed_in_two(self, round: RecordableRound, recording: Recording) -> RoundTensors:
-        """Run a round by two graphs, between which the host answers the rules; record each when it is reached."""
-        graphs, state = recording.graphs, round.state
-        if not graphs and not self._record(graphs, state, round.draft_and_verify, round.inputs):
-            return self._eagerly(round, recording)
-        random_state = self.generator.get_state() if len(graphs) == 1 else None
-        verified: VerifiedTree = graphs[0].replay(round.inputs, keeps_values=round.tree is None)
-        state.on_phase("target")
-        answers = _answers(state, verified, recording.questions or ())
+        if not asks_host:
+            whole: RoundTensors = made
+            return whole
+        verified: VerifiedTree = made
+        asked = verified.with_answers(state)
+        for question in recording.questions or ():
+            asked.answer(question)
+        answers = asked.answers()
 
         def rest(inputs: Sequence[Tensor]) -> RoundTensors:
             return round.finish(verified, dict(zip(answers, inputs)))
@@ -224,13 +223,7 @@ class RoundRecorder:
         state.on_phase("rule")
         return result
 
-    def _record(
-        self,
-        graphs: list[RecordedGraph],
-        state: DecodeState,
-        run: Callable[[Sequence[Tensor]], RoundTensors | VerifiedTree],
-        inputs: Sequence[Tensor],
-    ) -> bool:
+    def _record(self, graphs: list[RecordedGraph], state: DecodeState, run: RunPart, inputs: Sequence[Tensor]) -> bool:
         """Add the graph of the next part of a round; return False if that is not possible. The state stays as it is."""
         fixed, outputs, phases = [to_device(x, self.device).clone() for x in inputs], list[Any](), list[str]()
 
@@ -282,11 +275,3 @@ class RoundRecorder:
                 recorded.seconds.append((time.perf_counter() - began) / TIMED_ROUNDS)
         policy.time(recorded.seconds)
         state.session.shape = policy.choose(len(state.prompt_indices))
-
-
-def _answers(state: DecodeState, verified: VerifiedTree, questions: Sequence[Question]) -> dict[Question, Tensor]:
-    """Return what the host computes of a verified tree for its rules."""
-    verified = verified.with_answers(state)
-    for question in questions:
-        verified.answer(question)
-    return verified.answers()

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
+from fsd_infer.engine.callback import Callback
+from fsd_infer.engine.report import RoundReport
 from fsd_infer.rules.verification import Emission
 from fsd_infer.targets.image_inputs import ImageInput
-
-if TYPE_CHECKING:
-    from fsd_infer.engine.callback import Callback
-    from fsd_infer.engine.report import RoundReport
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,8 @@ class VerifiedTree:
         """
         if question not in self._answers:
             state = self._state
-            processors, vocabulary, rows = state.processors, self.logits.shape[-1], state.padded_prompt_indices
+            processors, vocabulary, filled = state.processors, self.logits.shape[-1], state.prompt_indices
+            rows = [*filled, *[0] * (len(state.rules) - len(filled))]  # 0 for rows that no text fills
             if isinstance(question, int):
                 self._answers[question] = state.session.seen_ngrams(self.tree, question)
             elif question == "scores":

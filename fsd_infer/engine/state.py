@@ -85,11 +85,6 @@ class DecodeState:
         charged = any(rule.exact_ngram_size for rule in self.rules)
         return self.processors.contextual or charged and self.session.reads_other_texts
 
-    @property
-    def padded_prompt_indices(self) -> list[int]:
-        """[B] index of each row among the prompts, 0 for rows that no text fills."""
-        return [*self.prompt_indices, *[0] * (len(self.rules) - len(self.prompt_indices))]
-
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch, which ascend; drop or mask all others. Without any, the request has ended."""
         index = torch.tensor(rows, dtype=torch.long)

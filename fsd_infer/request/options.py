@@ -20,7 +20,6 @@ from typing_extensions import TypedDict
 from fsd_core.errors import FsdError
 from fsd_core.registry import did_you_mean
 from fsd_core.tensors import as_python
-from fsd_infer.request.temperature import at_temperature
 from fsd_infer.targets.token_ids import eos_ids, id_list
 
 # without effect on the answers, in ``generate`` too
@@ -232,6 +231,18 @@ def with_defaults(fields: dict[str, Any], stated: Mapping[str, Any]) -> dict[str
     if not LENGTHS & stated.keys():
         made["max_new_tokens"] = NEW_TOKENS
     return made
+
+
+def at_temperature(temperature: float | None) -> dict[str, Any]:
+    """Return the arguments of ``generate`` that sample at a temperature; 0, which it refuses, and None are greedy."""
+    return {"do_sample": bool(temperature), "temperature": temperature or None}
+
+
+def sampling_temperature(config: GenerationConfig) -> float:
+    """Return the temperature of a complete configuration; 0 if it is greedy."""
+    if not config.do_sample:
+        return 0.0
+    return 1.0 if config.temperature is None else config.temperature
 
 
 def check_numbers(values: Mapping[str, Any]) -> None:

@@ -167,15 +167,11 @@ class TreeProcessors:
 def _levels(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[list[int], list[list[int]]]]:
     """A tree's nodes by depth, and the tokens on the path to each of them, its own included."""
     paths: list[list[int]] = []
-    levels: list[tuple[list[int], list[list[int]]]] = []
+    levels: dict[int, list[int]] = {}
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         paths.append([*paths[parent], token] if node else [token])
-        if len(paths[node]) > len(levels):
-            levels.append(([], []))
-        level, level_paths = levels[len(paths[node]) - 1]
-        level.append(node)
-        level_paths.append(paths[node])
-    return levels
+        levels.setdefault(len(paths[node]), []).append(node)
+    return [(level, [paths[node] for node in level]) for level in levels.values()]
 
 
 def _values(options: Mapping[str, Any]) -> Iterator[Hashable]:

@@ -109,9 +109,7 @@ def read_prompts(
     if any(prefixes) or any(shown) or len(tokens) > 1 and target.reads_in_turn:
         prompts = [to_device(row[:length][None], target.device) for row, length in zip(tokens, lengths.tolist())]
         read = [
-            read_text(target, cache.row(row), prompt, prefixes[row], on_chunk=on_chunk)
-            if (images := shown[row]) is None
-            else _read_rest_of(target, cache.row(row), images, prefixes[row], on_chunk)
+            _read_prompt(target, cache.row(row), prompt, prefixes[row], shown[row], on_chunk)
             for row, prompt in enumerate(prompts)
         ]
         padded = [F.pad(features, (0, 0, 0, tokens.shape[1] - features.shape[1])) for features, _ in read]
@@ -130,11 +128,10 @@ def image_prompts(
     target: Target, tokens: Tensor, lengths: Tensor, image_inputs: Sequence[ImageInput | None] | None
 ) -> list[ImagePrompt | None]:
     """Return the prompts [B, M] of these lengths [B] that have images, None for the others."""
+    rows = zip(tokens, lengths.tolist(), _per_row(image_inputs, len(tokens)), strict=True)
     return [
-        None
-        if image_input is None
-        else ImagePrompt(target.model, to_device(row[:count][None], target.device), image_input)
-        for row, count, image_input in zip(tokens, lengths.tolist(), _per_row(image_inputs, len(tokens)), strict=True)
+        None if seen is None else ImagePrompt(target.model, to_device(row[:count][None], target.device), seen)
+        for row, count, seen in rows
     ]
 
 
@@ -147,7 +144,7 @@ def place_drafts(session: DraftSession, cache: SlotCache, tokens: Tensor, shown:
         tokens: the prompts.
         shown: those with images.
     """
-    if cache.offsets is None or not session.takes_rotary or not any(shown):
+    if cache.offsets is None or not any(shown):
         return
     shifts = torch.zeros(3, *tokens.shape, dtype=torch.long, device=cache.offsets.device)
     for row, prompt in enumerate(shown):
@@ -162,14 +159,20 @@ def _per_row(given: Sequence[Any] | None, rows: int) -> list[Any]:
     return [*(given or []), *[None] * (rows - len(given or []))]
 
 
-def _read_rest_of(
-    target: Target, cache: SlotCache, prompt: ImagePrompt, prefix: Prefix | None, on_chunk: Callable[[], None]
+def _read_prompt(
+    target: Target,
+    cache: SlotCache,
+    tokens: Tensor,
+    prefix: Prefix | None,
+    images: ImagePrompt | None,
+    on_chunk: Callable[[], None],
 ) -> tuple[Tensor, Tensor]:
-    """Read a prompt that begins with all of its images, if a kept prefix has them, else with their pixels."""
-    if prefix is None or len(prefix.tokens) < prompt.image_input.ends(prompt.tokens[0].tolist()):
-        return read_with_images(target, cache, prompt, on_chunk)
-    set_offset(cache, prompt.positions)
-    return read_text(target, cache, prompt.tokens, prefix, on_chunk=on_chunk)
+    """Read one prompt [1, T] with its images' pixels, unless a kept prefix has all of these."""
+    if images is not None:
+        if prefix is None or len(prefix.tokens) < images.image_input.ends(tokens[0].tolist()):
+            return read_with_images(target, cache, images, on_chunk)
+        set_offset(cache, images.positions)
+    return read_text(target, cache, tokens, prefix, on_chunk=on_chunk)
 
 
 def read_text(

@@ -95,20 +95,6 @@ class _Dense(NamedTuple):
         return zeros.index_put((self.at.rows, self.at.nodes), values)
 
 
-class _Picks(NamedTuple):
-    """What follows every context if the walk comes there, [B, N] bool each.
-
-    Attributes:
-        lossy: contexts that have the rule's distribution; the others have p.
-        follows: drafts that follow their parent.
-        follows_under_p: drafts that would follow it under p, by the same uniform numbers.
-    """
-
-    lossy: Tensor
-    follows: Tensor
-    follows_under_p: Tensor
-
-
 class _Walk:
     """The state of a walk, [B, N] each.
 
@@ -206,31 +192,35 @@ class _Walk:
         """Accept the nodes whose ancestors were all picked, and gather what is emitted there."""
         if self.tree.parents.shape[1] == 1:
             return self._undrafted()
-        picks = self._picked()
-        follows = picks.follows
+        lossy, follows, follows_under_p = self._picked()
         follows[:, 0] = True  # the root
         reached = (self.tree.ancestors & ~follows[:, None]).any(-1).logical_not_()
-        return self._gathered(reached, picks)
+        return self._gathered(reached, lossy, follows_under_p)
 
-    def _picked(self) -> _Picks:
-        """Decide at every context at once which child follows, as if the walk came there."""
+    def _picked(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Decide at every context at once which child follows, as if the walk came there.
+
+        Returns:
+            [B, N] bool each: contexts that have the rule's distribution, others have p; drafts that follow their
+            parent; drafts that would follow it under p, by the same uniform numbers.
+        """
         inputs, lossy, prob = self.inputs, self.applies, self.p_draft
         if self.budget is not None and self.cost is not None:
             lossy = lossy & affordable(inputs, self.cost.masked_fill(~lossy, 0.0), self.budget)
         if self.r_draft is not self.p_draft:
             prob = torch.where(inputs.at_parents(lossy), self.r_draft, self.p_draft)
         if inputs.greedy:
-            return _Picks(lossy, prob.clone(), self.p_draft)
+            return lossy, prob.clone(), self.p_draft
         # the children divide [0, 1) by their probabilities; the uniform number falls on one of them or on none
         offset = inputs.at_parents(inputs.uniform(0)).to(prob.dtype)  # [B, N] from the start of each child's part
         if not inputs.is_chain:
             siblings = self.tree.parents[:, :, None] == self.tree.parents[:, None]
             earlier = siblings & (inputs.nodes < inputs.nodes[:, None])
             offset = offset - torch.where(earlier, prob[:, None], 0.0).sum(-1)
-        return _Picks(lossy, (offset >= 0) & (offset < prob), offset < self.p_draft)
+        return lossy, (offset >= 0) & (offset < prob), offset < self.p_draft
 
-    def _gathered(self, reached: Tensor, picks: _Picks) -> Verdict:
-        """Gather the verdict along the path, whose nodes are ``reached`` [B, N]."""
+    def _gathered(self, reached: Tensor, lossy: Tensor, follows_under_p: Tensor) -> Verdict:
+        """Gather the verdict along the path, whose nodes are ``reached`` [B, N]. Others as of :meth:`_picked`."""
         tree, inputs, width = self.tree, self.inputs, self.tree.max_depth + 1
         steps = inputs.nodes[:width]  # [D+1] 0, 1, … along the path
         accepted = reached.sum(1, keepdim=True) - 1  # [B, 1] drafts
@@ -238,15 +228,15 @@ class _Walk:
         path = self._path(reached, accepted, end, width)
         following = torch.cat([path[:, 1:], end], 1)  # [B, D+1] the node that follows each of the path
         is_last, is_padding = steps == accepted, steps > accepted
-        tokens = torch.where(is_last, self._final(end, picks.lossy), tree.tokens.gather(1, following))
+        tokens = torch.where(is_last, self._final(end, lossy), tree.tokens.gather(1, following))
         sources = (steps < accepted) * int(TokenOrigin.EXACT)  # 0 is TARGET
         if self.cost is None:
             is_lossy = torch.zeros_like(is_last)
             spent = torch.zeros(is_last.shape, dtype=wide(self.device), device=self.device)
         else:
-            is_lossy = picks.lossy.gather(1, path) & ~is_padding
+            is_lossy = lossy.gather(1, path) & ~is_padding
             spent = self.cost.gather(1, path).masked_fill_(~is_lossy, 0.0)
-            not_under_p = torch.where(is_last, self._final_is_dense(), ~picks.follows_under_p.gather(1, following))
+            not_under_p = torch.where(is_last, self._final_is_dense(), ~follows_under_p.gather(1, following))
             sources = sources.masked_fill(not_under_p & is_lossy, int(TokenOrigin.GATE))
         first = tree.first_choices.gather(1, path).masked_fill_(is_padding, -1)
         logprob_gap = inputs.logprob_gap.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)

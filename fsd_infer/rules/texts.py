@@ -11,12 +11,11 @@ A sentence ends with a token that has one of ``. ! ? : ;``, their forms in Chine
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fsd_core import functional
 from fsd_core.errors import FsdError
@@ -195,15 +194,22 @@ def markers_of(rules: Sequence[Any], tokenizer: Any) -> dict[str, tuple[int, int
     return by_phase
 
 
+def _last_marks(texts: TokenHistory, tree: DraftTree, is_mark: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return [B, 1] the position of each text's last mark, from 1, and [B, N] the depth of each path's; 0: none.
+
+    ``is_mark``: which of some tokens are marks.
+    """
+    tokens, depths = texts.tokens, tree.depths
+    positions = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+    of_text = (positions * is_mark(tokens)).amax(1, keepdim=True)
+    return of_text, (tree.ancestors * (depths * is_mark(tree.tokens))[:, None]).amax(-1)
+
+
 def inside(texts: TokenHistory, tree: DraftTree, opening: int, closing: int) -> Tensor:
     """[B, N] bool; whether the token after each node is in the phase."""
-    text, depths = texts.tokens, tree.depths
-    positions = torch.arange(1, text.shape[1] + 1, device=text.device)
-    opened, closed = (pad(positions * (text == token), (1, 0)).amax(1, keepdim=True) for token in (opening, closing))
-    of_text = opened > closed
-    marks = (tree.tokens == token for token in (opening, closing))
-    opened, closed = ((tree.ancestors * (depths * mark)[:, None]).amax(-1) for mark in marks)
-    return torch.where(torch.maximum(opened, closed) > 0, opened > closed, of_text)
+    text_opened, opened = _last_marks(texts, tree, lambda tokens: tokens == opening)
+    text_closed, closed = _last_marks(texts, tree, lambda tokens: tokens == closing)
+    return torch.where(torch.maximum(opened, closed) > 0, opened > closed, text_opened > text_closed)
 
 
 def sentence_ends(vocabulary: Mapping[str, int]) -> Tensor:
@@ -232,10 +238,6 @@ def in_sentence(texts: TokenHistory, tree: DraftTree) -> Tensor:
     """[B, N] tokens of the sentence before the one after each node. Raises FsdError if the texts have no ends."""
     if texts.sentence_ends is None:
         raise FsdError("lead: the texts know no ends of sentences; pass them to TokenHistory.")
-    ends, text = texts.sentence_ends, texts.tokens
-    last = len(ends) - 1
-    positions = torch.arange(1, text.shape[1] + 1, device=text.device)
-    ended = (positions * (ends[text.clamp(0, last)] & (text >= 0))).amax(1, keepdim=True)
-    marks = tree.ancestors & ends[tree.tokens.clamp(0, last)][:, None] & (tree.depths > 0)[:, None]
-    on_path = (marks * tree.depths[:, None]).amax(-1)
+    ends, last = texts.sentence_ends, len(texts.sentence_ends) - 1
+    ended, on_path = _last_marks(texts, tree, lambda tokens: ends[tokens.clamp(0, last)] & (tokens >= 0))
     return torch.where(on_path > 0, tree.depths - on_path, texts.lengths[:, None] + tree.depths - ended)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fsd_core.errors import FsdError, NonFiniteLogitsError
 from fsd_core.former import Renamed, say
-from fsd_core.functional import is_host
 from fsd_core.tensors import on_host, to_device
 from fsd_infer.rules.texts import TokenHistory
 from fsd_infer.trees.tree import DraftTree
@@ -184,9 +183,6 @@ class Verdict(Renamed):
 
     def on_host(self) -> Verdict:
         """Return the verdict on the CPU, checked: one transfer, which syncs. Raises as :meth:`check`."""
-        if is_host(self.path.device):
-            self.check()
-            return self
         columns = self.columns()
         return self.of_columns(dict(zip(columns, on_host(*columns.values()), strict=True)), self.allowed)
 

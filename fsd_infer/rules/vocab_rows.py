@@ -34,7 +34,7 @@ class VocabRows:
 
     def subset(self, index: Tensor | None) -> VocabRows:
         """The contexts at these indices [R'] among the rows; the same object for None, which means all."""
-        return self if index is None else VocabRows(self.inputs, self.rows[index], self.nodes[index])
+        return self if index is None else type(self)(self.inputs, self.rows[index], self.nodes[index])
 
     def of(self, values: Tensor) -> Tensor:
         """[B, N, ...] -> [R, ...]"""
@@ -171,12 +171,6 @@ class ReducedVocabRows(VocabRows):
         assert ids is not None
         return ids
 
-    def subset(self, index: Tensor | None) -> VocabRows:
-        return self if index is None else ReducedVocabRows(self.inputs, self.rows[index], self.nodes[index])
-
-    def reduced(self) -> VocabRows:
-        return self
-
     @cached_property
     def scores(self) -> Tensor:
         inputs = self.inputs
@@ -192,15 +186,12 @@ class ReducedVocabRows(VocabRows):
             return self.scores
         scores = inputs.tree.q_logits if inputs.round.process_draft is None else inputs.draft_scores
         rows = self._of_drafter(scores)
-        q_scores = self._padded(rows if scores is inputs.tree.q_logits else rows[:, self._ids])
+        q_scores = rows if scores is inputs.tree.q_logits else rows[:, self._ids]
+        q_scores = torch.nn.functional.pad(q_scores, (0, 1), value=-math.inf)
         return torch.where(self.has_q[:, None], q_scores, self.scores)
 
     def _over_all(self, q: Tensor) -> Tensor:
         return torch.nn.functional.pad(q, (0, 1))
-
-    @staticmethod
-    def _padded(scores: Tensor) -> Tensor:
-        return torch.nn.functional.pad(scores, (0, 1), value=-math.inf)
 
     def _columns(self, entries: Tensor) -> Tensor:
         return entries

@@ -19,7 +19,7 @@ from pydantic import (
 
 from fsd_core.text.conversations import check_text
 from fsd_infer.request.guide import Guide
-from fsd_infer.request.temperature import at_temperature
+from fsd_infer.request.options import at_temperature
 from fsd_infer.serving.messages import ChatMessage, Many, NamedTool, RequestedTool, RequestFields
 from fsd_infer.serving.tools import Tool
 

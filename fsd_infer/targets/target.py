@@ -180,11 +180,6 @@ class Target(CachedModel):
         """Attention window by layer type (None: full), e.g. {"full_attention": None, "sliding_attention": 4096}."""
         return layer_windows(self.config)
 
-    @cached_property
-    def has_windows(self) -> bool:
-        """Whether any layer attends to a window of the text alone."""
-        return any(window is not None for window in self.layer_windows.values())
-
     def fingerprint(self) -> dict[str, Any]:
         """Return the facts that a drafter checkpoint must match: family, hidden size, vocabulary size and its digest.
 
@@ -356,7 +351,8 @@ class Target(CachedModel):
             (logits [B, M or keep, V] in the model's dtype, features [B, M, F])
         """
         windows = self.layer_windows
-        masks = windowed(visible, positions, cache, windows) if self.has_windows else dict.fromkeys(windows, visible)
+        has_window = any(windows.values())
+        masks = windowed(visible, positions, cache, windows) if has_window else dict.fromkeys(windows, visible)
         with self.angles_of_texts(cache.prefilled):
             rotary = cache.rotary(positions)
             given = StackInputs(tokens, rotary, masks, cache, self.captured_layers, keep=keep)

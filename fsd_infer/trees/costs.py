@@ -11,13 +11,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
+from fsd_infer.targets.target import Target
 from fsd_infer.trees.prices import KNOTS, spans
 from fsd_infer.trees.shape import of_device
-
-if TYPE_CHECKING:
-    from fsd_infer.targets.target import Target
 
 NOISE, SAME_NOISE = 0.1, 0.3  # relative standard deviation of a measured cost, beside another one and alone
 PRIOR_SD = 0.8  # relative standard deviation of a prior slope

@@ -2,7 +2,7 @@
 
 A recording fixes the shape of its tree, and nothing of a round may be read on the host before the next one begins. So
 a round itself forecasts, for every shape of the menu, how many drafts a walk would accept
-(:mod:`fsd_infer.trees.forecast`). The round's report brings the forecasts to the host, with the drafts that were
+(:func:`fsd_infer.trees.shape.forecast`). The round's report brings the forecasts to the host, with the drafts that were
 accepted. A :class:`MenuPolicy` corrects the one by the other and chooses the shape with the most
 
     tokens - rate · cost,    rate = tokens per unit of cost so far,
@@ -104,7 +104,9 @@ class MenuPolicy(TreePolicy):
             return
         index, accepted = self.menu.index(shape), [report.accepted[row] for row in report.unfinished]
         forecasts = [report.forecasts[row] for row in report.unfinished]
-        self._note_pause(shape, rows)
+        values = self._values(rows)
+        plain = values[self.menu.index(NO_TREE)] if NO_TREE in self.menu else -math.inf
+        self.state.pause.note(shape != NO_TREE, plain - values[index])
         tokens, cost = float(sum(accepted) + rows), self.costs[index]
         self.stats.add(TreeStats([shape.max_nodes], tokens, rows * (1.0 + self._expected_drafts(index))))
         for rate in (self.rate, self.state.rate):
@@ -114,12 +116,6 @@ class MenuPolicy(TreePolicy):
             self._expect([self._usual_drafts(one).value for one in self.menu], 2 * GAIN_WINDOW)
         else:
             self._compare(shape, *zip(*forecast))
-
-    def _note_pause(self, shape: TreeShape, rows: int) -> None:
-        """Note whether a round drafted, and the tokens that it was expected to lose by that."""
-        values = self._values(rows)
-        plain = values[self.menu.index(NO_TREE)] if NO_TREE in self.menu else -math.inf
-        self.state.pause.note(shape != NO_TREE, plain - values[self.menu.index(shape)])
 
     def _compare(self, shape: TreeShape, forecasts: Sequence[Sequence[float]], accepted: Sequence[int]) -> None:
         """Learn from forecasts of a shape's rows and from the drafts that they accepted."""

@@ -25,18 +25,16 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from fsd_infer.targets.target import Target
 from fsd_infer.trees.calibration import DraftKind
 from fsd_infer.trees.costs import prior_for
 from fsd_infer.trees.estimates import PolicyStore, RuleProfile
 from fsd_infer.trees.priced_growth import UNLIKELY, PricedGrowth
 from fsd_infer.trees.prices import KNOTS, Prices
 from fsd_infer.trees.shape import TreeShape
-
-if TYPE_CHECKING:
-    from fsd_infer.targets.target import Target
 
 RATE_WINDOW, GAIN_WINDOW = 20, 15  # rounds of a text
 TRIALS, MIN_TRIALS = 12, 4  # first rounds of one row, and of any batch; every other one drafts unconditionally
@@ -94,7 +92,7 @@ class TreeReport(NamedTuple):
         shape: of the round's trees.
         accepted: number of accepted drafts of each row.
         unfinished: the rows whose texts go on.
-        forecasts: of each row, as of :func:`.trees.forecast.forecast`, NaN: not known; empty: the drafter makes none.
+        forecasts: of each row, as of :func:`.trees.shape.forecast`, NaN: not known; empty: the drafter makes none.
         growth: of the trees; None: they were not grown by prices.
         paths: nodes of each row's accepted path, the root first.
         is_cut: whether a path ended before the rule refused a draft.
@@ -232,7 +230,10 @@ class PricePolicy(TreePolicy):
         gain = growth.expected - self.rate.value * (verifying - costs.forward(rows)) - growth.prices.grafted_gain
         self._learn_rate(report, growth, size, cost)
         if not resumed:
-            self._learn_costs(report, growth, nodes, reads)
+            draft, forward, rest = report.seconds or RoundSeconds()  # grafted drafters count to the rest
+            rest = None if rest is None else rest + growth.grafted_seconds
+            seconds = draft - growth.grafted_seconds, forward, rest
+            costs.learn(nodes, growth.depths, growth.expanded, reads, seconds)
         if growth.depths:
             self._learn_gain(growth, gain)
             self._learn_acceptance(growth, report.accepted)
@@ -255,19 +256,6 @@ class PricePolicy(TreePolicy):
         self.stats.add(TreeStats([size], tokens, expected_tokens, seconds, expected_seconds))
         for rate in (self.rate, self.state.rate):
             rate.learn(tokens, cost)
-
-    def _learn_costs(self, report: TreeReport, growth: PricedGrowth, nodes: int, reads: bool) -> None:
-        """Learn what the parts of a round cost. Grafted drafters count to the rest.
-
-        Args:
-            report: of the round.
-            growth: of its trees.
-            nodes: verified nodes of all rows.
-            reads: whether the drafter read the accepted tokens.
-        """
-        draft, forward, rest = report.seconds or RoundSeconds()
-        draft, rest = draft - growth.grafted_seconds, None if rest is None else rest + growth.grafted_seconds
-        self.state.costs.learn(nodes, growth.depths, growth.expanded, reads, (draft, forward, rest))
 
     def _learn_gain(self, growth: PricedGrowth, gain: float) -> None:
         """Learn what a round that drafts gains and costs.

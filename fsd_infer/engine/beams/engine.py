@@ -117,9 +117,8 @@ class _Beams:
             width=None if self.options.confidence is None else self._width,
             join_every=self.options.join_every,
         )
-        self.list_size = min(
-            target.vocab_size, SUCCESSORS if self.sampled else self.parameters.candidates * self.parameters.beams
-        )
+        listed = SUCCESSORS if self.sampled else self.parameters.candidates * self.beams
+        self.list_size = min(target.vocab_size, listed)
         self.clock = clock_of(self.device)
         self._allocate(limits)
         self.prefill_seconds = 0.0
@@ -147,10 +146,8 @@ class _Beams:
         seeded = request.generator is not None
         drafted = DraftRequest(count, slots, device=self.device, users=request.users, seeded=seeded)
         self.session = drafts.start(torch.tensor([prompt[0] for prompt in prompts]), drafted)
-        self.all_searches = [
-            Search(self.parameters, prompt, limit, row, seed + row)
-            for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
-        ]
+        rows = enumerate(zip(prompts, limits, strict=True))
+        self.all_searches = [Search(self.parameters, prompt, limit, row, seed + row) for row, (prompt, limit) in rows]
         self.searches = list(self.all_searches)
         self.planner = Planner(self.parameters, options, self.session, self.look, self.list_size)
 
@@ -304,8 +301,7 @@ class _Beams:
 
     def _texts(self, row: int, texts: Sequence[Sequence[int]]) -> Tensor:
         """Return a prompt followed by each of M texts of one length, [M, T], as ``generate`` would."""
-        prompts = self.request.padded_prompts or self.request.prompts
-        return to_device(torch.tensor([[*prompts[row], *text] for text in texts]), self.device)
+        return to_device(torch.tensor([[*self.request.texts[row], *text] for text in texts]), self.device)
 
     def _stops(self, row: int, texts: list[list[int]]) -> list[bool]:
         assert self.request.criteria is not None
@@ -318,15 +314,12 @@ class _Beams:
     def _width(self, search: Search) -> int:
         """Return the dynamic width of a step, see :mod:`fsd_infer.engine.beams.sampling`."""
         assert self.options.confidence is not None
-        target = [search.likely(beam.node) for beam in search.live]
+        nodes, scores = zip(*search.live)
+        target = [search.likely(node) for node in nodes]
+        drafter = [search.successors[node].proposed or likely for node, likely in zip(nodes, target)]
+        breadth, parameters = self.options.breadth(self.beams), self.parameters
         probs = width_probabilities(
-            [beam.score for beam in search.live],
-            target,
-            [search.successors[beam.node].proposed or likely for beam, likely in zip(search.live, target)],
-            self.beams,
-            self.options.breadth(self.beams),
-            self.parameters.candidates,
-            self.parameters.eos_token_ids,
+            scores, target, drafter, self.beams, breadth, parameters.candidates, parameters.eos_token_ids
         )
         return dynamic_width(probs, self.options.confidence, self.options.min_width or 1)
 
