@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -21,6 +19,7 @@ from fsd_infer.device.lock import RequestLock
 from fsd_infer.recurrent.mixers import TreeReader
 from fsd_infer.targets.adapters import adapted, beside_digest, unwrapped
 from fsd_infer.targets.checks import check_decodable
+from fsd_infer.targets.digests import vocabulary_digest, weights_digest
 from fsd_infer.targets.image_inputs import places_images
 from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.logit_form import LogitForm
@@ -31,8 +30,6 @@ from fsd_infer.targets.rotary import DynamicRope, recompute_length_of
 from fsd_infer.targets.stack import Stack, StackInputs, TransformersStack
 from fsd_infer.targets.token_ids import eos_ids
 from fsd_infer.targets.weights import format_of, shape_of, weight_rows
-
-_DIGEST_ROWS = 1024
 
 
 class Target(CachedModel):
@@ -185,15 +182,11 @@ class Target(CachedModel):
 
         The precision of quantised weights is recorded, too, but need not match.
         """
-        digest = None
-        if self.tokenizer is not None:
-            vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()), ensure_ascii=False)
-            digest = hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
         return {
             "model_type": self.config.model_type,
             "hidden_size": self.hidden_size,
             "vocab_size": self.vocab_size,
-            "vocabulary_sha256": digest,
+            "vocabulary_sha256": None if self.tokenizer is None else vocabulary_digest(self.tokenizer),
             **({"precision": self.precision} if self.precision else {}),
         }
 
@@ -205,22 +198,13 @@ class Target(CachedModel):
     def weights_digest(self) -> str:
         """Return 16 hexadecimal digits that distinguish this target's weights from others of the same shape.
 
-        The digest covers the final norm, about a thousand rows each of embeddings and LM head, the merged adapter and
-        the precision of quantised layers. A target without its layers (:func:`fsd_train.models.slim.load_slim`) has
-        the same digest, and so does a fine-tuned copy that changed none of these. Values are rounded to bf16, so dtype,
-        device and packing do not matter.
+        They cover the final norm, about a thousand rows each of embeddings and LM head, the merged adapter and the
+        precision of quantised layers, so a fine-tuned copy that changed none of these has the same, as has a target
+        without its layers (:func:`fsd_train.models.slim.load_slim`). Dtype, device and packing do not matter.
         """
-        rows = torch.arange(0, self.vocab_size, max(1, self.vocab_size // _DIGEST_ROWS))
-        tables = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        parts = [weight_rows(table, rows) for table in tables]
         norm = getattr(self.final_norm, "weight", None)
-        digest = hashlib.sha256()
-        for part in parts if norm is None else [*parts, norm]:
-            values = part.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16)
-            digest.update(values.numpy().astype("<i2", copy=False).tobytes())
-        digest.update(f"{getattr(self.config, 'merged_adapter', '')}{self.precision}".encode())
-        digest.update(beside_digest(self.model).encode())
-        return digest.hexdigest()[:16]
+        text = f"{getattr(self.config, 'merged_adapter', '')}{self.precision}{beside_digest(self.model)}"
+        return weights_digest(self.model, self.vocab_size, norm, text)
 
     # operations ----------------------------------------------------------------------------------------------------
 
