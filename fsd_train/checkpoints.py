@@ -146,7 +146,8 @@ def check_order(trainer: Trainer, ours: dict[str, Any], theirs: dict[str, Any]) 
     if wrong:
         raise CheckpointError(
             f"{source_of(trainer)} belongs to another order of batches, by {', '.join(wrong)}. Resume it with the data "
-            f"and the number of devices of its training; rows is a digest of the training rows. {_RESTART}"
+            "section of its training, and with DeepSpeed on as many devices; rows is a digest of the training rows. "
+            f"{_RESTART}"
         )
 
 
