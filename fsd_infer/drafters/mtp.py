@@ -156,8 +156,8 @@ def _rotary_of(target: Target, config: Any, kinds: Sequence[str]) -> Any:
         return type(rotary)(config)
 
 
-def read_layers(target: Target, directory: Path | None = None) -> MtpHead:
-    """Read the MTP layers of the target's files, or of a directory of their own.
+def read_layers(target: Target, directory: Path | None = None, finite: bool = True) -> MtpHead:
+    """Read the MTP layers of the target's files, or of a directory of their own. finite: refuse NaN.
 
     Raises:
         ModelLoadError: there are none, they are of a layout that is not read, or damaged, or quantised.
@@ -170,6 +170,7 @@ def read_layers(target: Target, directory: Path | None = None) -> MtpHead:
             f"{target.name} has no MTP layer in its files{said}. Name another drafter, or load the checkpoint as "
             "published."
         )
+    files.weights.finite = finite
     head = _planned(target, files)
     kept = {name for name, _ in head.named_parameters()}
     for index, layer in enumerate(head.layers):

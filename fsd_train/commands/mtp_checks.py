@@ -66,7 +66,7 @@ def check_files(target: Target, directory: Path | None) -> tuple[list[Finding], 
     findings = [_describe(files), _check_tensors(target, files), _check_types(files)]
     if any(finding.ok is False for finding in findings):
         return findings, None
-    layers = read_layers(target, directory).float()
+    layers = read_layers(target, directory, finite=False).float()
     findings.append(_check_values(layers))
     return findings, None if findings[-1].ok is False else layers
 
