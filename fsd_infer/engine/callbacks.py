@@ -1,7 +1,7 @@
 """The loop's own callbacks, in the order in which they hear of a round.
 
-:class:`Recorder` keeps the records and ends answers, :class:`PhaseTimer` times the phases, :class:`Prefixes` keeps
-texts, a caller's callbacks follow, :class:`Streaming` among them, and then :class:`TreeUpdate`
+:class:`Stopping` ends answers, :class:`PhaseTimer` times the phases, :class:`Recorder` keeps the records,
+:class:`Prefixes` keeps texts, a caller's callbacks follow, :class:`Streaming` among them, and then :class:`TreeUpdate`
 teaches the choice of trees.
 """
 
@@ -26,6 +26,47 @@ from fsd_infer.trees.policy import RoundSeconds, TreePolicy, TreeReport
 from fsd_infer.trees.shape import TreeShape
 
 _PHASES = {"advance": "draft"}  # in whose seconds a phase is counted
+
+
+class Stopping(Callback):
+    """Ends answers at EOS tokens, by the request's criteria and callbacks, and at their limits of length.
+
+    Args:
+        request: see there.
+        records: of all answers, without the tokens of the round.
+        limits: most tokens of each answer.
+    """
+
+    reads_tensors = False
+
+    def __init__(self, request: Request, records: Sequence[RowRecord], limits: Sequence[int]) -> None:
+        self.request, self.records, self.limits = request, records, limits
+
+    def on_start(self, state: DecodeState) -> None:
+        self.device = state.device
+
+    def on_round(self, report: RoundReport) -> None:
+        for row in report.rows:
+            prompt_index, emissions = report.prompt_indices[row], report.emissions[row]
+            answer = [*self.records[prompt_index].tokens]
+            for count, emission in enumerate(emissions, start=1):
+                answer.append(emission.token)
+                if reason := self._reason(prompt_index, answer):
+                    report.ended[row] = reason
+                    del emissions[count:]
+                    break
+
+    def _reason(self, prompt_index: int, answer: Sequence[int]) -> str | None:
+        """Return why the answer ends with its last token, or None."""
+        request, token = self.request, answer[-1]
+        asked = [callback.on_token(prompt_index, token) for callback in request.callbacks]
+        reason = next((one for one in asked if one is not None), None)
+        if token in request.eos_token_ids:
+            return "stop"
+        if reason is None and request.criteria:
+            text = torch.tensor([[*request.texts[prompt_index], *answer]])
+            reason = "stop" if bool(request.criteria(to_device(text, self.device), None)[0]) else None
+        return reason or ("length" if len(answer) >= self.limits[prompt_index] else None)
 
 
 class PhaseTimer(Callback):
@@ -63,52 +104,26 @@ class PhaseTimer(Callback):
 
 
 class Recorder(Callback):
-    """Keeps the records of all answers, and ends them at EOS tokens, by the request's criteria and callbacks, and at
-    their limits of length.
+    """Keeps the records of all answers.
 
     Args:
-        request: see there.
-        records: of all answers, without the tokens of the round.
-        limits: most tokens of each answer.
+        records: of all answers.
         timer: of the request.
     """
 
     reads_tensors = False
 
-    def __init__(
-        self, request: Request, records: Sequence[RowRecord], limits: Sequence[int], timer: PhaseTimer
-    ) -> None:
-        self.request, self.records, self.limits, self.timer = request, records, limits, timer
-
-    def on_start(self, state: DecodeState) -> None:
-        self.device = state.device
+    def __init__(self, records: Sequence[RowRecord], timer: PhaseTimer) -> None:
+        self.records, self.timer = records, timer
 
     def on_round(self, report: RoundReport) -> None:
         seconds = 0.0 if report.phase == "prefill" else self.timer.decode_seconds
         for row in report.rows:
-            prompt_index, emissions = report.prompt_indices[row], report.emissions[row]
-            record = self.records[prompt_index]
-            for count, emission in enumerate(emissions, start=1):
-                record.tokens.append(emission.token)
-                if reason := self._reason(prompt_index, record.tokens):
-                    report.ended[row] = reason
-                    del emissions[count:]
-                    break
+            record, emissions = self.records[report.prompt_indices[row]], report.emissions[row]
+            record.tokens += [emission.token for emission in emissions]
             record.emissions += emissions
             record.target_forwards += report.phase == "round"
             record.decode_seconds = seconds
-
-    def _reason(self, prompt_index: int, answer: Sequence[int]) -> str | None:
-        """Return why the answer ends with its last token, or None."""
-        request, token = self.request, answer[-1]
-        asked = [callback.on_token(prompt_index, token) for callback in request.callbacks]
-        reason = next((one for one in asked if one is not None), None)
-        if token in request.eos_token_ids:
-            return "stop"
-        if reason is None and request.criteria:
-            text = torch.tensor([[*request.texts[prompt_index], *answer]])
-            reason = "stop" if bool(request.criteria(to_device(text, self.device), None)[0]) else None
-        return reason or ("length" if len(answer) >= self.limits[prompt_index] else None)
 
 
 class Streaming(Callback):

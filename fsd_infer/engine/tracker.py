@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer.engine.callback import Callback
-from fsd_infer.engine.callbacks import PhaseTimer, Prefixes, Recorder, TreeUpdate
+from fsd_infer.engine.callbacks import PhaseTimer, Prefixes, Recorder, Stopping, TreeUpdate
 from fsd_infer.engine.plan import RequestPlan
 from fsd_infer.engine.report import RoundReport
 from fsd_infer.engine.state import DecodeState
@@ -35,7 +35,9 @@ class RequestTracker:
         request, target = plan.request, plan.target
         self.plan, self.state, self.timer = plan, state, timer
         self.request, self.prompts, self.records = request, plan.prompts, [RowRecord() for _ in request.prompts]
-        self.callbacks: list[Callback] = [Recorder(request, self.records, plan.limits, timer), timer]
+        self.callbacks: list[Callback] = [
+            Stopping(request, self.records, plan.limits), timer, Recorder(self.records, timer)
+        ]  # fmt: skip
         self.prefixes: Prefixes | None = None
         if target.prefixes is not None and request.generator is None:  # a seeded answer repeats, to its last bit
             longest = target.dynamic_rope.fixed_length
