@@ -87,14 +87,16 @@ class Rule(Renamed):
         """Return the output distribution r: a function of the text, the tree and ``inputs.coin`` alone."""
         raise NotImplementedError
 
+    def check_greedy(self, inputs: RuleInputs) -> None:
+        """Raise FsdError above temperature 0, for rules with :attr:`greedy_only`."""
+        if not inputs.greedy:
+            raise FsdError(f"rule {self.name!r} compares drafts with the target's choices: it needs temperature 0.")
+
     def restricted_output(self, inputs: RuleInputs) -> OutputDistribution:
         """Return :meth:`output` with the parameters that all rules share applied.
 
-        Raises FsdError above temperature 0 for rules with :attr:`greedy_only`, and if it was constructed without the
-        inputs, as it once was: it would be p in silence.
+        Raises FsdError if it was constructed without the inputs, as it once was: it would be p in silence.
         """
-        if self.greedy_only and not inputs.greedy:
-            raise FsdError(f"rule {self.name!r} compares drafts with the target's choices: it needs temperature 0.")
         output = self.output(inputs)
         if not isinstance(output.inputs, RuleInputs):
             raise former_order(output, f"rule {self.name!r}: ")

@@ -190,6 +190,7 @@ class Fly(LossyRule):
     entropy: float = parameter(0.3, low=0, infinite=True)
 
     def output(self, inputs: RuleInputs) -> OutputDistribution:
+        self.check_greedy(inputs)
         agrees = inputs.logprob_gap == 0
         run = best_path(inputs.tree.ancestors, torch.ones_like(inputs.logprob_gap), agrees)
         log_p = inputs.best(3)
@@ -223,6 +224,7 @@ class Asd(LossyRule):
     budget: float | None = parameter(8.0, low=0, infinite=True, keyword=True)
 
     def output(self, inputs: RuleInputs) -> OutputDistribution:
+        self.check_greedy(inputs)
         if 0 in (self.gap, self.mismatches, self.budget):  # equal logits have no gap, yet one of them is not argmax
             return OutputDistribution.target(inputs)
         tree, logprob_gap = inputs.tree, inputs.logprob_gap
