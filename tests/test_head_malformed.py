@@ -152,7 +152,12 @@ FAULTS: list[tuple[str, Any, Any, str]] = [
     ("eagle3", {}, {"t2d": lambda drafted: drafted.cumsum(0), "d2t": None}, "t2d holds other numbers than 0 and 1"),
     ("eagle3", {"rope_theta": 0}, {}, "rope_theta is 0, which no model has"),
     ("eagle3", {"rope_scaling": {"type": "linear", "factor": -2.0}}, {}, "factor is -2.0, which no model has"),
-    ("eagle3", {"rope_scaling": {"factor": 2.0, "full_attention": {}}}, {}, "both rotary options and options by type"),
+    (
+        "eagle3",
+        {"rope_scaling": {"factor": 2.0, "full_attention": {}}},
+        {},
+        "says other rotary options than those of its types",
+    ),
     ("eagle3", {}, {"d2t": None, "t2d": None}, "has no d2t to say which"),
     ("eagle3", {}, {"fc.weight": torch.zeros(32, 97)}, "fuses no whole number of layers"),
     ("eagle3", {"num_hidden_layers": 10**9}, {}, "names 1000000000 layers"),

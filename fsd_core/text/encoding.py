@@ -171,12 +171,15 @@ def answer_end(
         return encode_rendered(tokenizer, rest if found else "")
 
     last, special = behind(), special_ids(tokenizer)
+    end = _turn_end(tokenizer, last, special)
+    if sum(token in special for token in last[:end]) == 1:  # no other token could be one behind the last turn alone
+        return last, end
     try:
         inner = behind({"role": "user", "content": "?"})
     except DataError:  # a template for one question
         inner = last
     both = [one for one, other in takewhile(lambda pair: pair[0] == pair[1], zip(last, inner, strict=False))]
-    return last, _turn_end(tokenizer, both, special) or _turn_end(tokenizer, last, special)
+    return last, _turn_end(tokenizer, both, special) or end
 
 
 def _turn_end(tokenizer: Any, ids: Sequence[int], special: set[int]) -> int:

@@ -95,6 +95,9 @@ def _kept_back() -> dict[str, Any]:
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     held = {} if frame is None else frame.f_locals
+    loop = held.get("custom_generate")
+    if getattr(loop, "func", loop) is not generate:  # another custom loop, which calls us
+        return {}
     return {name: held[name] for name in ("streamer", "assistant_model") if held.get(name) is not None}
 
 

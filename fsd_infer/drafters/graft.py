@@ -70,11 +70,15 @@ class GraftedDrafter(Drafter):
         if self.nodes < 2:
             raise FsdError(f"a grafted tree needs at least 2 nodes, got {self.nodes}. Give nodes.")
         self.name = f"{main.name}+{grafted.name}"
-        self.target, self.relative_cost = main.target, main.relative_cost
+        self.target = main.target
 
     @property
     def parts(self) -> tuple[Drafter, Drafter]:
         return self.main, self.grafted
+
+    @property
+    def relative_cost(self) -> float | None:  # type: ignore[override]
+        return self.main.relative_cost
 
     @property
     def recording_key(self) -> Hashable:

@@ -157,7 +157,7 @@ class TreeSession(DraftSession):
         Returns:
             [B, E, Vd] logits of their children.
         """
-        raise NotImplementedError  # of sessions that override _expand()
+        raise NotImplementedError(f"{type(self).__name__} needs _read_nodes(), or an _expand() of its own.")
 
     def _propose(self, logits: Tensor, scores: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Propose children from logits [B, E, Vd]: ln q [B, E, width], entries of the vocabulary, and which are drawn.

@@ -273,16 +273,19 @@ class MemorySession(FreeSession):
 
     drafter: MemoryDrafter
     per_row = FreeSession.per_row | {"matchers"}
-    reads_other_texts = False
 
     def __init__(self, drafter: MemoryDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, first_tokens, request)
         users = [None] * len(first_tokens) if request.users is None else request.users
         self.matchers = drafter.matchers(users, request.seeded)
         indexes = {id(matcher.index) for matcher in self.matchers}
-        self.reads_other_texts = len(indexes) < len(self.matchers) or any(each.stores for each in self.matchers)
+        self._reads_other_texts = len(indexes) < len(self.matchers) or any(each.stores for each in self.matchers)
         for matcher, token in zip(self.matchers, first_tokens.tolist(), strict=True):
             matcher.append(token)
+
+    @property
+    def reads_other_texts(self) -> bool:
+        return self._reads_other_texts
 
     def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
         super().extend_on_host(rows)

@@ -52,6 +52,9 @@ class RecycleTable:
         middles = [math.exp(-BUCKET_NATS * (bucket + 0.5)) for bucket in range(BUCKETS)]
         self.hit_rates = [[HitRate(prior * middle, WINDOW) for middle in middles] for prior in PRIORS]
 
+    def __len__(self) -> int:
+        return len(self.after)
+
     def remember(self, context: Sequence[int], tokens: Sequence[int], log_p: Sequence[float]) -> None:
         """Store the target's likeliest tokens after a context.
 
@@ -147,6 +150,11 @@ class RecycleDrafter(FreeDrafter):
         self.width, self.max_contexts, self.keep = width, max_contexts, keep
         self.table = RecycleTable(width, max_contexts)
 
+    def tables_for(self, count: int, shared: bool = True) -> list[RecycleTable]:
+        """Return the tables of ``count`` texts: the drafter's own, or empty ones if texts keep or share nothing."""
+        keeps = self.keep and shared
+        return [self.table if keeps else RecycleTable(self.width, self.max_contexts) for _ in range(count)]
+
     def forget(self) -> None:
         self.table = RecycleTable(self.width, self.max_contexts)
 
@@ -171,9 +179,7 @@ class RecycleSession(FreeSession):
 
     def __init__(self, drafter: RecycleDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, first_tokens, request)
-        keeps = drafter.keep and request.users is None and not request.seeded
-        width, most = drafter.width, drafter.max_contexts
-        self.tables = [drafter.table if keeps else RecycleTable(width, most) for _ in range(request.batch)]
+        self.tables = drafter.tables_for(request.batch, request.users is None and not request.seeded)
 
     feedback_count = 5
 

@@ -172,7 +172,7 @@ class Translation:
     def read(self, tokens: Sequence[int]) -> list[int]:
         """Return the small LM's tokens, at least one, for the text of the target's, as its own tokenizer makes them."""
         theirs, ours = self.theirs.tokenizer, self.ours.tokenizer
-        lead = [token for token in ours("").input_ids if token == ours.bos_token_id][:1]
+        lead = [token for token in ours("").input_ids if token == ours.bos_token_id and token < self.ours.size][:1]
         if tokens and tokens[0] == theirs.bos_token_id and (lead or tokens[0] not in self.special):
             tokens = tokens[1:]
         found = lead

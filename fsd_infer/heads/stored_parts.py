@@ -188,12 +188,13 @@ def _ropes(config: Mapping[str, Any], rope_of: str | None) -> dict[str, Any]:
         if not isinstance(rope, Mapping):
             raise CheckpointError(f"{name} is {rope!r:.60}, not a mapping.")
         of_types = [options for options in rope.values() if isinstance(options, Mapping)]
-        if of_types and len(of_types) < sum(options is not None for options in rope.values()):
-            raise CheckpointError(f"{name} holds both rotary options and options by type of layer: {rope!r:.80}.")
         if isinstance(rope.get(rope_of), Mapping):
             of_types = [rope[rope_of]]
         if any(options != of_types[0] for options in of_types):
             raise CheckpointError(f"{name} differs between types of layers, and all turn alike here. Use another head.")
+        outer = {key: said for key, said in rope.items() if said is not None and not isinstance(said, Mapping)}
+        if of_types and any(of_types[0].get(key) != said for key, said in outer.items()):
+            raise CheckpointError(f"{name} says other rotary options than those of its types of layers: {rope!r:.80}.")
         rope = dict(of_types[0] if of_types else rope)
         old = rope.pop("type", None)
         kind = rope.get("rope_type") or old

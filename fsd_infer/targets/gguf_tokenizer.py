@@ -102,7 +102,8 @@ def load_gguf_tokenizer(source: Path, facts: dict[str, Any] | None = None) -> Pr
 def _check_same(facts: dict[str, Any], known: dict[str, int], source: Path, file: Path) -> None:
     """Raise ModelLoadError if a tokenizer beside a GGUF file, with these tokens, is another model's."""
     tokens = facts.get("tokenizer.ggml.tokens", ())
-    if differs := [(token, index) for index, token in enumerate(tokens) if known.get(token, index) != index]:
+    places = dict(enumerate(tokens))  # a text may stand twice
+    if differs := [(token, at) for at, token in places.items() if places.get(known.get(token, at)) != token]:
         token, index = differs[0]
         raise ModelLoadError(
             f"{file} is not the tokenizer of {source.name}: {token!r:.40} is token {known[token]} there and {index} in "

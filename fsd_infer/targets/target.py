@@ -335,7 +335,7 @@ class Target(CachedModel):
             (logits [B, M or keep, V] in the model's dtype, features [B, M, F])
         """
         windows = self.layer_windows
-        has_window = any(windows.values())
+        has_window = any(window is not None for window in windows.values())
         masks = windowed(visible, positions, cache, windows) if has_window else dict.fromkeys(windows, visible)
         with self.angles_of_texts(cache.prefilled):
             rotary = cache.rotary(positions)

@@ -180,7 +180,7 @@ class PricedGrowth:
             kinds = kinds.masked_fill(tree.drawn, int(DraftKind.DRAWN))
         found = []
         for row, (scores, parents, kind) in enumerate(zip(*lists(tree.scores, tree.parents, kinds))):
-            if any(map(math.isnan, scores)):  # as drafts that nothing is expected of they would go in silence
+            if any(map(math.isnan, scores)):  # else such drafts would be dropped unnoticed
                 raise NonFiniteLogitsError(
                     f"the drafter's logits in row {row} are NaN, +inf or all -inf. Check its weights and dtype (fp16 "
                     "overflows; bf16 or fp32 do not)."

@@ -161,7 +161,9 @@ def advice(trainer: Trainer, module: Any) -> list[str]:
         )
     following = [each for each in trainer.callbacks if str(getattr(each, "monitor", "")).startswith("val_")]  # type: ignore[attr-defined]
     batches = steps * trainer.accumulate_grad_batches
-    if following and (not sum(trainer.num_val_batches) or batches < (trainer.val_check_batch or 0)):
+    counted = not trainer.num_val_batches or sum(trainer.num_val_batches)  # empty before the first validation
+    comes = trainer.enable_validation and counted and batches >= (trainer.val_check_batch or 0)
+    if following and not comes:
         named = ", ".join(f"{type(each).__name__} of {each.monitor}" for each in following)
         warnings.append(
             f"no validation comes in this run, and without it {named} does nothing. Hold out rows, and see to "
