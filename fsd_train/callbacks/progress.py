@@ -161,8 +161,8 @@ def advice(trainer: Trainer, module: Any) -> list[str]:
         )
     following = [each for each in trainer.callbacks if str(getattr(each, "monitor", "")).startswith("val_")]  # type: ignore[attr-defined]
     batches = steps * trainer.accumulate_grad_batches
-    counted = not trainer.num_val_batches or sum(trainer.num_val_batches)  # empty before the first validation
-    comes = trainer.enable_validation and counted and batches >= (trainer.val_check_batch or 0)
+    known = trainer.num_val_batches  # empty before the first validation
+    comes = trainer.enable_validation and (not known or sum(known) > 0) and batches >= (trainer.val_check_batch or 0)
     if following and not comes:
         named = ", ".join(f"{type(each).__name__} of {each.monitor}" for each in following)
         warnings.append(
