@@ -142,6 +142,13 @@ def test_inputs_beside_ids_are_refused(model: Any, decoder: FuzzyDecoder) -> Non
         with pytest.raises(FsdError, match=words):
             model.generate(**given, **hook)
     assert streamer.ended, "nobody waits for its end"
+
+    def recipe(model: Any, ids: torch.Tensor, **given: Any) -> Any:  # another's loop, which hands it on
+        return fsd_infer.generate(model, ids, drafter=decoder.drafter, stream_to=handed, **given)
+
+    handed = _Recorder()
+    model.generate(ids, custom_generate=recipe, streamer=handed, max_new_tokens=4)
+    assert handed.ended
     made = model.generate(ids, **{name: DynamicCache()}, position_ids=torch.arange(5)[None], **hook)
     assert made[0, 5:].tolist() == theirs(model, do_sample=False, max_new_tokens=4)
 

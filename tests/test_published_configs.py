@@ -34,6 +34,14 @@ SAID: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # a layout, and
         {"rope_theta": ..., "rope_scaling": ..., "rope_parameters": {"rope_type": "default", "rope_theta": THETA}},
         {},
     ),
+    "rotary options by type, and one beside them that agrees": (
+        Z_LAB,
+        {
+            "rope_theta": ..., "rope_scaling": ...,
+            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": THETA}, "rope_theta": THETA},
+        },
+        {},
+    ),
     "windows by their first layer": (
         Z_LAB, {**SLIDING, "max_window_layers": 1}, {**SLIDING, "layer_types": ["full_attention", "sliding_attention"]}
     ),

@@ -62,6 +62,11 @@ def test_what_validation_leaves_open_is_said(toys: Path, tmp_path: Path, caplog:
         run.fit(eagle_module(toys), answers_of(toys))
         assert ("without it ModelCheckpoint of val_tau does nothing" in caplog.text) == (case < 2)
         assert ("val_loss is nan" in caplog.text) == (case == 2)
+    caplog.clear()
+    best = ModelCheckpoint(tmp_path / "best", monitor="val_tau", mode="max")
+    options = {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0, "max_epochs": 2}
+    train_toys.trainer(tmp_path / "late", -1, Announce(), best, **options).fit(eagle_module(toys), answers_of(toys))
+    assert best.best_model_path and "does nothing" not in caplog.text
 
 
 def prompts_of(data: AnswersDataModule, count: int) -> list[list[int]]:
