@@ -5,7 +5,6 @@ A kind is tested where its library is installed; torchao is among the tested ver
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections import Counter
 from contextlib import nullcontext
@@ -49,13 +48,7 @@ KINDS = [kind for kind in (*AT_LOAD, *STORED) if kind != "plain"]
 
 
 def need(kind: str) -> None:
-    package = NEEDED.get(kind.split()[0], "torch")
-    try:
-        found = importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:
-        found = False
-    if not found:
-        pytest.skip(f"{package} is not installed")
+    pytest.importorskip(NEEDED.get(kind.split()[0], "torch"))
 
 
 @pytest.fixture(scope="module")

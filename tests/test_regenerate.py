@@ -316,40 +316,30 @@ ENDINGS = [
     ({"token_ids": [50, 51], "stop_reason": 60, "finish_reason": "length"}, [50, 51]),
     ({"token_ids": None}, [*tiny_tokenizer()("it is")["input_ids"], 2]),
 ]
+BOTH_ENDINGS = [
+    ({"token_ids": [50, 51]}, [50, 51, 2, 0]),
+    ({"token_ids": [50, 51, 2]}, [50, 51, 2, 0]),  # the server omits what its eos is
+    ({"token_ids": [50, 51, 2, 0]}, [50, 51, 2, 0]),
+    ({"token_ids": [50, 51], "stop_reason": 2}, [50, 51, 2]),  # where the server was told to end
+    ({"token_ids": [50, 51, 2], "matched_stop": 0}, [50, 51, 2, 0]),
+    ({"token_ids": []}, [2, 0]),
+    ({"token_ids": None}, [*tiny_tokenizer()("it is")["input_ids"], 2, 0]),
+]
+# as under Gemma's, a turn ends by another token (2) than the tokenizer's eos (0); as Command-R's turns do, by both
+TURNS = [("<|pad|>", [0, 60], *case) for case in ENDINGS] + [("<|pad|><|end|>", 0, *case) for case in BOTH_ENDINGS]
 
 
-@pytest.mark.parametrize(("reply", "expected"), ENDINGS)
-def test_endpoint_answers_end_with_the_token_that_ended_them(reply: dict[str, Any], expected: list[int]) -> None:
-    # as under Gemma's, a turn ends by another token (2) than the tokenizer's eos (0)
-    template, config = CHATML.replace("<|end|>", "<|pad|>"), GenerationConfig(eos_token_id=[0, 60])
+@pytest.mark.parametrize(("end", "eos", "reply", "expected"), TURNS)
+def test_endpoint_answers_end_with_the_tokens_of_a_turns_end(end: str, eos: Any, reply: Any, expected: Any) -> None:
+    template = CHATML.replace("<|end|>", end)
     with replying(lambda body, n: completion(body, **reply)) as (url, _):
-        asking = backend(url, template, config)
+        asking = backend(url, template, GenerationConfig(eos_token_id=eos))
         answer = asking.ask(job(), asking.servers[0])
-    assert answer.response_ids == expected and answer.ids_from == (
-        "target" if reply["token_ids"] is not None else "text"
-    )
-
-
-@pytest.mark.parametrize(
-    ("reply", "expected"),
-    [
-        ({"token_ids": [50, 51]}, [50, 51, 2, 0]),
-        ({"token_ids": [50, 51, 2]}, [50, 51, 2, 0]),  # the server omits what its eos is
-        ({"token_ids": [50, 51, 2, 0]}, [50, 51, 2, 0]),
-        ({"token_ids": [50, 51], "stop_reason": 2}, [50, 51, 2]),  # where the server was told to end
-        ({"token_ids": [50, 51, 2], "matched_stop": 0}, [50, 51, 2, 0]),
-        ({"token_ids": []}, [2, 0]),
-        ({"token_ids": None}, [*tiny_tokenizer()("it is")["input_ids"], 2, 0]),
-    ],
-)
-def test_endpoint_answers_end_with_both_tokens_of_a_turns_end(reply: dict[str, Any], expected: list[int]) -> None:
-    """As Command-R's turns do: <|END_RESPONSE|>, then eos."""
-    template = CHATML.replace("<|end|>", "<|pad|><|end|>")
-    with replying(lambda body, n: completion(body, **reply)) as (url, _):
-        asking = backend(url, template, GenerationConfig(eos_token_id=0))
-        assert asking.ask(job(), asking.servers[0]).response_ids == expected
-        stopping = backend(url, template, GenerationConfig(eos_token_id=[0, 2]))  # the first one ends answers
-        assert stopping.end_of_turn == [2]
+        assert answer.response_ids == expected
+        assert answer.ids_from == ("target" if reply["token_ids"] is not None else "text")
+        if eos == 0:
+            stopping = backend(url, template, GenerationConfig(eos_token_id=[0, 2]))  # the first one ends answers
+            assert stopping.end_of_turn == [2]
 
 
 FAILURES = [
