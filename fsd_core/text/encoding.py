@@ -149,10 +149,10 @@ def end_of_turn(tokenizer: Any) -> list[int]:
     Command-R's template ends a turn by two.
     """
     if getattr(tokenizer, "chat_template", None):
-        behind, count = answer_end(tokenizer, [{"role": "user", "content": "?"}])
+        after, count = answer_end(tokenizer, [{"role": "user", "content": "?"}])
         if count:
             special = special_ids(tokenizer)
-            return [token for token in behind[:count] if token in special]
+            return [token for token in after[:count] if token in special]
     own: int | None = tokenizer.eos_token_id
     return [] if own is None else [own]
 
@@ -160,22 +160,22 @@ def end_of_turn(tokenizer: Any) -> list[int]:
 def answer_end(
     tokenizer: Any, turns: Sequence[Message], options: Mapping[str, Any] | None = None
 ) -> tuple[list[int], int]:
-    """Return the ids that a template writes behind the answer to these turns, and how many of them end its turn.
+    """Return the ids that a template writes after the answer to these turns, and how many of them end its turn.
 
-    Phi-4-mini's writes <|end|> and, behind the last turn alone, eos, which its model does not write.
+    Phi-4-mini's writes <|end|> and, after the last turn alone, eos, which its model does not write.
     """
 
-    def behind(*more: Message) -> list[int]:  # the answer's own text may hold special tokens too
+    def after(*more: Message) -> list[int]:  # the answer's own text may hold special tokens too
         text = render(tokenizer, [*turns, {"role": "assistant", "content": WORD}, *more], False, options)
         _, found, rest = text.rpartition(WORD)
         return encode_rendered(tokenizer, rest if found else "")
 
-    last, special = behind(), special_ids(tokenizer)
+    last, special = after(), special_ids(tokenizer)
     end = _turn_end(tokenizer, last, special)
-    if sum(token in special for token in last[:end]) == 1:  # no other token could be one behind the last turn alone
+    if sum(token in special for token in last[:end]) == 1:  # no other token could be one after the last turn alone
         return last, end
     try:
-        inner = behind({"role": "user", "content": "?"})
+        inner = after({"role": "user", "content": "?"})
     except DataError:  # a template for one question
         inner = last
     both = [one for one, other in takewhile(lambda pair: pair[0] == pair[1], zip(last, inner, strict=False))]

@@ -189,10 +189,10 @@ class _Encoder:
         self, tokenizer: Any, turns: Sequence[Message], options: Mapping[str, Any] | None, complete: bool
     ) -> None:
         self.tokenizer, self.turns, self.options, self.complete = tokenizer, turns, options, complete
-        behind, end = answer_end(tokenizer, turns[:-1], options)
+        after, end = answer_end(tokenizer, turns[:-1], options)
         special = special_ids(tokenizer)
-        self.ended = sum(token in special for token in behind[:end])  # tokens that end a turn
-        self.rest = len(behind) - end if end else 0
+        self.ended = sum(token in special for token in after[:end])  # tokens that end a turn
+        self.rest = len(after) - end if end else 0
 
     def sequences(self, max_length: int | None) -> list[_Encoded]:
         """Return the sequences of single answers, then that of the other answers in the whole conversation."""

@@ -195,8 +195,8 @@ def outlive_signals(worker: int = 0) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not hasattr(signal, "sigwaitinfo"):  # as on macOS
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         return
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def obey_parent() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
@@ -241,7 +241,12 @@ class ResumableLoader(DataLoader[Any]):
         # a generator, since Trainer asks for the iterator before it sets the epoch
         self._given = self.order.skip
         self._renew()
-        for batch in super().__iter__():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # all threads of workers inherit it
+        try:
+            batches = super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for batch in batches:
             self._given += 1
             if self.order.shuffle:
                 batch["supervised"] = self._per_batch(self._given - 1)
