@@ -67,7 +67,7 @@ constexpr int QUERIES = 12, EACH = 1, REGISTERS = 28;
 constexpr int QUERIES = 6, EACH = 2, REGISTERS = 13;
 #endif
 
-constexpr int SPAN = 2 * LANES;  // a thread's slots begin at a multiple of it
+constexpr int SLOTS = 2 * LANES;  // a thread computes scores of so many, or a multiple
 
 // Queries that share keys and values.
 struct Group {
@@ -89,11 +89,6 @@ inline void with_count(int count, Of of) {
   with_count(count, of, std::make_integer_sequence<int, QUERIES>{});
 }
 
-// Fetch a row of `size` bytes that is needed soon.
-inline void fetch_row(const bf16* row, int64_t size) {
-  for (int64_t line = 0; line < size; line += 64) _mm_prefetch((const char*)row + line, _MM_HINT_T0);
-}
-
 // The columns [begin, end), multiples of 16, of group.out[q] = Σ over slots of w · values[slot] / Σ w, with w =
 // weights[slot · next + q · apart]. Slots are added in order. An invisible slot adds an exact 0, so a text gives the same bits
 // wherever its slots lie among a tree's other nodes.
@@ -112,7 +107,7 @@ __attribute__((noinline)) void weigh(const Group& group, const float* weights, i
     }
     for (int64_t slot = 0; slot < group.slots; ++slot) {
       const bf16* const value = group.values + slot * group.stride + i;
-      fetch_row(value + AHEAD * group.stride, P * LANES * sizeof(bf16));
+      fetch<_MM_HINT_T0>(value + AHEAD * group.stride, P * LANES * sizeof(bf16));
       __m512 numbers[P];
       for (int part = 0; part < P; ++part) numbers[part] = load(value + part * LANES);
       for (int q = 0; q < Q; ++q) {
@@ -151,14 +146,14 @@ void score(Multiplier& multiply, const Group& group, int64_t begin, int64_t end,
     const void* const hidden = std::memchr(group.seen[q], 0, common);
     if (hidden) common = (const uint8_t*)hidden - group.seen[q];
   }
-  for (int64_t at = begin; at < end; at += SPAN) {
-    const int64_t left = std::min<int64_t>(SPAN, end - at);
+  for (int64_t at = begin; at < end; at += SLOTS) {
+    const int64_t left = std::min<int64_t>(SLOTS, end - at);
     const bf16* from = group.keys + at * group.stride;
     int64_t apart = group.stride;
-    if (left < SPAN) {  // memory past the last slot may not be readable
+    if (left < SLOTS) {  // memory past the last slot may not be readable
       for (int64_t row = 0; row < left; ++row)
         std::memcpy(rows + row * width, from + row * apart, width * sizeof(bf16));
-      std::memset(rows + left * width, 0, (SPAN - left) * width * sizeof(bf16));
+      std::memset(rows + left * width, 0, (SLOTS - left) * width * sizeof(bf16));
       from = rows;
       apart = width;
     }
@@ -200,7 +195,7 @@ __attribute__((noinline)) void score_of(const Group& group, int64_t begin, int64
       for (int64_t k = 0; k < pairs && count > 0; k += LANES)  // 16 keys side by side, as in a packed weight
         transpose((const int32_t*)from + k, group.stride / 2, count, block + (b * pairs + k) * LANES);
       for (int row = 0; row < LANES; ++row)
-        fetch_row(from + (BLOCKS * LANES + row) * group.stride, width * sizeof(bf16));
+        fetch<_MM_HINT_T0>(from + (BLOCKS * LANES + row) * group.stride, width * sizeof(bf16));
     }
     __m512 sum[BLOCKS][Q];
     for (int b = 0; b < BLOCKS; ++b)

@@ -212,7 +212,7 @@ inline void add_outlying(__m512 (&sums)[M], __m512 d, __m512 least, const Step<M
 // first has too few buffers for all that must be under way.
 inline void fetch_ahead(const void* part, int bytes) {
   constexpr int AHEAD = 8192;
-  for (int line = 0; line < bytes; line += 64) _mm_prefetch((const char*)part + AHEAD + line, _MM_HINT_T1);
+  fetch<_MM_HINT_T1>((const char*)part + AHEAD, bytes);
 }
 
 // dots [M, 16] of a run's codes less BIAS with 2^LOW · high + low. codes: of the step's 32 numbers of depth.

@@ -8,8 +8,8 @@ namespace {
 
 constexpr int GROUPS = 8;  // most groups of queries whose scores are kept
 
-// A forward's slots, and room for a span of them.
-inline int64_t slots_of(const fsd_forward* f) { return (f->used + 2 * SPAN - 1) / SPAN * SPAN; }
+// A forward's slots, and room for some more.
+inline int64_t slots_of(const fsd_forward* f) { return (f->used + 2 * SLOTS - 1) / SLOTS * SLOTS; }
 
 // The parts of a forward's scratch memory. Sizes in bf16 numbers.
 struct Scratch {
@@ -193,18 +193,20 @@ class Forward {
       if (first) {
 #pragma omp barrier
       }
+      Group groups[GROUPS];
+      for (int64_t unit = 0; unit < count; ++unit) groups[unit] = group_of(index, first + unit, parts);
       share_units(count, [&](int64_t unit, auto part) {
-        const Group group = group_of(index, first + unit, parts);
-        const Share spans = part((group.slots + SPAN - 1) / SPAN);
-        score(multiply, group, spans.begin * SPAN, std::min(spans.end * SPAN, group.slots), width, stack->scale, padded, block,
-              some_keys, scores + unit * QUERIES * padded);
+        const Group& group = groups[unit];
+        const Share own_slots = part((group.slots + SLOTS - 1) / SLOTS);
+        score(multiply, group, own_slots.begin * SLOTS, std::min(own_slots.end * SLOTS, group.slots), width, stack->scale,
+              padded, block, some_keys, scores + unit * QUERIES * padded);
       });
 #pragma omp barrier
       share_units(count, [&](int64_t unit, auto part) {
         constexpr int64_t LINE = 2 * LANES;  // columns
         const Share lines = part((width + LINE - 1) / LINE);
         if (lines.begin < lines.end)
-          ::attend(group_of(index, first + unit, parts), scores + unit * QUERIES * padded, padded, lines.begin * LINE,
+          ::attend(groups[unit], scores + unit * QUERIES * padded, padded, lines.begin * LINE,
                    std::min(lines.end * LINE, width), own);
       });
     }

@@ -69,6 +69,12 @@ inline __m512 exponential(__m512 x) {
   return _mm512_mask_mov_ps(_mm512_scalef_ps(y, whole), tiny, _mm512_setzero_ps());
 }
 
+// Fetch memory that is needed soon, to the cache of the hint.
+template <auto HINT>
+inline void fetch(const void* from, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += 64) _mm_prefetch((const char*)from + line, HINT);
+}
+
 // Finish all stores before the tile instructions that follow: GCC's do not say which memory they read.
 inline void finish_stores(const void* address = nullptr) { asm volatile("" ::"r"(address) : "memory"); }
 
