@@ -1,4 +1,4 @@
-"""Time the CPU kernels' products by block type and number of rows, in one thread, beside those of the expanded weight.
+"""Time the CPU kernels' products by block type and number of rows, in one thread, and those of the expanded weight.
 
     python -m benchmarks.block_products [--other name=DIRECTORY …] [--kinds Q4_1,Q8_0] [--rows 1,8,16,64,512]
 

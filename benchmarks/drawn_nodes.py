@@ -1,4 +1,4 @@
-"""Trees with drawn nodes beside trees of likely tokens and drawn chains, above temperature 0, under the exact rule.
+"""Compare trees with drawn nodes, trees of likely tokens and drawn chains, above temperature 0, under the exact rule.
 
     python -m benchmarks.drawn_nodes --json benchmarks/results/drawn-240.json
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.findings                                                  # benchmarks/results/README.md
     python -m benchmarks.findings SWEEP.jsonl benchmarks/results/findings-NAME.json
-    python -m benchmarks.findings benchmarks/results/rules-ifeval-odd-rivals.json  # a record's rows beside exact
+    python -m benchmarks.findings benchmarks/results/rules-ifeval-odd-rivals.json  # a record's rows compared with exact
 
 A sweep's lines hold whole answers and stay out of the repository. The record holds what the sweep's report shows and
 the nats that answers spent.

@@ -248,7 +248,7 @@ def steps_of(sizes: RunSizes, directory: Path) -> list[Stage]:
         Stage("padded", "TinyLlama with the weights of an 8B model",
              ["-m", "benchmarks.padded", *sizes.padded, "--output", f"{directory}/padded"], LIMIT),
         measured("tinyllama-as-8b", "the same tokens at an 8B model's cost", *bench, *padded, *drafter),
-        Stage("vllm", "the built-in model beside vLLM", ["-m", "benchmarks.compare", *peer, "--output", str(directory)],
+        Stage("vllm", "the built-in model and vLLM", ["-m", "benchmarks.compare", *peer, "--output", str(directory)],
              LIMIT, directory / "compare-smollm2-135m.json", no_vllm),
         tests("strategies", "FSDP and DeepSpeed's stages on the GPU", "-m", "gpu", "-k", "strategies"),
         tests("deepspeed", "its stages by two processes", "tests/test_deepspeed.py", missing=no_deepspeed),

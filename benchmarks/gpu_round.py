@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_round --json benchmarks/results/gpu-round.json
 
-Tokens of random weights mean nothing, so only the time of a round counts, and the acceptance length is shown beside it.
+Tokens of random weights mean nothing, so only the time of a round counts, and the acceptance length is shown with it.
 Each part runs in a process of its own, and is recorded as soon as it is done. The same command runs the parts that are
 missing; ``--again PART`` repeats one. Parts:
 
@@ -12,7 +12,7 @@ kernels        attention, top-k and the small launches of a layer alone, over sh
 forwards       the target's forward over 1 to 60 nodes, as one CUDA graph of :class:`.CudaStack`
 plain          decoding without a drafter, with graphs, without graphs, and with torch's kernels alone
 rounds         `exact` with trees of several shapes, and chosen among recorded ones; draft, target and rule by phase
-rules          `tilted`, `fuzzy` and sampling beside `exact`
+rules          `tilted`, `fuzzy` and sampling compared with `exact`
 lag            `plain` and `exact`, whose reports the host reads a round late, and before it launches the next round
 batch          1 to 16 rows
 context        600 and 8,000 tokens of context
@@ -294,7 +294,7 @@ def _in_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(record: dict[str, Any]) -> str:
-    """Return a table of all rows, each beside the limit of a forward."""
+    """Return a table of all rows, each with the limit of a forward."""
     lines = []
     least = record["parts"].get("limit", {}).get("rows", {}).get("forward", {}).get("ms")
     for name, part in record["parts"].items():

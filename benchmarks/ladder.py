@@ -11,7 +11,7 @@ command continues. ``--join`` takes the rungs of an earlier record into the new 
 forecast only.
 
 The record ranks the rungs: by four numbers of the drafter, and by what the rules gain and spend. Its ``correlations``
-are Spearman's between the two. ``--routing`` draws score over speed beside *routing*, which answers a share of the
+are Spearman's between the two. ``--routing`` draws score over speed, with *routing*, which answers a share of the
 prompts by the drafter alone and the others by ``exact``. A rule is worth something where it lies above that line.
 """
 

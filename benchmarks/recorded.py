@@ -86,7 +86,7 @@ class Finished(dict[str, Any]):
 
     Args:
         file: of the record; until it is written, parts are kept in FILE.partial.jsonl. None: they are kept nowhere.
-        settings: what the parts depend on beside their names; those of other settings do not count.
+        settings: what the parts depend on besides their names; those of other settings do not count.
     """
 
     def __init__(self, file: Path | None, settings: Any = None) -> None:

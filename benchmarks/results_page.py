@@ -34,7 +34,7 @@ def middle(found: dict[str, float] | None) -> str:
 
 
 def run(record: Record) -> str:
-    """Methods of `fsd-bench run`: τ, speeds, and the decoding speed beside the last baseline's, pair by pair."""
+    """Methods of `fsd-bench run`: τ, speeds, and the decoding speed over the last baseline's, pair by pair."""
     baseline = list(record["ratios"])[-1]
     lossy = any(facts.get("divergence_spent") for facts in record["methods"].values())
     header = ["method", "τ", "tok/s", "decode tok/s", f"decoding, × `{baseline}`", *["nats per token"] * lossy]
@@ -64,7 +64,7 @@ def acceptance(record: Record) -> str:
 
 
 def fresh(record: Record) -> str:
-    """Lossy rules of `fsd-bench run` with scores, beside exact."""
+    """Lossy rules of `fsd-bench run` with scores, compared with exact."""
     header = ["rule", "× τ", "score, points", "retention", "lost, gained", "ended, points", "repeated 4-grams, points"]
     return columns([*header, "nats per token"], beside_exact(record))
 
@@ -115,7 +115,7 @@ def deviations(record: Record) -> str:
 
 
 def tuned(record: Record) -> str:
-    """Rules beside exact on the sets that chose them."""
+    """Rules compared with exact on the sets that chose them."""
     header = ["prompts", "right by `exact`", "rule", "× τ", "score, points", "lost, gained", "ended", "repeats"]
     rows = []
     for name, found in record["tuned"].items():
@@ -139,7 +139,7 @@ def ties(record: Record) -> str:
 
 
 def memory(record: Record) -> str:
-    """Tokens per forward and per second by workload, beside the baseline."""
+    """Tokens per forward and per second by workload, compared with the baseline."""
     rows = [
         [workload, f"`{method}`", plain(cell["tau"]), ratio(cell["tau_ratio"]), ratio(cell["tokens_per_second_ratio"]),
          plain(cell.get("oracle_tau"))]

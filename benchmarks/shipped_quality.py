@@ -3,7 +3,7 @@
     python -m benchmarks.shipped_quality
 
 It does what `fsd-bench calibrate` does, from runs that were measured before: those that count answers which the rule
-loses and gains beside exact. All runs are at temperature 0, on made instructions and even rows of IFEval. A quality has
+loses and gains against it. All runs are at temperature 0, on made instructions and even rows of IFEval. A quality has
 the rule if a loss of that share of exact's score is ruled out with the confidence, see
 :func:`fsd_bench.sweep.certify.loss_p_value`; otherwise it means exact. The rule was chosen on the first two sets,
 which flatters it there; so the odd rows of IFEval, which chose and calibrated nothing, verify it.
@@ -33,7 +33,7 @@ CONFIDENCE = 0.9
 
 
 def counted() -> dict[str, dict[str, Any]]:
-    """Return by set what the rule did beside exact: prompts, right_by_exact, lost, gained, and differences."""
+    """Return by set what the rule did compared with exact: prompts, right_by_exact, lost, gained, and differences."""
     sets = {}
     for name, found in _read(STUDY)["tuned"].items():
         facts = found["rules"][FORMER]
@@ -52,7 +52,7 @@ def verified() -> dict[str, Any]:
 
 
 def _beside_exact(record: Mapping[str, Any], rule: str) -> dict[str, Any]:
-    """Return what a rule did beside exact by a record of `fsd-bench run`, as in :func:`counted`."""
+    """Return what a rule did compared with exact by a record of `fsd-bench run`, as in :func:`counted`."""
     less, flips = record["differences"]["exact"][rule], record["flips"]["exact"][rule]
     prompts = less["score"]["prompts"]
     return {
@@ -92,7 +92,7 @@ def _read(name: str) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the file beside the head and print its levels."""
+    """Write the file to the head's directory and print its levels."""
     argparse.ArgumentParser(
         prog="python -m benchmarks.shipped_quality", description=(__doc__ or "").split("\n\n")[0]
     ).parse_args(argv)

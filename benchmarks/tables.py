@@ -1,4 +1,4 @@
-"""Markdown tables of records: settings of a sweep, or rules of `fsd-bench run`, beside exact decoding."""
+"""Markdown tables of records: settings of a sweep, or rules of `fsd-bench run`, compared with exact decoding."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sweep_tables(record: dict[str, Any]) -> str:
 
 
 def beside_exact(record: dict[str, Any]) -> list[list[str]]:
-    """Return a row per rule of a record of `fsd-bench run`: τ, score, flips, ends and repeats beside exact."""
+    """Return a row per rule of a record of `fsd-bench run`: τ, score, flips, ends and repeats compared with exact."""
     rows = []
     for name, less in record["differences"][EXACT].items():
         ratios, facts, flips = record["ratios"][EXACT][name], record["methods"][name], record["flips"][EXACT][name]

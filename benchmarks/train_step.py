@@ -57,7 +57,7 @@ PARTS = ("target", "head", "loss", "backward", "optimizer")
 
 
 class Bench:
-    """A head in training beside a target of random weights.
+    """A head in training with a target of random weights.
 
     Args:
         shape: as :func:`.planned_target` takes it.
@@ -137,8 +137,8 @@ class Bench:
         spent["head"] -= spent["target"]
         return spent
 
-    def beside(self, batch: dict[str, Any]) -> dict[str, float]:
-        """Return the seconds of what happens beside steps, each of which waits for the device."""
+    def interruptions(self, batch: dict[str, Any]) -> dict[str, float]:
+        """Return the seconds of what happens between steps, each measured until the device is done."""
         module, mask = self.module, on_host(batch, "loss_mask")[0]
 
         @torch.no_grad()
@@ -224,7 +224,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "fill": real / args.tokens, "mfu": None if peak is None else sum(tera.values()) * 1e12 / seconds / peak,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if bench.device.type == "cuda" else None,
         "teraflop": tera, "parts_ms": {part: 1e3 * median(each[part] for each in parts) for part in PARTS},
-        "beside_ms": {name: 1e3 * value for name, value in bench.beside(batches[0]).items()},
+        "beside_ms": {name: 1e3 * value for name, value in bench.interruptions(batches[0]).items()},
         "trained_parameters": trained, **others,
     }  # fmt: skip
 

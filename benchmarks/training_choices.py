@@ -1,4 +1,4 @@
-"""Choices in training a head of the built-in model, each alone beside the recipe's, at equal CPU time.
+"""Choices in training a head of the built-in model, each alone compared with the recipe's, at equal CPU time.
 
     python -m benchmarks.training_choices --json benchmarks/results/training-choices.json
 
@@ -112,7 +112,7 @@ def make_texts(place: Path, tokens: int, problems: bool) -> None:
     - ``answers`` and ``held-out``: rows of data/smollm2-135m-answers.jsonl.gz of so many tokens, one in
       :data:`HELD_OUT` held out;
     - ``chats``: those of ``answers`` one after the other, as many in each as have :data:`TOKENS` tokens alone;
-    - ``long``: later rows likewise, in :data:`CHATS` conversations of rows with :data:`LONG` tokens alone;
+    - ``long``: later rows in the same way, in :data:`CHATS` conversations of rows with :data:`LONG` tokens alone;
     - ``problems`` and ``problems-held-out``, if wanted: the fine-tuned target's answers to word problems.
     """
     rows = answered()

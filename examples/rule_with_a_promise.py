@@ -13,7 +13,7 @@ TARGET = "smollm2-135m"  # or a directory or Hub id
 PROMPTS = Path(__file__).resolve().parent.parent / "data" / "quickstart_prompts.jsonl"
 
 out = Path(tempfile.mkdtemp())
-head = shutil.copytree(shipped_drafter(TARGET), out / "head")  # use your own: the setting is stored beside it
+head = shutil.copytree(shipped_drafter(TARGET), out / "head")  # use your own: the setting is stored in its directory
 promise = "--at-most-nats 4"  # in any answer; with scored prompts --at-most-score-loss 2, in points of 100
 command = f"calibrate --target {TARGET} --drafter {head} --prompts {PROMPTS} {promise} --rules tilted:2 "
 if fsd_bench((command + f"--max-new-tokens 12 --confidence 0.5 --output {out / 'calibration'}").split()):

@@ -192,7 +192,7 @@ def _worth_options(parser: argparse.ArgumentParser) -> None:
     add(parser, "--seed", help="seed of draws")
     add(parser, "--limit", default=16, help="take N prompts, evenly spread")
     add(parser, "--max-new-tokens", default=96)
-    parser.add_argument("--rules", default="", metavar="RULE,...", help="rules to forecast beside the usual ones")
+    parser.add_argument("--rules", default="", metavar="RULE,...", help="rules to forecast besides the usual ones")
     add_flags(parser, ("--details", "print the tables of all rules, not only what is recommended"))
     add(parser, "--json", help="write forecast and environment to FILE")
     add(parser, "--overwrite")

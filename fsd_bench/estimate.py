@@ -230,7 +230,7 @@ COLUMNS = ["device", "count", "plain ms", "bound", "tok/s", "exact ms", "bound",
 def by_device(planned: Planned, exact: TreeShape, lossy: TreeShape) -> list[list[str]]:
     """Return :data:`COLUMNS` for each device: milliseconds of a plain token and of rounds, and their break-even τ.
 
-    Milliseconds are expected by :data:`MEASURED` overheads, beside the bounds. The break-even is that of the former.
+    Expected milliseconds include :data:`MEASURED` overheads, bounds do not. The break-even is of the expected ones.
     """
 
     def cells(hardware: Hardware, count: int) -> list[str]:

@@ -52,7 +52,7 @@ def mean_interval(own: Pairs, other: Pairs | None = None, seed: int = 0) -> dict
 
 
 def ratio_interval(own: Pairs, other: Pairs, seed: int = 0) -> dict[str, Any]:
-    """Return the ratio of means, own / other, likewise: {"ratio", "low", "high", "prompts"}. other must not be 0."""
+    """Return the ratio of means, own / other, as {"ratio", "low", "high", "prompts"}. other must not be 0."""
     return _of_means("ratio", operator.truediv, own, other, seed)
 
 

@@ -69,7 +69,7 @@ class ModelOptions:
 
 
 def check_lists(options: ModelOptions, *names: str) -> None:
-    """Raise FsdError for an option that is a text or a path where a list of them is due: Python would take it apart."""
+    """Raise FsdError for a text or a path where a list of them is expected: Python would iterate over it."""
     for name in names:
         value = getattr(options, name)
         if isinstance(value, (str, Path)):

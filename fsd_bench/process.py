@@ -78,7 +78,7 @@ class ProcessMethod(Method):
             run: TimedRun = typed(found, TimedRun)
             # two clocks may differ a little
             if not 0 <= run.prefill_seconds <= 1.01 * run.seconds < math.inf or run.seconds == 0:
-                raise ValueError(f"{run.seconds} seconds, of which {run.prefill_seconds} until the first token")
+                raise ValueError(f"{run.seconds} seconds in all, {run.prefill_seconds} until the first token")
             if len(run.answers) != len(prompts):
                 raise ValueError(f"{len(run.answers)} answers to {len(prompts)} prompts")
         except (TypeError, KeyError, ValueError) as error:

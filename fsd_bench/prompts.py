@@ -84,7 +84,7 @@ def first_rows(
         limit: most rows.
         every: the step between rows.
         strict: see :class:`.RowCheck`.
-        output: file of results, beside which skipped rows are listed.
+        output: file of results; skipped rows are listed next to it.
         layout: of a public data set's file, see :mod:`fsd_bench.layouts`.
 
     Raises:

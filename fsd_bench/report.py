@@ -167,7 +167,8 @@ def _paired_table(record: dict[str, Any]) -> str:
     ends.append(("finished_fraction", "ended %", 100.0, 1))
     note = "copied: of 4-grams those that stand in the prompt; repeated: that occurred before in the answer\n"
     note += f"x: sums over answers, of {baseline}'s; same end: the last number, or the option named, is its own"
-    return f"beside {baseline}\n" + fitted_tables(headers, rows) + "\n\n" + (_means_table(record, ends) + "\n" + note)
+    table = fitted_tables(headers, rows)
+    return f"compared with {baseline}\n{table}\n\n{_means_table(record, ends)}\n{note}"
 
 
 def _drafts_table(methods: dict[str, Any]) -> str:

@@ -49,7 +49,7 @@ def run(
         prompts: file of prompts.
         methods: e.g. ["plain", "exact", "exact@heads/mine", "hf-generate", "vllm=server:http://localhost:8000"]; see
             :mod:`fsd_bench.methods`.
-        json_path: file of the record, written atomically. Until then finished runs are kept beside it.
+        json_path: file of the record, written atomically. Until then finished runs are kept next to it.
         resume: continue such an unfinished measurement.
         overwrite: replace the record of a finished measurement.
         progress: show a progress bar.

@@ -113,21 +113,21 @@ def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a row of numbers per method of a record. Shares are between 0 and 1; None where nothing was measured."""
     exact, rows = best_exact(record), []
     for name, facts in record["methods"].items():
-        beside, tokens = record["ratios"].get(PLAIN, {}).get(name, {}), facts["answer_tokens"]
+        ratios, tokens = record["ratios"].get(PLAIN, {}).get(name, {}), facts["answer_tokens"]
         faster = record["ratios"].get(exact, {}).get(name, {})
         rows.append({
             "method": name,
             "best_exact": name == exact,
             "answers": facts["answers"],
             "score": facts["intervals"].get("score"),
-            "retention": beside.get("retention"),
+            "retention": ratios.get("retention"),
             "flips": record["flips"].get(PLAIN, {}).get(name),
             "ended": facts["finished_fraction"],
             "tau": facts["tau"],
             "tau_answer_mean": facts["tau_answer_mean"],
             "accepted_by_position": facts["accepted_by_position"],
             "tokens_per_second": facts["tokens_per_second"],
-            "times_plain": beside.get("tokens_per_second"),
+            "times_plain": ratios.get("tokens_per_second"),
             "times_exact": faster.get("tokens_per_second"),
             "nats_per_token": float(facts["divergence_spent"]) / tokens if tokens else None,
             "copied_4grams": facts["copied_4grams"],
@@ -192,8 +192,8 @@ def markdown(table: Mapping[str, Any]) -> str:
         lines = [f"### {name}", "", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
         parts.append("\n".join([*lines, *("| " + " | ".join(_cells(row)) + " |" for row in rows)]))
     notes = [
-        "Intervals: 95 % bootstrap over prompts, paired. Retention and lost, gained: beside `plain`; p: McNemar's "
-        "exact test. Ended: by a stop token. × exact: beside the fastest exact method of the set, marked *."
+        "Intervals: 95 % bootstrap over prompts, paired. Retention and lost, gained: against `plain`; p: McNemar's "
+        "exact test. Ended: by a stop token. × exact: compared with the fastest exact method of the set, marked *."
     ]
     by_set = list(table["conditions"].values())
     shared = {key: value for key, value in by_set[0].items() if all(other.get(key) == value for other in by_set)}

@@ -94,7 +94,7 @@ def append_json(path: Path, row: dict[str, Any]) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary file beside ``path``, and rename it to ``path`` if the block succeeds.
+    """Yield a temporary file next to ``path``, and rename it to ``path`` if the block succeeds.
 
     Readers never see a partial file, several processes may write at once, and an error leaves the old file. What killed
     processes of this machine left of the same file is removed. The file has the permissions of any new file (some
@@ -124,7 +124,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_directory(directory: Path) -> Iterator[Path]:
-    """Yield a new directory beside ``directory``, which gets its name and stands in its place if the block succeeds.
+    """Yield a new directory next to ``directory``, which replaces it if the block succeeds.
 
     So readers see the old files or the new ones, and an error leaves the old ones. One process at a time may do so;
     what a killed one left is put right first, see :func:`recover_directory`. Raises OSError, which names ``directory``.
@@ -308,7 +308,7 @@ def read_weight_map(index: Path, advice: str) -> dict[str, str]:
         raise CheckpointError(f"{index} is malformed: no weight_map from tensors to files. {advice}")
     for name in files.values():
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index} names {name!r:.120}, which is not a safetensors file beside it. {advice}")
+            raise CheckpointError(f"{index} names {name!r:.120}, which is not a safetensors file next to it. {advice}")
     return files
 
 
@@ -345,7 +345,7 @@ def lock_for_run(descriptor: int, path: Path, advice: str, error: type[FsdError]
     """Lock an open file or directory for this process, until the descriptor is closed.
 
     Returns:
-        False, after a warning, where the file system has no locks: then nothing keeps two runs apart.
+        False, after a warning, where the file system has no locks: then two runs may write the same file.
 
     Raises:
         FsdError: ``error``, which names ``path`` and ends in ``advice``, if another run holds the lock.

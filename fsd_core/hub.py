@@ -49,7 +49,7 @@ _sessions: Any = import_module(get_session.__module__)
 _http: Any = import_module(HTTPError.__module__.partition(".")[0])
 _NAME = re.compile(r"\w[\w.+=-]{0,199}", re.ASCII)  # of a file in a folder, which cannot lead out of it
 _SHA1, _SHA256 = (re.compile(rf"[0-9a-f]{{{digits}}}").fullmatch for digits in (40, 64))
-_TOLD: set[str] = set()  # repositories of which it was said that no directory has their name
+_TOLD: set[str] = set()  # repositories for which a log line said that no directory has their name
 _NAMES = ("ETag", "X-Linked-ETag", "X-Repo-Commit", "X-Xet-Hash")  # headers that the client uses as such names
 _INFO = re.compile(r"/api/(models|datasets)/[^/]+/[^/]+(/revision/.*)?")
 
@@ -288,7 +288,7 @@ def load_whole(source: str | os.PathLike[str], load: Callable[[], Loaded], **hub
     Args:
         source: a hub id. For anything else, ``load`` is called and nothing else happens.
         load: may be called twice.
-        hub: options of the client, of which ``cache_dir`` and ``local_files_only`` count.
+        hub: options of the client; ``cache_dir`` and ``local_files_only`` are used.
 
     Raises:
         HubError: the files are damaged and cannot be fetched, or come damaged.

@@ -142,7 +142,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "--memory": {
         "metavar": "FILE",
         "help": "draft from these texts too (X+memory:FILE): rows with `text`, token ids or conversations, in any "
-        "form that --prompts takes, indexed once beside the file",
+        "form that --prompts takes, indexed once, next to the file",
     },
     "--dtype": {"metavar": "TYPE", "default": "bf16", "help": "data type of the models: bf16, fp16 or fp32"},
     "--device": {"metavar": "NAME", "help": "such as cpu or cuda:1 (default: CUDA if available, else cpu)"},

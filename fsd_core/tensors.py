@@ -47,7 +47,7 @@ def on_host(*tensors: Tensor) -> list[Tensor]:
 
 
 class Transfer:
-    """A tensor on its way to the host, behind what is launched so far and beside what is launched later."""
+    """A tensor on its way to the host, copied after what is launched so far, in parallel to later launches."""
 
     def __init__(self, values: Tensor) -> None:
         self._values = values

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _Callback = TypeVar("_Callback", bound=Callback)
 
 _RESTART = "To train another one, start from its exported head as model.initial_head (a small LM: as model.drafter)."
-RECORD = "training.json"  # beside an exported small LM
+RECORD = "training.json"  # next to an exported small LM
 # words that Trainer resolves to a path or to nothing
 SPECIAL = frozenset({"last", "best", "hpc", "registry"})
 # a directory of a sharding strategy has one of these

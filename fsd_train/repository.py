@@ -39,10 +39,10 @@ def find_recipe(name: str) -> Path:
         file.stem for root in (SHIPPED.parent.parent, SHIPPED) for file in (root / "recipes").glob("*.yaml")
     )
     try:
-        beside = [str(Path(name).with_name(file)) for file in os.listdir(Path(name).parent) if file.endswith(".yaml")]
+        nearby = [str(Path(name).with_name(file)) for file in os.listdir(Path(name).parent) if file.endswith(".yaml")]
     except (OSError, ValueError):
-        beside = []
-    hint = did_you_mean(name, [*shipped, *beside])
+        nearby = []
+    hint = did_you_mean(name, [*shipped, *nearby])
     raise DataError(
         f"the recipe {name:.200} does not exist.{hint} Give a file, which `fsd-train new-recipe` writes, or one of "
         f"{', '.join(shipped)}."

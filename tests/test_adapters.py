@@ -136,7 +136,7 @@ COMPUTED: dict[str, Any] = {
     "runtime_config": {"ephemeral_gpu_offload": True},
 }  # fmt: skip
 # computed by peft's layers beside the weights, refused by name where the adapter is merged
-BESIDE: dict[str, Any] = {
+UNMERGED: dict[str, Any] = {
     "use_dora": True, "fan_in_fan_out": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2},
     "lora_bias": True, "use_qalora": True, "use_bdlora": {"nblocks": 2},
 }  # fmt: skip
@@ -155,19 +155,19 @@ def test_every_field_of_peft_is_computed_or_refused_by_name(adapter: Path) -> No
     path = adapter / "adapter_config.json"
     written = json.loads(path.read_text())
     ours = {field.name for field in fields(LoraConfig)}
-    assert ours - {*COMPUTED, *BESIDE, *REFUSED} == set()
+    assert ours - {*COMPUTED, *UNMERGED, *REFUSED} == set()
     for name in ours & COMPUTED.keys():
         path.write_text(json.dumps({**written, name: COMPUTED[name]}))
         assert read_adapter_config(adapter)[name] == COMPUTED[name]
     inits = ["pissa", "PiSSA", "olora", "corda", "loftq", "lora_ga", "mica"]  # which change the base, for all requests
-    for name, value in [*(BESIDE | REFUSED).items(), *(("init_lora_weights", init) for init in inits)]:
+    for name, value in [*(UNMERGED | REFUSED).items(), *(("init_lora_weights", init) for init in inits)]:
         path.write_text(json.dumps({**written, name: value}))
-        for beside in (False, True):
-            if beside and name in BESIDE:
-                assert read_adapter_config(adapter, beside=True)[name] == value
+        for unmerged in (False, True):
+            if unmerged and name in UNMERGED:
+                assert read_adapter_config(adapter, unmerged=True)[name] == value
                 continue
             with pytest.raises(ModelLoadError, match=f"{name}="):
-                read_adapter_config(adapter, beside=beside)
+                read_adapter_config(adapter, unmerged=unmerged)
 
 
 SHAPING = ("r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "layers_to_transform", "exclude_modules")

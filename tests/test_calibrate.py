@@ -222,7 +222,7 @@ def test_the_file_beside_the_drafter(toy: Toy, tmp_path: Path) -> None:
     assert made.stats.rule["threshold"] == 0.4
     with pytest.raises(FsdError, match=r"nothing was calibrated for temperature 1 \(there is: 0, 0.7\)"):
         decoder.generate("the cat", rule="calibrated", max_new_tokens=2, do_sample=True, temperature=1.0)
-    with pytest.raises(FsdError, match="is read beside a drafter's files, but lookup has none"):
+    with pytest.raises(FsdError, match="is read from a drafter's directory, but lookup has none"):
         decoder.generate("the cat", rule="calibrated", drafter=decoder.load_drafter("lookup"), max_new_tokens=2)
     levels = [{"quality": 0.99, "rule": "fuzzy:js:0.1", "speed": 1.2}, {"quality": 0.9, "rule": "tilted", "speed": 1.4}]
     write_calibrated(drafter, decoder.target, replace(setting, temperature=0.0, levels=levels))

@@ -13,7 +13,7 @@ import torch
 
 from fsd_infer import FsdError, FuzzyDecoder, Target
 from fsd_infer.device import cores
-from fsd_infer.device.cores import Cores, CpuTimes, Team, cores_taken, team_size, threads_beside
+from fsd_infer.device.cores import Cores, CpuTimes, Team, cores_taken, free_threads, team_size
 from fsd_infer.drafters import NoDrafter
 from tests.families import tiny_model
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
     ],
 )  # fmt: skip
 def test_a_thread_less_for_each_core_taken(asked: int, count: int, taken: float, expected: int) -> None:
-    assert threads_beside(asked, count, taken) == expected
+    assert free_threads(asked, count, taken) == expected
 
 
 def test_what_others_take_is_what_this_process_did_not() -> None:

@@ -216,7 +216,7 @@ def test_a_head_drafts_beyond_a_short_copy_and_not_beside_a_long_one(copy: tuple
     shape, scores = choice.choose(1), [0.0, *accumulate(map(math.log, copy))]
     assert shape.prices is not None
     copied = tree_of(([0] * len(scores), [0, *range(len(copy))], scores), vocab=1)
-    assert PricedGrowth(replace(shape, prices=shape.prices.beside(copied)), 1).starts() is drafts
+    assert PricedGrowth(replace(shape, prices=shape.prices.given_grafted(copied)), 1).starts() is drafts
 
 
 def test_a_text_without_copies_leaves_the_heads_drafts_alone() -> None:

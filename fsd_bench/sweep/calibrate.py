@@ -37,7 +37,7 @@ def calibrate(
     options: SweepOptions, promise: Promise, output: str | Path, *, confidence: float = 0.9,
     verify: Sequence[str | Path] = (), progress: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Find a setting, verify it, and write it beside the drafter, see :mod:`fsd_infer.decoder.calibrated`.
+    """Find a setting, verify it, and write it to the drafter's directory, see :mod:`fsd_infer.decoder.calibrated`.
 
     Args:
         options: prompts, candidates (lists from careful to bold, or only "auto", see :mod:`.candidates`) and one
@@ -129,7 +129,7 @@ def _verified(
 def _stored(
     options: SweepOptions, chosen: Setting, promise: Promise, evidence: dict[str, Any], levels: list[dict[str, Any]]
 ) -> Calibrated:
-    """Return what is written beside the drafter."""
+    """Return what is written to the drafter's directory."""
     tree = chosen.tree or options.tree
     assert not isinstance(tree, str), "options.check() refuses it"
     found = jsonable({**evidence, "prompts": options.to_dict()["prompts"]})
@@ -183,7 +183,7 @@ def split(
     for half, use in zip(halves, ("calibrate", "verify")):
         if not half:
             wanted = "prompts with an `answer`" if needs_score else "prompts"
-            raise DataError(f"no {wanted} to {use} on: give more of them, of which copies count once.")
+            raise DataError(f"no {wanted} to {use} on: give more of them; copies count once.")
     return halves[0], halves[1]
 
 

@@ -17,7 +17,7 @@ MARKS = "osD^v*PX"
 
 @dataclass(frozen=True)
 class Point:
-    """A point with its intervals. ``label`` is shown beside it."""
+    """A point with its intervals. ``label`` is shown next to it."""
 
     x: float
     y: float

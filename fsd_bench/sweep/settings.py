@@ -117,7 +117,7 @@ class SweepOptions(ModelOptions):
             raise FsdError("give at least one temperature, and none twice.")
 
     def read(self, output: str | Path | None = None) -> list[PromptRow]:
-        """Return the prompts. Raises DataError as :func:`.spread_rows`; skipped rows are listed beside ``output``."""
+        """Return the prompts. Raises DataError as :func:`.spread_rows`; skipped rows are listed next to ``output``."""
         return spread_rows(self.prompts, Models(self).encoder(self.raw), self.limit, self.strict, output)
 
     def to_dict(self) -> dict[str, Any]:

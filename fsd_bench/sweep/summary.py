@@ -1,4 +1,4 @@
-"""Summarise a sweep: every setting beside exact decoding on the same prompts, with paired intervals."""
+"""Summarise a sweep: every setting compared with exact decoding on the same prompts, with paired intervals."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def _rules_table(found: Forecast) -> str:
     note = (
         f"forecast from {found.rounds} rounds of exact with {shape_name(found.decoded)}, whose tau is {found.tau:.2f}"
     )
-    note += "\neach rule on the shape that is fastest here; x: beside exact on its own"
+    note += "\neach rule on the shape that is fastest here; x: times exact on its own"
     return table(headers, rows) + "\n" + note
 
 

@@ -125,7 +125,7 @@ def _as_text(tokenizer: Any, part: str, encoded: list[int]) -> _Encoded:
 
 
 def _following(plain: Any, before: str, text: str) -> _Encoded:
-    """Return the ids of a text behind another one."""
+    """Return the ids of a text that follows another one."""
     found = plain.encode(before + text, add_special_tokens=False)
     first = bisect_left([start for start, _ in found.offsets], len(before)) if before else 0
     return found.ids[first:], [(a - len(before), b - len(before)) for a, b in found.offsets[first:]]

@@ -19,13 +19,13 @@ SPEAKERS = {
     "system": "system",
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
-ANSWERS = ("response", "completion", "output")  # the last is Alpaca's, beside a text alone
+ANSWERS = ("response", "completion", "output")  # the last is Alpaca's, only with a text as prompt
 TEXTS = ("prompt", "question", "turns", "instruction", "problem", "query", "input", "text")  # of one user turn
 SYSTEMS = ("system", "system_prompt")  # of a system turn before a conversation without one
 PROMPT_FIELDS = ("messages", "conversations", "conversation", "data", *SYSTEMS, *TEXTS, *ANSWERS)
 THOUGHT = "reasoning_content"  # of an assistant turn
 THOUGHTS = (THOUGHT, "reasoning", "thinking")  # how rows and chat templates call it
-IMAGES = ("image", "images")  # columns beside a conversation
+IMAGES = ("image", "images")  # columns of a row, next to the conversation
 TOOLS = "tools"  # column that the chat template may read
 WEIGHT = "weight"  # 0: training leaves an assistant turn out
 _SHOWN = 8  # fields named of a row without a prompt
@@ -172,7 +172,7 @@ def row_messages(row: Mapping[str, Any], where: str = "row") -> list[Message]:
       ``content``;
     - ``prompt``, a text or a list of turns;
     - ``question``;
-    - ``turns``, a list of user texts, of which the first is the prompt;
+    - ``turns``, a list of user texts, the first of which is the prompt;
     - ``instruction``, followed by ``input`` and ``context``;
     - ``problem``, ``query``, ``input`` or ``text``.
 
@@ -233,8 +233,8 @@ def row_exchanges(row: Mapping[str, Any], where: str = "row") -> list[tuple[list
 def row_conversation(row: Mapping[str, Any], where: str = "row") -> list[Message]:
     """Return the conversation of a row with its answers, up to its last assistant turn.
 
-    The answer is in ``response`` or ``completion``, a text or a list of turns, beside a prompt as
-    :func:`row_messages` reads it, or beside a text also in ``output``. Otherwise the conversation itself holds the
+    The answer is in ``response`` or ``completion``, a text or a list of turns, with a prompt as
+    :func:`row_messages` reads it, or with a text also in ``output``. Otherwise the conversation itself holds the
     answers.
 
     Args:

@@ -26,7 +26,7 @@ def mark_of(number: int) -> str:
 
 
 def joined_parts(parts: Sequence[str | int]) -> str:
-    """Return the text of parts, of which numbers are images."""
+    """Return the text of parts; those that are numbers are images."""
     made: list[str] = []
     for place, part in enumerate(parts):
         if place and isinstance(part, str) and isinstance(parts[place - 1], str):
@@ -36,7 +36,7 @@ def joined_parts(parts: Sequence[str | int]) -> str:
 
 
 def split_parts(text: str) -> list[str | int]:
-    """Return the parts of a text with marks, of which numbers are images."""
+    """Return the parts of a text with marks; those that are numbers are images."""
     parts = [part for part in _SPLIT.split(text) if part and part != _PART]
     return [ord(part[1]) - _FIRST if part[0] == _IMAGE else part for part in parts]
 

@@ -156,7 +156,7 @@ def _marked_parts(content: Sequence[Any], waiting: list[Any], taken: list[Any]) 
             parts.append(part["text"])
         else:
             kind = part.get("type") if isinstance(part, Mapping) else part
-            raise DataError(f"a part of the type {kind!r:.40} beside an image. Give texts and images.")
+            raise DataError(f"a part of the type {kind!r:.40} with an image. Give texts and images.")
     return joined_parts(parts)
 
 

@@ -50,7 +50,7 @@ def encode_conversation(
 
     Args:
         tokenizer: a transformers tokenizer.
-        messages: turns, of which the last is the assistant's and the first is not.
+        messages: turns; the last is the assistant's and the first is not.
         complete: False if a length limit cut off the last answer, which then has no end token.
         options: further arguments of the template, as for :func:`encode_chat`.
         max_length: answers that begin after so many tokens may be left out. None: none are.
@@ -114,7 +114,7 @@ def _answers(
 def _exchange_by_exchange(
     tokenizer: Any, turns: Sequence[Message], options: Mapping[str, Any] | None, whole: str, places: Sequence[int]
 ) -> list[_Answer] | None:
-    """Find the answers by rendering each exchange behind the first one, which takes time linear in their number.
+    """Find the answers by rendering each exchange after the first one, which takes time linear in their number.
 
     None: the pieces do not make up the whole text, so the template writes an exchange differently in other places.
     """
@@ -222,7 +222,7 @@ class _Encoder:
         return self.rest + self.ended * unfinished
 
     def _alone(self, answer: _Answer) -> tuple[list[int], int]:
-        """Return the ids of an answer behind those of its prompt, which end where that text ends, and their number."""
+        """Return the ids of an answer after those of its prompt, which end where that text ends, and their number."""
         prompt = encode_rendered(self.tokenizer, answer.text[: answer.start])
         tokens = _Tokens(self.tokenizer, answer.text[: answer.closed])
         if tokens.ids[: len(prompt)] == prompt:

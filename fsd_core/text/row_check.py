@@ -21,8 +21,8 @@ from fsd_core.text.conversations import ANSWERS, THOUGHTS, TOOLS, WEIGHT, role_o
 
 MAX_SKIPPED = 0.05  # share of the rows
 LISTING = "skipped-rows.jsonl"  # in the directory of an output; an output that is a file gets it as suffix
-_MAX_COMPARED = 1000  # rows that are read behind the last one needed, to see whether few of them are bad
-_HOPELESS = 100  # rows of which none can be used: the rest is not read
+_MAX_COMPARED = 1000  # rows that are read after the last one needed, to see whether few of them are bad
+_HOPELESS = 100  # rows without a usable one, after which the rest is not read
 _MAX_SAID = 5  # reasons and fields named on the terminal
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|-?\d+")  # parts of a reason that differ from row to row
@@ -78,7 +78,7 @@ def _turn_fields(turns: Any) -> list[str]:
             if key in (WEIGHT, *THOUGHTS) and role != "assistant":
                 found.add(f"{key} of turns of the role {role}")
             else:
-                found.add(f"{key} beside {thoughts[0]}" if key in thoughts[1:] else str(key))
+                found.add(f"{key} next to {thoughts[0]}" if key in thoughts[1:] else str(key))
         content = turn.get("content")
         parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
         others = {key for part in parts for key in part if part[key] not in _EMPTY}
@@ -140,7 +140,7 @@ class RowCheck:
         """Note that the row ``where`` cannot be used.
 
         Raises:
-            DataError: the check is strict, none of many rows can be used, or too many of those behind the last one
+            DataError: the check is strict, none of many rows can be used, or too many of those after the last one
                 needed cannot.
         """
         reason = str(error).removeprefix(where).removeprefix(":").strip()
@@ -236,5 +236,5 @@ class RowCheck:
 
 
 def listing_of(output: str | Path | None) -> Path | None:
-    """Return the file of skipped rows beside an output that is a file; None without an output."""
+    """Return the file of skipped rows next to an output that is a file; None without an output."""
     return None if output is None else Path(f"{output}.{LISTING}")

@@ -136,7 +136,7 @@ def _text_rows(path: Path) -> Iterator[_Item]:
 
 
 def _is_array(lines: Sequence[bytes]) -> bool:
-    """Whether lines of which the first begins with a bracket are one array of rows, and not a row each."""
+    """Whether lines that begin with a bracket are one array of rows, and not a row each."""
     try:
         json.loads(lines[0])
     except (ValueError, RecursionError):

@@ -83,7 +83,7 @@ def completion(args: argparse.Namespace) -> int:
 
 
 class Once(argparse.Action):
-    """Stores a value, and refuses a second one, of which argparse would keep only the last."""
+    """Stores a value and refuses a second one. Argparse would keep the last."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, name: Any = None

@@ -17,7 +17,7 @@ from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.rules import TokenOrigin
 
 # How a token of each source looks: an ANSI colour, or a pair of marks around it. Blue and orange differ for all eyes,
-# on dark and on light grounds; the underline tells them apart without colours.
+# on dark and on light grounds; the underline shows the difference without colours.
 COLOURS = {TokenOrigin.TARGET: "", TokenOrigin.EXACT: "\x1b[38;5;33m", TokenOrigin.GATE: "\x1b[1;4;38;5;208m"}
 MARKS = {TokenOrigin.TARGET: ("", ""), TokenOrigin.EXACT: ("[", "]"), TokenOrigin.GATE: ("{", "}")}
 MEANINGS = {
@@ -80,11 +80,11 @@ class LiveTokens(Callback):
     """Writes one answer's tokens by source as they come, with tokens per second and τ after the last one.
 
     Args:
-        tokenizer: of the target.
+        tokenizer: tokenizer of the target.
         stream: a terminal.
         colour: whether it shows colours.
         width: its columns. Figures that do not fit on the text's line are left out.
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(

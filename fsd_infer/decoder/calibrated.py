@@ -1,7 +1,7 @@
-"""Settings beside a drafter, with the promises that they keep: ``rule="calibrated"``, and one number for quality.
+"""Calibrated settings in a drafter's directory: ``rule="calibrated"``, and one number for quality.
 
-A quality is the share of exact's score that answers keep: 1 is exact, ``quality:0.95`` the fastest rule of which
-calibration showed that it keeps 95 %.
+A quality is the share of exact's score that answers keep: 1 is exact, ``quality:0.95`` the fastest rule that
+calibration certified to keep 95 %.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Calibrated:
     """A calibrated setting.
 
     Attributes:
-        temperature: of the measurement; 0 is greedy.
-        rule: as text.
-        tree: of the drafter; None for its default.
+        temperature: temperature of the measurement; 0 is greedy.
+        rule: the rule as text.
+        tree: shape of the drafter's trees; None for its default.
         promise: {"kind", "value"}.
         inputs: data and results of calibration and verification.
-        levels: by falling quality, {"quality", "rule", "speed"}: the fastest certified rule; speed is times exact's.
+        levels: by falling quality, the fastest certified rule as {"quality", "rule", "speed"}; speed is times exact's.
     """
 
     temperature: float
@@ -136,7 +136,7 @@ def resolved(rule: RuleLike, drafter: Drafter, target: Target, temperature: floa
 def _entry(drafter: Drafter, target: Target, temperature: float) -> tuple[Path, dict[str, Any]]:
     """Return a drafter's file, and its entry for this target and temperature. Raises as :func:`calibrated`."""
     if drafter.directory is None:
-        raise FsdError(f"calibration is read beside a drafter's files, but {drafter.name} has none: name a rule.")
+        raise FsdError(f"calibration is read from a drafter's directory, but {drafter.name} has none: name a rule.")
     file = drafter.directory / FILE
     if not file.exists():
         raise FsdError(f"{file}: nothing was calibrated yet. Run `fsd-bench calibrate`, or name a rule.")

@@ -1,8 +1,7 @@
-"""The two objects behind every way of decoding: :class:`FuzzyConfig` says what a request wants, and
-:class:`RuntimeConfig` how the models run.
+"""The two configurations: :class:`FuzzyConfig` has the options of a request, :class:`RuntimeConfig` how the models run.
 
-Python, the command line, the server, benchmarks and lm-eval fill in these two and nothing else. Both are data, so both
-are saved as JSON; objects such as a streamer, callbacks or a drafter are arguments of ``generate`` instead.
+Python, the command line, the server, benchmarks and lm-eval all use these two. Both are saved as JSON; objects such
+as a streamer, callbacks or a drafter are arguments of ``generate`` instead.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # which may b
 
 class FuzzyOptions(GenerateOptions, total=False):
     """The keywords of ``FuzzyDecoder.generate`` that type checkers know: the fields of :class:`FuzzyConfig`, and what
-    ``generate`` of transformers takes beside a configuration.
+    ``generate`` of transformers takes in addition to a configuration.
     """
 
     rule: RuleLike
@@ -57,7 +56,7 @@ class FuzzyOptions(GenerateOptions, total=False):
 
 
 class FuzzyConfig(GenerationConfig):
-    """What a request wants: transformers' GenerationConfig, and how to decode speculatively.
+    """The options of a request: transformers' GenerationConfig, and how to decode speculatively.
 
     By default answers follow the target's own distribution: of the model's configuration only special tokens and
     lengths count, and transformers' top_k of 50 does not. Pass the model's own configuration to decode by it.
@@ -70,8 +69,8 @@ class FuzzyConfig(GenerationConfig):
         tree: shape of the draft trees, ``"5,6,16"`` (depth, width, nodes) or ``"5,6,16,0.3"`` (and the probability
             below which drafting stops), or a :class:`.TreeShape`, for a head or a small LM. Default: the drafter's own;
             drafters without a model have one shape, that of loading.
-        seed: of the draws above temperature 0, a whole number of at most 64 bits (default: torch's global generator).
-            A seed makes answers reproducible: trees then do not depend on measured times.
+        seed: seed of the draws above temperature 0, a whole number of at most 64 bits (default: torch's global generator). A
+            seed makes answers reproducible: trees then do not depend on measured times.
         adapter: one of the decoder's LoRA adapters by name, or "none" for the base (default: the active one).
         apply_chat_template: wrap text in the chat template (default: if the tokenizer has one).
         measure_log_likelihood: record the target's mean log-probability of the answer, in nats per token.
@@ -82,7 +81,7 @@ class FuzzyConfig(GenerationConfig):
         beams: how beams are drafted where ``num_beams`` is above 1: ``"depth=4,spread=2"``, the same as a mapping, or
             :class:`.BeamOptions`, which lists the options and their ranges.
         max_new_tokens: most tokens of an answer, at least 1 (default: 128, unless ``max_length`` is set).
-        temperature: of the samples, 0 or above; 0 is greedy, and above 0 answers are sampled (default: 0).
+        temperature: sampling temperature, 0 or above; 0 is greedy, and above 0 answers are sampled (default: 0).
         top_p: sample from the fewest tokens of this mass, above 0 and at most 1 (default: all).
         top_k: sample from this many of the likeliest tokens, at least 1 (default: all).
         num_beams: width of beam search or beam sampling, at least 1 (default: 1, no beams).
@@ -149,7 +148,7 @@ class FuzzyConfig(GenerationConfig):
     def save_pretrained(
         self, save_directory: Any, config_file_name: Any = None, push_to_hub: bool = False, **options: Any
     ) -> None:
-        """Write ``fuzzy_config.json`` to a directory, beside a model's own generation_config.json, which stays.
+        """Write ``fuzzy_config.json`` to a directory. A model's own generation_config.json there stays.
 
         Raises FsdError: a rule of your own that is not registered, so that its text would not be read.
         """
@@ -183,7 +182,7 @@ def request_config(given: GenerationConfig | None, overrides: Mapping[str, Any])
     """Return a request's own fields, and the rest of its keywords, which are transformers'.
 
     Args:
-        given: a configuration, of which a plain GenerationConfig has none of our fields.
+        given: a configuration; a plain GenerationConfig has none of our fields.
         overrides: keywords, which win.
 
     Raises:
@@ -213,16 +212,16 @@ class RuntimeConfig(Renamed):
     """How the models run. No field changes what `exact` answers, but for the rounding of other kernels.
 
     Attributes:
-        weights: of the target. "auto": the device's backend replaces layers by faster ones, and computes with the
-            quantised weights of a GGUF file or a built-in target as they are; a model in memory stays as it is, since
-            packed weights would be copies. "packed": a model in memory, too. "expanded": quantised weights are expanded
+        weights: how the target's weights are kept. "auto": the device's backend replaces layers by faster ones, and computes
+            with the quantised weights of a GGUF file or a built-in target as they are; a model in memory stays as it
+            is, since packed weights would be copies. "packed": a model in memory, too. "expanded": quantised weights are expanded
             to bf16 first. "plain": torch's own layers, expanded, for target and drafter.
-        draft_weights: of heads, with our CPU kernels. "fp8": with a scale per output, in half the bytes. "plain": as
-            loaded. The target's weights stay, so `exact` stays exact.
+        draft_weights: how a head's are kept, with our CPU kernels. "fp8": with a scale per output, in half the bytes.
+            "plain": as loaded. The target's weights stay, so `exact` stays exact.
         recording: record whole rounds as CUDA graphs and replay them (default: on CUDA). False is for debugging.
         record: (rows, tokens) of requests whose greedy `exact` rounds are recorded at loading, so that none is recorded
-            in traffic. Other requests of as many rows (in buckets) and tokens (to the next power of two) use the same;
-            of other rules and temperatures, :func:`.record_rounds` records.
+            in traffic. Requests of as many rows (in buckets) and tokens (to the next power of two) share a recording.
+            For other rules and temperatures call :func:`.record_rounds`.
         prefix_cache_bytes: size in bytes, at least 1, of a cache for prompts that start like an earlier prompt and its
             answer, see :mod:`fsd_infer.targets.prefixes` (default: no cache).
 

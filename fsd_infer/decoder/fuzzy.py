@@ -29,7 +29,7 @@ from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.stats import Outcome
 from fsd_infer.request.guide import Guide, GuideProcessor
 from fsd_infer.request.options import shaping
-from fsd_infer.targets.adapters import put_beside
+from fsd_infer.targets.adapters import add_adapters
 from fsd_infer.targets.placing import parse_device, take_device
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.processors import is_processor
@@ -114,13 +114,13 @@ class FuzzyDecoder:
                 peft model in memory, quantised or not, which is set to eval mode and not changed otherwise.
             drafter: see :func:`load_drafter` (default: the head of a built-in target, else "lookup+recycle"). A
                 tokenizer here is the target's, as in transformers' pipelines.
-            tokenizer: of a model in memory, which otherwise decodes token ids only (default for others: their own). Or
+            tokenizer: tokenizer of a model in memory, which otherwise decodes token ids only (default: the model's). Or
                 the processor of a model that sees images.
             tree: shape of the drafter's trees, as in :class:`.FuzzyConfig`. "auto", the default on a CPU, chooses a
                 tree in each round from the drafter's scores and earlier rounds' costs and acceptances
                 (:mod:`fsd_infer.trees.policy`). With a ``seed`` it depends on the text alone.
-            adapters: directories of LoRA adapters by name, from which each request may choose one. They stay beside the
-                weights, so forwards take longer than with a merged adapter.
+            adapters: directories of LoRA adapters by name, from which each request may choose one. They stay
+                unmerged, so forwards take longer than with a merged adapter.
             config: how the models run.
             model_kwargs: fields of the config, which win; and arguments of :func:`.load_target`, such as ``dtype`` (of
                 target and drafter; default: bf16), ``device`` (default: CUDA if available), ``quantization_config``,
@@ -138,7 +138,7 @@ class FuzzyDecoder:
         check_name(drafter)
         wrapped = _wrapped(target, tokenizer, config, model_kwargs)
         if adapters:
-            put_beside(wrapped.model, adapters)
+            add_adapters(wrapped.model, adapters)
         decoder = cls(wrapped, NoDrafter(wrapped.vocab_size), config)
         if config.packs(named):
             decoder.prepare(release=named)
@@ -221,7 +221,7 @@ class FuzzyDecoder:
         """Return the token ids of one prompt.
 
         Args:
-            prompt: as of :meth:`generate`; ids are returned unchanged.
+            prompt: as for :meth:`generate`; ids are returned unchanged.
             apply_chat_template: wrap text in the chat template (default: if the tokenizer has one).
             images: a former argument: a prompt carries its images.
             former: ``chat``, the former name of ``apply_chat_template``.

@@ -123,7 +123,7 @@ def listed(prompts: Any, padding: int | None) -> list[Any]:
 def split_prompt(prompt: Any) -> tuple[Any, Sequence[Any] | ImageInput]:
     """Split a prompt that carries its images, {"prompt": ..., "images": ...}; others carry none.
 
-    In place of images may be an :class:`ImageInput`, beside the ids that :func:`encode_with_images` made with it.
+    In place of images may be an :class:`ImageInput`, with the ids that :func:`encode_with_images` made with it.
 
     Raises FsdError for other fields.
     """
@@ -191,7 +191,7 @@ def encode_with_images(
         target: with a processor.
         prompt: text or messages, see :func:`fsd_infer.request.images.split_images`.
         images: in the order of the parts that name none.
-        chat: of text, False: it has the processor's marks of images, and goes into no chat template.
+        chat: for text; False: it has the processor's marks of images, and goes into no chat template.
         sources: where images may come from; None: any local file.
         options: further arguments of the chat template.
 

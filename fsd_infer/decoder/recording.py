@@ -12,7 +12,7 @@ from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.report import RoundReport
 from fsd_infer.targets.target import Target
 
-ROUNDS = 3  # of a request, by which its rounds are recorded: those with a look of the host at the second
+ROUNDS = 3  # of a request, after which its rounds are recorded: those that ask the host at the second one
 _OPTIONS: dict[str, Any] = {"rule": "exact", "do_sample": False, "seed": 0, "eos_token_id": None}  # none ends early
 ANGLES = "the host chooses the target's rotary angles, token by token"
 Size = tuple[int, int]  # rows, and tokens of the longest text with its answer
@@ -44,9 +44,9 @@ def record_rounds(decoder: CanGenerate, sizes: Sequence[Size], **options: Any) -
     """Record the rounds of requests of these sizes, and of all that share their recordings.
 
     Args:
-        decoder: that records rounds.
-        sizes: of the requests.
-        options: of the requests, as :meth:`.FuzzyDecoder.generate` takes them (default: `exact` at temperature 0).
+        decoder: a decoder that records rounds.
+        sizes: sizes of the requests.
+        options: their options, as :meth:`.FuzzyDecoder.generate` takes them (default: `exact` at temperature 0).
 
     Returns:
         one line that says what was recorded and how long it took.

@@ -87,7 +87,7 @@ def prepare(
     asked = asked | _set(fields)
     named = ", ".join([*fields, *([] if given is None else ["generation_config"])]) or "of the model's own config"
     with foreign_errors(FsdError, f"transformers refuses these options ({named}): {{why}}"):
-        if given is not None:  # transformers warns of keywords beside a configuration
+        if given is not None:  # transformers warns of keywords next to a configuration
             given = copy.deepcopy(given)
             given.update(**_set(fields))
             fields = {name: None for name, value in fields.items() if value is None}
@@ -184,11 +184,11 @@ def decode_request(
 
     Args:
         target: to decode with; a drafter that was loaded for this model brings the target that it reads.
-        drafter: of the request.
+        drafter: drafter of the request.
         config: the request's own fields.
         request: with callbacks, if any.
         complete: all fields of transformers', as prepared.
-        streamer: of the one answer.
+        streamer: streamer of the only answer.
 
     Raises:
         FsdError: an invalid argument; and as :func:`fsd_infer.engine.decode`.

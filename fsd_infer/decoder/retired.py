@@ -46,7 +46,7 @@ def request_options(
 
 
 def former_images(options: dict[str, Any]) -> Any:
-    """Take the images that ``generate`` took beside its prompts out of its keywords. None: none are given."""
+    """Pop the former keyword ``images`` of ``generate``. None: none are given."""
     images = options.pop("images", None)
     if images is not None:
         say("images=", 'a prompt carries its images, {"prompt": ..., "images": [...]}')

@@ -67,7 +67,7 @@ def cores_taken(before: CpuTimes, after: CpuTimes) -> float:
     return max(0.0, (after.used - before.used - after.own + before.own) / (after.at - before.at))
 
 
-def threads_beside(asked: int, cores: int, taken: float) -> int:
+def free_threads(asked: int, cores: int, taken: float) -> int:
     """Return how many of the threads asked for find a core, where others take some of ``cores``."""
     whole = math.ceil(taken - UNNOTICED)
     return asked if whole <= 0 else max(1, min(asked, cores - whole))
@@ -96,11 +96,11 @@ class Cores:
                 if now is not None:  # a look of long ago says nothing of now
                     self._taken = cores_taken(self._last, now) if now.at - self._last.at <= STALE else 0.0
                 self._last = now
-            beside = threads_beside(asked, self._count(), self._taken)
-            if beside < asked and not self._said:
+            free = free_threads(asked, self._count(), self._taken)
+            if free < asked and not self._said:
                 self._said = True
-                logger.info("other processes keep cores busy: %d of %d threads while they do.", beside, asked)
-            return max(1, beside // max(1, self._requests))
+                logger.info("other processes keep cores busy: %d of %d threads while they do.", free, asked)
+            return max(1, free // max(1, self._requests))
 
     def enter(self) -> None:
         """A request begins. Raises FsdError for an unknown FSD_THREADS."""

@@ -47,7 +47,7 @@ class RowTensors:
 
     def __init__(self, batch: int, pool: KVPool, parent: tuple[RowTensors, int] | None = None) -> None:
         self.batch, self.pool, self.parent = batch, pool, parent
-        self._allocated = batch  # rows, of which the first B are left
+        self._allocated = batch  # rows that were allocated; the first B are in use
         self.held: dict[Any, Tensor] = {}
 
     def get(self, key: Any, like: Tensor, first: int, rest: Sequence[int]) -> Tensor:

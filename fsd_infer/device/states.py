@@ -83,7 +83,7 @@ class RecurrentStates:
     """The states of all recurrent layers, each a tensor [B, ...] that stays in its place.
 
     Args:
-        tensors: of the batch, which hold the states beside keys and values.
+        tensors: tensors that hold the states of the batch, other than keys and values.
 
     Attributes:
         branches: how the next forward's tokens hang together; None: they continue the text, and are committed at once.

@@ -28,13 +28,13 @@ class Drafter(Renamed, ABC):
     """Weights and options of one way to draft.
 
     Attributes:
-        name: of the kind, as in records.
-        target: whose features or weights the drafter uses; None if any target of its vocabulary will do.
-        directory: of its files; None if it has none.
+        name: name of the kind, as in records.
+        target: the model whose features or weights the drafter uses; None if any target of its vocabulary will do.
+        directory: directory of its files; None if it has none.
         bounds: the largest shape within which a :mod:`policy <fsd_infer.trees.policy>` chooses the shape of its trees
             round by round; None: the shape is its own and fixed.
         menu: the shapes within it among which a policy chooses where rounds are recorded.
-        relative_cost: of its model's forward, in the target's; None: that of a head, 0: it has no model.
+        relative_cost: cost of its model's forward over the target's; None: a head's, 0: it has no model.
         draws_chains: whether drafts that are drawn do best as a chain; else as nodes of a tree.
     """
 
@@ -125,7 +125,7 @@ class Drafter(Renamed, ABC):
         """Return the fastest form of this drafter for a request: itself, or one with other trees.
 
         Args:
-            draft_bonus: of the distribution, in nats, as in :class:`DraftRequest`.
+            draft_bonus: see :class:`DraftRequest`.
         """
         return self
 
@@ -133,7 +133,7 @@ class Drafter(Renamed, ABC):
         """Return the bytes of a session's KV caches, by default those of the parts.
 
         Args:
-            batch: as of :class:`DraftRequest`.
+            batch: see :class:`DraftRequest`.
             slots: its ``cache_slots``.
         """
         return sum(part.cache_bytes(batch, slots) for part in self.parts)

@@ -1,4 +1,4 @@
-"""A corpus to draft from: data with an index of their texts beside them, which is built once and then mapped."""
+"""A corpus to draft from: a data file with an index of its texts, which is built once and then memory-mapped."""
 
 from __future__ import annotations
 

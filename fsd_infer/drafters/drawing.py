@@ -64,7 +64,7 @@ def accepted_and_expected(tree: DraftTree, path: Tensor, accepted: Tensor) -> Te
     The columns are likely ones at roots, likely ones below, then drawn ones; of each the accepted, then the expected.
 
     Args:
-        tree: that was verified.
+        tree: the verified tree.
         path: [B, D+1] the accepted path, padded with its last node.
         accepted: [B] its drafts, -1 in rows that are finished.
     """
@@ -84,7 +84,7 @@ class Drawing:
 
     Args:
         process: the request's processors that do not depend on ids, [..., Vd] to [..., Vd]; None if there are none.
-        generator: of the draws; None: torch's global one.
+        generator: random generator of the draws; None: torch's global one.
         nodes: drafts that each tree may have.
         min_accept_prob: a node that is accepted with a smaller probability is not worth verifying.
         ratios: learned ratios; None: 1.

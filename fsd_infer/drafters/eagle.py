@@ -126,8 +126,8 @@ class EagleDrafter(TreeDrafter):
         """Compute draft logits.
 
         Args:
-            outputs: [B, E, H] of the head.
-            vocabulary: of the batch, from :meth:`context_vocabulary`.
+            outputs: [B, E, H] outputs of the head.
+            vocabulary: vocabulary of the batch, from :meth:`context_vocabulary`.
 
         Returns:
             [B, E, Vd] logits in the target's dtype.

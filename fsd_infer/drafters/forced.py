@@ -28,7 +28,7 @@ class ForcedDrafter(GraftedDrafter):
     """A drafter with a :class:`GuideDrafter` grafted onto it.
 
     A forced chain is a function of the text, and the rule verifies it like any other draft. So every distribution stays
-    as it is. A row with a long chain drafts nothing else, whatever the rows beside it do; a shorter chain becomes part
+    as it is. A row with a long chain drafts nothing else, whatever the other rows do; a shorter chain becomes part
     of the main tree. If the chains of all rows are long, the main drafter is not called.
 
     Args:

@@ -67,11 +67,11 @@ def best_first(table: Table, state: Any, root: int, nodes: int, depth: int, min_
     """Grow a tree of a text's most likely continuations, best first.
 
     Args:
-        table: of the text.
+        table: the text's table.
         state: the table's, after the text.
         root: the text's last token.
         nodes: most nodes, the root included.
-        depth: of the deepest node.
+        depth: depth of the deepest node.
         min_accept_prob: a node that is accepted with a smaller probability is not drafted.
 
     Raises:
@@ -112,14 +112,14 @@ class FreeDrafter(Drafter):
     """A drafter that needs neither weights nor features. The name "X+NAME" grafts it onto X's tree.
 
     Args:
-        vocab_size: V of the target.
-        depth: of the deepest draft, in tokens after the root.
+        vocab_size: V, size of the target's vocabulary.
+        depth: depth of the deepest draft, in tokens after the root.
         nodes: most nodes verified per round, the root included.
         min_accept_prob: a node that is accepted with a smaller estimated probability is not drafted; in (0, 1).
         width: most children per context, for the check of the shape.
 
     Attributes:
-        largest: by device, the largest shape within which trees are chosen round by round.
+        largest: the largest shape, by device, within which trees are chosen round by round.
         context_length: tokens of a context that its tables read at most.
         most_chosen: nodes that it drafts at least under ``tree="auto"``, which then chooses the nodes to verify.
 
@@ -171,7 +171,7 @@ class FreeSession(DraftSession):
     """A session of a :class:`FreeDrafter`, whose tables hold what may follow each text. All its state is the host's.
 
     Args:
-        drafter: of the session.
+        drafter: the session's drafter.
         first_tokens: as for :meth:`Drafter.start`.
         request: as for :meth:`Drafter.start`.
 

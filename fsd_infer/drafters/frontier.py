@@ -65,7 +65,7 @@ class Frontier:
         """Set the cache's write slots for a forward over these nodes, and return its arguments.
 
         Args:
-            cache: of the model.
+            cache: cache of the model.
             roots: [B] slot of each row's root.
             nodes: [B][M] some of every row, whose parents the cache has, or has after this forward.
 

@@ -147,7 +147,7 @@ class GraftedSession(DraftSession):
         grafted = self.grafted.draft(roots)
         seconds = self.clock() - began
         if shape is not None and prices is not None and not grafted.sampled:
-            self.main.shape = replace(shape, prices=prices.beside(grafted))
+            self.main.shape = replace(shape, prices=prices.given_grafted(grafted))
         main = self._draft_main(roots, seconds)
         for tree, part in zip((main, grafted), self.drafter.parts, strict=True):
             if tree.sampled and tree.drawn is None:

@@ -36,13 +36,13 @@ class TreeSession(DraftSession):
     """A session with a KV cache. Text token i occupies slot i, and expanded nodes follow the text, depth by depth.
 
     Args:
-        drafter: whose model grows the trees.
+        drafter: the drafter whose model grows the trees.
         request: as for :meth:`Drafter.start`.
 
     Attributes:
-        device: of the drafter's model.
+        device: device of the drafter's model.
         lengths: [B] slots of each row's text, the root's included.
-        shape: of the next tree: the drafter's own, or one within it, which may have prices.
+        shape: shape of the next tree: the drafter's own, or one within it, which may have prices.
     """
 
     per_row = DraftSession.per_row | {"lengths"}
@@ -163,7 +163,7 @@ class TreeSession(DraftSession):
         """Propose children from logits [B, E, Vd]: ln q [B, E, width], entries of the vocabulary, and which are drawn.
 
         Args:
-            logits: of the nodes that were expanded last.
+            logits: logits at the nodes that were expanded last.
             scores: [B, E] their cumulative log q.
             ancestors: as for :meth:`Drawing.propose`.
         """
@@ -179,7 +179,7 @@ class TreeSession(DraftSession):
             roots: [B] tokens.
             logits: [B, 1, Vd] at the roots.
             ids: [Vd] target id of each entry; None if Vd = V.
-            max_depth: of the deepest candidates.
+            max_depth: depth of the deepest candidates.
         """
         self._stopped, self._node_positions = None, []
         candidates = Candidates(roots, isinstance(self._drawing, Drawing))
@@ -361,7 +361,7 @@ class Candidates:
         """Return the trees of all candidates.
 
         Args:
-            ids: as of :meth:`TreeSession._grow`.
+            ids: as for :meth:`TreeSession._grow`.
             drawing: what has drawn nodes; None: nothing.
         """
         expanded, parents = torch.cat(self.expanded, 1), torch.cat(self.parents, 1)

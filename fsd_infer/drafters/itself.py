@@ -10,7 +10,7 @@ embeddings, norms and LM head are the target's. Layers that a backend packed use
 **Rounding by least squares.** In groups of 64 of an output's inputs, w ≈ z + s·n with whole n from 0 to 2^bits - 1.
 Scale s and zero z minimise a group's squared error. From several starts (the range, shrunk by several factors), two
 steps alternate: rounding n = round((w - z)/s), and linear regression of w on n. The best result wins. HQQ
-(half-quadratic quantization) alternates likewise but minimises another norm.
+(half-quadratic quantization) alternates in the same way but minimises another norm.
 """
 
 from __future__ import annotations

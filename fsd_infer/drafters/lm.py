@@ -34,7 +34,7 @@ def warn_context(name: str, limit: int) -> None:
     """Warn once per small LM that a text is too long for it.
 
     Args:
-        name: of the small LM.
+        name: name of the small LM.
         limit: length of its context, in tokens.
     """
     warnings.warn(
@@ -48,7 +48,7 @@ def warn_context(name: str, limit: int) -> None:
 class LMDrafter(TreeDrafter):
     """A small LM that drafts a tree, or above temperature 0 a chain that is drawn from q, if the rule takes one.
 
-    Its q is near the target's p. So a drawn chain, of which several tokens are accepted, takes fewer nodes than a tree
+    Its q is near the target's p. So a drawn chain, whose tokens are mostly accepted, takes fewer nodes than a tree
     and emits more tokens. But a wider shape that was asked for is drafted as it is.
 
     A chain is as deep as the tree would be. It ends earlier where the small LM's probability of the whole chain falls

@@ -212,7 +212,7 @@ def _load_grafted(main: str, grafted: str, kind: str, target: Target, tree: Tree
 
 
 def refuse_head(directory: Path) -> None:
-    """Raise ModelLoadError for the directory of a draft head, of which transformers would say that it is too old.
+    """Raise ModelLoadError for the directory of a draft head, which transformers would call too old a model.
 
     A damaged directory passes: the target's own checks say what is damaged.
     """
@@ -221,5 +221,5 @@ def refuse_head(directory: Path) -> None:
         kind = head_kind(directory) if directory.is_dir() else None
     if kind is not None:
         raise ModelLoadError(
-            f"{directory} is a draft head, not a target: give it as drafter, beside the model that it was trained for."
+            f"{directory} is a draft head, not a target: give it as drafter of the model that it was trained for."
         )

@@ -84,7 +84,7 @@ class MedusaHeads(nn.Module):
         self.grounded = grounded
 
     def keep_rows(self, ids: Tensor) -> None:
-        """Keep these rows [Vd] of the LM heads, of which some files have no others."""
+        """Keep these rows [Vd] of the LM heads; some files have no others."""
         for part in self.lm_heads:
             head: Any = part
             if len(head.weight) != len(ids):
@@ -107,7 +107,7 @@ class MedusaDrafter(StepDrafter):
 
     @classmethod
     def read(cls, directory: Path, config: Mapping[str, Any], target: Target, shape: TreeShape | None) -> MedusaDrafter:
-        if config.get("model_type") in (None, "medusa"):  # else the config is the target's, beside which the heads lie
+        if config.get("model_type") in (None, "medusa"):  # else the config is the target's
             check_uncomputed(config.get)
         weights = Weights(directory, single=MEDUSA_FILE if (directory / MEDUSA_FILE).is_file() else SINGLE)
         names = _names(directory, weights)
@@ -213,7 +213,7 @@ def _names(directory: Path, weights: Weights) -> dict[str, str]:
         if inside and not stored.startswith("medusa_head"):
             continue
         if found := _LM_HEAD.fullmatch(stored):
-            if found[1] or "lm_heads.0.weight" not in names:  # a copy of the target's may lie beside the heads' own
+            if found[1] or "lm_heads.0.weight" not in names:  # a copy of the target's may be next to the heads' own
                 names[f"lm_heads.{found[1] or 0}.weight"] = stored
         elif (found := _BLOCK.fullmatch(stored)) and (len(shape) != 2 or ".linear." in stored or "blocks." in stored):
             names[f"blocks.{found[1]}.{found[2]}.linear.{found[3]}"] = stored

@@ -56,7 +56,7 @@ class TextMatcher(TextIndex):
 
     Attributes:
         tokens: the text.
-        occurrences: of the text's end at the last look-up, continued by the tokens appended since.
+        occurrences: occurrences of the text's end at the last look-up, continued by the tokens appended since.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class MemoryDrafter(FreeDrafter):
 
     Args:
         vocab_size: V of the target.
-        depth: of the deepest draft, in tokens after the root.
+        depth: depth of the deepest draft, in tokens after the root.
         nodes: most nodes verified per round, the root included. A round without a match has the root alone.
         min_accept_prob: a node that is accepted with a smaller estimated probability is not drafted; in (0, 1).
         store_bytes: bytes of remembered prompts and answers, over all users; 0: each text drafts from itself only.

@@ -113,7 +113,7 @@ class MtpHead(nn.Module):
 
     @property
     def needs_node_positions(self) -> bool:
-        """Whether some layer does not attend to all positions, of which siblings share one."""
+        """Whether some layer does not attend to all positions. Siblings share a position."""
         return "sliding_attention" in self._kinds or len(self.layers) > 1
 
     def _layer_mask(self, index: int, mask: Any, positions: Tensor, cache: Any) -> Any:

@@ -63,9 +63,9 @@ class MtpLayer(nn.Module):
 
     Args:
         last: a decoder layer of the target's own.
-        layout: of the family.
-        config: of the layer.
-        index: of its keys and values in a cache.
+        layout: layout of the family.
+        config: config of the layer.
+        index: index of its keys and values in a cache.
     """
 
     def __init__(self, last: Any, layout: Layout, config: Any, index: int) -> None:

@@ -113,7 +113,7 @@ class Store(SuffixStore):
     """Texts of earlier requests, within a bound in bytes. The least recently used texts are evicted first.
 
     Args:
-        max_bytes: of its arrays, and of :data:`TEXT_ENTRIES` entries for each text.
+        max_bytes: most bytes of its arrays, and of :data:`TEXT_ENTRIES` entries for each text.
 
     Attributes:
         hit_rates: estimated acceptance of candidates, learned while decoding.

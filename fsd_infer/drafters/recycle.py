@@ -39,7 +39,7 @@ class RecycleTable:
 
     Args:
         width: candidates per context.
-        max_contexts: of the table; the one not updated for longest is dropped first.
+        max_contexts: most contexts of the table; the one not updated for longest is dropped first.
 
     Attributes:
         after: candidates by context, each with its token and bucket, the likeliest first.
@@ -117,11 +117,11 @@ class RecycleDrafter(FreeDrafter):
 
     Args:
         vocab_size: V of the target.
-        depth: of the deepest draft, in tokens after the root.
+        depth: depth of the deepest draft, in tokens after the root.
         nodes: most nodes verified per round, the root included.
         width: candidates per context.
         min_accept_prob: a node that is accepted with a smaller estimated probability is not drafted; in (0, 1).
-        max_contexts: of the table, about 0.5 kB each.
+        max_contexts: most contexts of the table, about 0.5 kB each.
         keep: whether later requests draft from earlier ones. If not, a tree depends on its request only, and answers
             of lossy rules repeat.
 

@@ -35,12 +35,12 @@ class DraftRequest(Renamed):
         max_length: tokens of the longest text at its end, as far as the request limits it.
         draws: which drafts of heads and small LMs are drawn from q.
         generator: random generator of drawn drafts; None: torch's global one.
-        temperature: of the request; 0 if it is greedy.
+        temperature: temperature of the request; 0 if it is greedy.
         seeded: whether the request has a generator of its own, so that its answer repeats.
-        device: of the target. Trees are returned there.
+        device: device of the target. Trees are returned there.
         draft_bonus: nats that the rule's distribution gives for an accepted draft, on average; 0 for distributions that
             favour no draft. :mod:`fsd_infer.trees.tree` chooses trees by it.
-        shape: of the first trees, if shapes are chosen round by round; None: always the drafter's own.
+        shape: shape of the first trees, if shapes are chosen round by round; None: always the drafter's own.
         menu: the shapes among which they are chosen by forecasts, see :mod:`fsd_infer.trees.menu`.
         clock: returns the seconds that drafters time their work by; None: they time nothing.
         users: [B] owner of each text. Texts may draft from each other if they share a user that is not "". None: all
@@ -79,7 +79,7 @@ class DraftSession(Renamed, ABC):
     Attributes:
         parts: the sessions that this one combines. By default each gets every call of this one.
         per_row: names of attributes that hold a tensor [B, ...] or a list of B entries, for :meth:`keep_rows`.
-        shape: of the next trees, if shapes are chosen round by round.
+        shape: shape of the next trees, if shapes are chosen round by round.
         growth: how the last trees were grown, if by prices.
     """
 
@@ -102,7 +102,7 @@ class DraftSession(Renamed, ABC):
 
     @property
     def needs_report(self) -> bool:
-        """Whether a draft takes what the host learned of the round before, so that the host may not lag behind."""
+        """Whether a draft needs the report of the round before, so that the host must read it first."""
         return any(part.needs_report for part in self.parts)
 
     @property
@@ -200,7 +200,7 @@ class DraftSession(Renamed, ABC):
         Args:
             tree: the verified tree; after the prefill, the root alone.
             logits: [B, N, V] the target's logits at every node.
-            verdict: on them.
+            verdict: the verdict on them.
         """
         return [values for part in self.parts for values in part.feedback(tree, logits, verdict)]
 
@@ -228,7 +228,7 @@ class DraftSession(Renamed, ABC):
         """Return which nodes complete an n-gram of another text that the session reads. Syncs with the device.
 
         Args:
-            tree: of this round.
+            tree: the tree of this round.
             n: length of the n-grams, in tokens.
 
         Returns:

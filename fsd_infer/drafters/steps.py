@@ -69,7 +69,7 @@ class StepDrafter(TreeDrafter):
         """Read the head in a directory.
 
         Args:
-            directory: with safetensors.
+            directory: directory with safetensors.
             config: its config.json.
             target: the model to draft for.
             shape: see :class:`TreeDrafter`.
@@ -87,7 +87,7 @@ class StepDrafter(TreeDrafter):
         """Read nodes of one depth, 0 at the roots.
 
         Args:
-            depth: of the nodes.
+            depth: depth of the nodes.
             tokens: [B, E].
             state: [B, E, S] of their parents.
             features: [B, H] as of :meth:`begin`.

@@ -5,7 +5,7 @@ target's last tokens, and what they begin with in common is one path of the tree
 the context and has no q, as what a table drafts. So every rule keeps its distribution at every temperature, whatever
 the tokenizers make of the text.
 
-What the small LM reads is split anew by its own tokenizer where new text changes the last tokens, as "He" and "llo".
+What the small LM reads is tokenized again where new text changes the last tokens, as "He" and "llo".
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class TextDrafter(TranslatedDrafter):
     """A small LM whose text the target's tokenizer splits. Its trees have a fixed shape and no q.
 
     Args:
-        model: as of :class:`TranslatedDrafter`.
-        target: as of :class:`TranslatedDrafter`.
+        model: see :class:`TranslatedDrafter`.
+        target: see :class:`TranslatedDrafter`.
         shape: its depth and nodes are at most those of a tree, in tokens of either model (default: a chain).
 
     Raises:

@@ -32,9 +32,9 @@ class TranslatedDrafter(LMDrafter):
     """A small LM of another vocabulary. Its distributions are over the shared tokens.
 
     Args:
-        model: as of :class:`LMDrafter`, with a tokenizer.
-        target: as of :class:`LMDrafter`, with a tokenizer.
-        shape: as of :class:`LMDrafter`.
+        model: see :class:`LMDrafter`; with a tokenizer.
+        target: see :class:`LMDrafter`; with a tokenizer.
+        shape: see :class:`LMDrafter`.
 
     Raises:
         VocabularyMismatchError: hardly any token is shared.

@@ -23,7 +23,7 @@ class Vocabulary:
 
     Args:
         tokenizer: a transformers tokenizer.
-        size: of the model's logits. Tokens beyond are left out.
+        size: entries of the model's logits. Tokens beyond are left out.
 
     Attributes:
         special: names of special tokens by id.

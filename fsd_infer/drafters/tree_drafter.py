@@ -27,10 +27,10 @@ class TreeDrafter(Drafter):
 
     Attributes:
         has_default_shape: whether the shape is the default.
-        largest: by device, the largest shape within which trees are chosen round by round.
-        grows: whether they can be chosen so.
+        largest: the largest shape, by device, within which trees are chosen round by round.
+        grows: whether shapes can be chosen round by round.
         depth: most tokens that the model drafts below a text. Deeper trees are cut.
-        all_shapes: among which they are chosen where rounds are recorded.
+        all_shapes: the shapes to choose among where rounds are recorded.
     """
 
     target: Target

@@ -24,7 +24,7 @@ class Callback:
         """Called for each token of an answer, before :meth:`on_round`.
 
         Args:
-            prompt_index: of the answer's prompt in the request.
+            prompt_index: index of the answer's prompt in the request.
             token: its id.
 
         Returns:

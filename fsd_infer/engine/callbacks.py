@@ -32,8 +32,8 @@ class Stopping(Callback):
     """Ends answers at EOS tokens, by the request's criteria and callbacks, and at their limits of length.
 
     Args:
-        request: see there.
-        records: of all answers, without the tokens of the round.
+        request: the request.
+        records: records of all answers, without the tokens of the round.
         limits: most tokens of each answer.
     """
 
@@ -107,8 +107,8 @@ class Recorder(Callback):
     """Keeps the records of all answers.
 
     Args:
-        records: of all answers.
-        timer: of the request.
+        records: records of all answers.
+        timer: the request's timer.
     """
 
     reads_tensors = False
@@ -155,7 +155,7 @@ class Streaming(Callback):
 class TreeUpdate(Callback):
     """Tells a policy what a round took and accepted, and asks it for the shape of the next trees.
 
-    Where the host lags behind, those are the trees of the round after the next one.
+    Where the host is one round late, those are the trees of the round after the next one.
     """
 
     reads_tensors = False
@@ -210,10 +210,10 @@ class Prefixes(Callback):
     See :mod:`fsd_infer.targets.prefixes`.
 
     Args:
-        cache: of the target.
+        cache: the target's prefix cache.
         layers: captured layers of the features, see :meth:`Target.capture_layers`.
-        request: see there.
-        max_length: of a text that keeps its keys however it goes on (see :mod:`.rotary`); None: any.
+        request: the request.
+        max_length: most tokens of a text that keeps its keys however it goes on (see :mod:`.rotary`); None: any.
     """
 
     def __init__(self, cache: PrefixCache, layers: tuple[int, ...], request: Request, max_length: int | None) -> None:

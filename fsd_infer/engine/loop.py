@@ -3,7 +3,7 @@
 :mod:`fsd_infer.engine.round` is the algorithm. The target encapsulates the model family, the drafter proposes, and the
 rule accepts. Each batch row has its own text length and accepted length; nothing is padded on the left.
 
-Where rounds are recorded the host lags one behind: it launches a round before it reads the one before, and does its
+Where rounds are recorded the host is one round late: it launches a round before it reads the one before, and does its
 bookkeeping meanwhile. A row that a stop has ended runs along once more, and what it emits there is left out.
 """
 

@@ -21,9 +21,9 @@ class RecordedGraph:
 
     Attributes:
         inputs: from the host, or from what runs eagerly before it; at fixed addresses.
-        outputs: of the recorded function; every :meth:`replay` updates their tensors.
+        outputs: what the recorded function returned; every :meth:`replay` updates their tensors.
         launch: replays the recorded launches.
-        phases: of the round that it holds.
+        phases: the phases of a round that it holds.
     """
 
     inputs: list[Tensor]
@@ -63,9 +63,9 @@ class RecordableRound:
     and advances in :meth:`end`.
 
     Attributes:
-        state: of the batch.
+        state: state of the batch.
         tree: what the session has drafted; None: it drafts in the recorded round.
-        inputs: of the first part: what a recordable session's host found, or the tree's tensors.
+        inputs: inputs of the first part: what a recordable session's host found, or the tree's tensors.
         key: rounds of one key have tensors of the same shapes.
     """
 

@@ -36,17 +36,17 @@ class RequestPlan:
 
     Args:
         target: the model that verifies.
-        drafter: of the request.
+        drafter: drafter of the request.
         rule: one, or one per prompt.
         request: as the caller gave it.
 
     Attributes:
         count: rows that prompts fill.
         limits: most tokens of each answer.
-        rows: of the batch, with those of its bucket that no prompt fills.
+        rows: number of rows of the batch, with those of its bucket that no prompt fills.
         drafter: in its fastest form for the rules.
         draft_bonus: nats that the rules' distributions give for an accepted draft, on average.
-        temperature: of the request; 0: greedy.
+        temperature: temperature of the request; 0: greedy.
         draws: which drafts are drawn from q.
         recorder: what records the rounds; None: they run eagerly.
         max_lengths: [rows] tokens of each prompt with its longest answer.

@@ -1,8 +1,8 @@
 """Whole rounds recorded as CUDA graphs: draft, verify, rule, commit and the drafter's reading become one launch.
 
 A recording fixes shapes and addresses. So the state of a request outlives it, and a later request of the same key
-takes its place in the same tensors. A batch fills a bucket of 1, 2, 4, 8 or 16 rows, of which those that it lacks, and
-those that have finished, are masked. When the rest fits a smaller bucket that is recorded, it moves there.
+takes its place in the same tensors. A batch fills a bucket of 1, 2, 4, 8 or 16 rows; empty and finished rows are
+masked. When the rest fits a smaller bucket that is recorded, it moves there.
 
 What a drafter finds on the host goes to the recording before the launch (:meth:`.DraftSession.host_inputs`). Where the
 host computes something of the tree, for logits processors that read texts or rules that compare with other ones, the
@@ -65,7 +65,7 @@ class RecordedState:
     """The state that all requests of one key use, one after the other, and its recordings by what fixes their shapes.
 
     Attributes:
-        seconds: of a round by shape of the menu; empty: not timed yet.
+        seconds: time of a round by shape of the menu; empty: not timed yet.
     """
 
     state: DecodeState
@@ -86,8 +86,8 @@ class RoundRecorder:
     """Records rounds of a target and replays them.
 
     Attributes:
-        generator: of all draws. A recording draws from it, so a request's own only sets its state.
-        refused: why recording failed; None while it works.
+        generator: generates all draws. A recording draws from it, so a request's own only sets its state.
+        refused: why recording failed; None if it works.
     """
 
     def __init__(self, recorder: GraphRecorder, device: torch.device) -> None:
@@ -128,7 +128,7 @@ class RoundRecorder:
         """Return the state for a new request: that of an earlier request of the same key, if any, with the new texts.
 
         Args:
-            state: of the new request, whose rows fill a bucket.
+            state: state of the new request, whose rows fill a bucket.
             count: rows of the request; the others emit nothing.
             key: what fixes its rounds, besides its own shapes.
         """

@@ -28,8 +28,8 @@ class RoundReport(Renamed):
             the target's choice and the drafter's. The first callback cuts them where an answer ends.
         ended: why rows end with this round, "stop" or "length", by index.
         verdict: on the CPU, with paths and counts as the device has them.
-        seconds: of the round by phase, if somebody asks for them.
-        tensors: of the round. On a device the next round may write over them.
+        seconds: time of the round by phase, if a callback reads it.
+        tensors: tensors of the round. On a device the next round may write over them.
     """
 
     former_members = {"numbers": "prompt_indices"}
@@ -70,9 +70,9 @@ class PendingReport:
     """A round on its way to the host, in one transfer that begins after the launches of the round.
 
     Args:
-        phase: as of the report.
+        phase: see :class:`RoundReport`.
         prompt_indices: [B] index of each row among the request's prompts, as the round had them.
-        tensors: of the round.
+        tensors: tensors of the round.
     """
 
     def __init__(self, phase: str, prompt_indices: Sequence[int], tensors: RoundTensors) -> None:

@@ -30,7 +30,7 @@ class Round:
             ``q_logits``: copy what you keep.
         path: [D+1] the accepted nodes, the root first, padded with the last.
         emissions: the emitted tokens; token j follows ``path[j]``.
-        seconds: of the round by phase; the first round has ``prefill``.
+        seconds: time of the round by phase; the first round has ``prefill``.
     """
 
     nodes: list[int]
@@ -74,7 +74,7 @@ class Request:
         processors: prepared logits processors, temperature included.
         criteria: prepared stopping criteria other than EOS and length. They receive the text alone; ``scores`` is None.
         eos_token_ids: tokens that end an answer.
-        generator: of the draws; None: torch's global generator.
+        generator: random generator of the draws; None: torch's global generator.
         image_inputs: per prompt its images, or None; None: no prompt has any.
         padded_prompts: the prompts for processors and criteria, left-padded; None: without padding.
         measure_log_likelihood: record the target's log-probability of each emitted token.

@@ -27,7 +27,7 @@ class DecodeState:
         target: the model that verifies.
         processors: the request's logits processors.
         greedy: temperature 0.
-        generator: of all draws; None: torch's global one.
+        generator: random generator of all draws; None: torch's global one.
         rules: [B] the rule of each row.
         prompt_indices: [≤ B] index of each row among the request's prompts.
         cache: the target's keys and values.

@@ -76,7 +76,7 @@ class GenerationStats(Renamed):
     """Statistics of a batch.
 
     Attributes:
-        rows: of each answer.
+        rows: statistics of each answer.
         rule: its description.
         drafter: its description.
         seconds: until all answers were complete, by the host's clock.
@@ -212,7 +212,7 @@ class RowRecord(Renamed):
         """Return the statistics of the finished answer.
 
         Args:
-            prefill_seconds: of the request.
+            prefill_seconds: prefill time of the request.
             prompt: token ids.
             proposers: names, see :attr:`.Drafter.proposers`.
         """

@@ -20,13 +20,13 @@ class RequestTracker:
     """The rows of a request and its callbacks.
 
     Args:
-        plan: of the request.
-        state: of its batch, before the prompts are read.
+        plan: the plan of the request.
+        state: state of its batch, before the prompts are read.
         timer: started when the request came.
 
     Attributes:
-        records: of all answers.
-        prompts: [B] of the request, and of rows that fill a bucket.
+        records: records of all answers.
+        prompts: [B] prompts of the request, and of rows that fill a bucket.
         prefixes: finds prompts in the prefix cache; None without one.
         overlaps: whether the host reads a round after it has launched the next one. Else somebody needs it earlier.
     """

@@ -63,7 +63,7 @@ def read_head(directory: Path, target: Target | None) -> StoredHead:
 
 
 def read_kind(directory: Path, config: Mapping[str, Any], kind: str, target: Target | None) -> StoredHead:
-    """Read the head of that kind in a directory, perhaps beside more. Errors as of :func:`read_head`."""
+    """Read the head of that kind in a directory, which may have more files. Errors as of :func:`read_head`."""
     weights = Weights(directory, str if kind in (OURS, OLD) else our_name)
     with naming(directory):
         if kind in (OURS, OLD):

@@ -133,9 +133,9 @@ class MtpFiles:
             self._scale(ours, layer, name)
 
     def _refuse_quantised(self, ours: str, layer: int) -> None:
-        beside = ours.rpartition(".")[0]
+        module = ours.rpartition(".")[0]
         for (number, other), name in self._stored.items():
-            if number in (None, self._first + layer) and other.startswith(beside) and QUANTISED.search(other):
+            if number in (None, self._first + layer) and other.startswith(module) and QUANTISED.search(other):
                 raise self._quantised(name)
 
     def _quantised(self, name: str) -> ModelLoadError:

@@ -203,7 +203,7 @@ def _ropes(config: Mapping[str, Any], rope_of: str | None) -> dict[str, Any]:
     said, used = config.get("rope_theta"), made.get("rope_theta")
     if None not in (said, used) and said != used:
         logger.warning(
-            "the head turns by rope_theta %s, as in its rope parameters; beside them it says %s.", used, said
+            "the head turns by rope_theta %s, as in its rope parameters; elsewhere its config says %s.", used, said
         )
     made["rope_theta"] = said if used is None else used
     return {name: value for name, value in made.items() if value is not None}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
 
 SINGLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
-MEDUSA_FILE = "medusa_lm_head.safetensors"  # for text-generation-inference, perhaps beside a target's own files
+MEDUSA_FILE = "medusa_lm_head.safetensors"  # for text-generation-inference, perhaps next to a target's own files
 AGAIN = "Copy or export the drafter again."
 FLOATS, INTEGERS, BOOLEANS = "floating-point numbers", "whole numbers", "booleans"
 FP8 = "numbers of 8 bits"
@@ -121,7 +121,7 @@ def read_state(weights: Weights, names: Mapping[str, str], wanted: Mapping[str, 
     Args:
         weights: the files.
         names: stored name of each tensor.
-        wanted: tensors, of which only the shapes count.
+        wanted: tensors; only their shapes are used.
     """
     shapes = {name: tuple(value.shape) for name, value in wanted.items()}
     missing, surplus = shapes.keys() - names.keys(), names.keys() - shapes.keys()

@@ -84,8 +84,8 @@ class SchedulerStep:
         self.tokens[self._request, place] = ctx.input_ids.long()
         if filled:
             other = (self.tokens != self.tokens[:, :1]) & (self.tokens >= 0)
-            behind = other.flip(1).cumsum(1).flip(1) == 0  # only repetitions of the last token from here on
-            self.tokens = self.tokens.masked_fill(torch.nn.functional.pad(behind[:, 1:], (1, 0)), -1)
+            repeats = other.flip(1).cumsum(1).flip(1) == 0  # only repetitions of the last token from here on
+            self.tokens = self.tokens.masked_fill(torch.nn.functional.pad(repeats[:, 1:], (1, 0)), -1)
         self.drafted = torch.nn.functional.pad(self.tokens[:, 1:] >= 0, (0, 1))
         self.texts = SlotTexts(states, self.slot, int(ctx.seq_lens_upper_bound_np.max()), markers or {}, sentence_ends)
 

@@ -105,7 +105,7 @@ class GuideProcessor:
 
     Args:
         guide: what answers must be.
-        tokenizer: of the target; a fast one.
+        tokenizer: tokenizer of the target; a fast one.
         vocab_size: V.
         eos: tokens that end an answer.
         start: position in the ids where answers begin.
@@ -143,7 +143,7 @@ class GuideProcessor:
         """Mask the scores at every node of draft trees, [B, N, V].
 
         Args:
-            scores: of the target or the drafter.
+            scores: scores of the target or the drafter.
             trees: tokens and parents of the nodes, [B][N] each.
             texts: per row the token ids before the root, as processors see them; None: the row's scores stay.
             rows: their numbers in the request.
@@ -237,7 +237,7 @@ class Follower:
         return self._ends
 
     def _read(self, text: list[int], same: int = 0) -> None:
-        """Bring the matcher to the end of a text, of which it has read the first ``same`` tokens unless it failed.
+        """Bring the matcher to the end of a text; it has read the first ``same`` tokens unless it failed.
 
         Raises:
             FsdError: the text leaves the grammar, or the matcher fails.

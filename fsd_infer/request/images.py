@@ -31,7 +31,7 @@ class Sources:
 
     Attributes:
         folders: directories whose files may be read; None: any file.
-        most_bytes: of a file.
+        most_bytes: most bytes of a file.
     """
 
     folders: tuple[Path, ...] | None = None
@@ -108,8 +108,8 @@ def split_images(
         messages: turns, whose content is text or a list of parts, as transformers' chat templates or OpenAI's API have
             it: {"type": "text", "text": ...}, {"type": "image", "image" or "url" or "path" or "base64": ...} or
             {"type": "image_url", "image_url": {"url": ...}}.
-        images: of the parts of the type "image" that name none, in their order; without such parts they come first in
-            the last user turn.
+        images: images of the parts of the type "image" that name none, in their order; without such parts they come
+            first in the last user turn.
         sources: where images may come from.
 
     Returns:
@@ -192,7 +192,7 @@ def encode_shown(
 
 
 def _text_of(turn: Mapping[str, Any]) -> Any:
-    """Return a turn's content as text, of which a turn of images alone has a blank."""
+    """Return a turn's content as text; a blank for a turn of images alone."""
     parts = _parts(turn)
     texts = [part.get("text") for part in parts if _kind(part) == "text"]
     if not parts or not all(isinstance(text, str) for text in texts):

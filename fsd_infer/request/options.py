@@ -76,7 +76,7 @@ LENGTHS = frozenset({"max_length", "max_new_tokens"})
 NEW_TOKENS = 128  # most of an answer, where nothing says; as on the command line
 # fields whose processors keep the prompts, with the values that switch them off
 _READ_PROMPTS = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0}
-# arguments beside the configuration that FuzzyDecoder.generate takes
+# arguments of FuzzyDecoder.generate that are no fields of the configuration
 _LISTS = ("logits_processor", "stopping_criteria")
 ARGUMENTS = {*_LISTS, "prefix_allowed_tokens_fn"}
 # inputs that ``generate`` prepares for any loop

@@ -76,7 +76,7 @@ class TreeProcessors:
 
     @property
     def signature(self) -> Hashable:
-        """What tells apart the processors that recorded rounds hold: all, unless one looks at texts (those of drafts).
+        """Key of the processors that recorded rounds hold: all, unless one looks at texts (then those of drafts).
 
         A processor's values are numbers and tensors; another object is only equal to itself.
         """

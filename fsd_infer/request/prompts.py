@@ -28,10 +28,10 @@ def check_prompts(
     """Return how many tokens may follow each prompt: max_new_tokens, or fewer if the context ends before.
 
     Args:
-        target: of the request.
+        target: target of the request.
         prompts: token ids.
         max_new_tokens: most tokens per answer.
-        limit: of beams, the length at which the target's angles change; None: its context.
+        limit: for beams, the length at which the target's angles change; None: its context.
 
     Raises:
         FsdError: an empty prompt, a token id outside the target's vocabulary, or max_new_tokens below 1.
@@ -95,7 +95,7 @@ def read_prompts(
         tokens: [B, M] ids of the prompts, right-padded, on the CPU.
         lengths: [B] lengths of the prompts in tokens, on the CPU.
         prefixes: per prompt a kept prefix that the target has read before, or None.
-        shown: of :func:`image_prompts`.
+        shown: as :func:`image_prompts` returns them.
         on_chunk: called after every chunk that was read, and between the layers that read images; its exceptions end
             the reading.
 
@@ -139,7 +139,7 @@ def place_drafts(session: DraftSession, cache: SlotCache, tokens: Tensor, shown:
     """Tell a drafter where prompts [B, M] with images place their tokens (M-RoPE), before it is given them.
 
     Args:
-        session: of the drafter.
+        session: session of the drafter.
         cache: the target's, after :func:`read_prompts`.
         tokens: the prompts.
         shown: those with images.

@@ -160,7 +160,7 @@ class Service:
             if asked.model in self.adapters:
                 job.sampling["adapter"] = asked.model
             job.tell = partial(tell, index)
-        reader = await self.beside(partial(reader_of, self.decoder, asked))
+        reader = await self.in_thread(partial(reader_of, self.decoder, asked))
         reply = Reply(asked.model or self.names[0], isinstance(asked, ChatCompletionRequest), jobs, reader)
         self.submit(jobs)
         parts = self.parts(jobs, news, request)
@@ -176,7 +176,7 @@ class Service:
             self.release(jobs)
         return JSONResponse(jsonable(reply.whole()))
 
-    async def beside(self, work: Callable[[], _Made]) -> _Made:
+    async def in_thread(self, work: Callable[[], _Made]) -> _Made:
         """Return the result of work in another thread: encoding a prompt or trying a guide may take seconds.
 
         Raises HTTPException for a request that cannot be decoded.
@@ -189,8 +189,8 @@ class Service:
             raise HTTPException(400, message) from error
 
     async def jobs(self, asked: AnyCompletionRequest, in_template: bool | None = False) -> list[AnswerJob]:
-        """Make a job per answer, not queued yet. Raises HTTPException as :meth:`beside` does."""
-        return await self.beside(partial(make_jobs, self.decoder, asked, self.rule, self.limits, in_template))
+        """Make a job per answer, not queued yet. Raises HTTPException as :meth:`in_thread` does."""
+        return await self.in_thread(partial(make_jobs, self.decoder, asked, self.rule, self.limits, in_template))
 
     def teller(self, news: asyncio.Queue[News]) -> Callable[[int, Any, AnswerJob | None], None]:
         """Return a function that brings news from the decoding thread into the event loop's queue."""

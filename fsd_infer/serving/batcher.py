@@ -316,7 +316,7 @@ class Batcher:
                 job.finish("abort")
             return
         except Exception as error:
-            # only one of them may be at fault: those of which nothing was seen are decoded again, each alone
+            # only one of them may be at fault: those that have sent nothing yet are decoded again, each alone
             again = [job for job in batch if len(batch) > 1 and not job.text and job.on_round is None]
             if not isinstance(error, FsdError):
                 log.exception("decoding failed")

@@ -259,7 +259,7 @@ class ChatCompletionRequest(CompletionRequest):
 
     @property
     def forced(self) -> list[Tool]:
-        """The tools of which the answer must call one; none if it need not call any."""
+        """The tools one of which the answer must call; none if it need not call any."""
         if isinstance(self.tool_choice, NamedTool):
             return [tool for tool in self.offered if tool.name == self.tool_choice.function.name]
         return self.offered if self.tool_choice == "required" else []

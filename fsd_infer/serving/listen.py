@@ -104,7 +104,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-# of an address that this machine lacks, as many names have one of IPv6 beside that of IPv4
+# of an address that this machine lacks: many names have an IPv6 address as well as an IPv4 one
 _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 

@@ -76,7 +76,7 @@ def tool_format(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> ToolForma
         tools: as the template takes them. Some tokenizers have a separate template for requests with tools.
 
     Raises:
-        DataError: several templates, of which neither one for tools nor a default.
+        DataError: several templates, but neither one for tools nor a default.
     """
     if not getattr(tokenizer, "chat_template", None):
         return None

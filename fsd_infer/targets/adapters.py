@@ -37,8 +37,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     # other initialisations change the weights that an adapter is added to
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-# what peft's layers compute beside a weight, though it is not merged here
-_BESIDE = frozenset("use_dora fan_in_fan_out rank_pattern alpha_pattern lora_bias use_qalora use_bdlora".split())
+# what peft's layers compute, though it cannot be merged here
+_UNMERGED = frozenset("use_dora fan_in_fan_out rank_pattern alpha_pattern lora_bias use_qalora use_bdlora".split())
 
 
 def is_adapter(directory: str | Path) -> bool:
@@ -46,12 +46,12 @@ def is_adapter(directory: str | Path) -> bool:
     return os.path.isfile(os.path.join(os.path.expanduser(directory), ADAPTER_CONFIG))
 
 
-def read_adapter_config(directory: str | Path, beside: bool = False) -> dict[str, Any]:
+def read_adapter_config(directory: str | Path, unmerged: bool = False) -> dict[str, Any]:
     """Read the settings of an adapter.
 
     Args:
         directory: of the adapter.
-        beside: whether peft is to compute the adapter beside the weights. Its layers know more kinds of LoRA.
+        unmerged: whether peft is to compute the adapter, next to the weights. Its layers know more kinds of LoRA.
 
     Raises:
         CheckpointError: malformed, or without the name of the base model.
@@ -64,7 +64,7 @@ def read_adapter_config(directory: str | Path, beside: bool = False) -> dict[str
     base, rank, alpha = config.get("base_model_name_or_path"), config.get("r"), config.get("lora_alpha")
     if not isinstance(base, str) or not base:
         raise CheckpointError(f"{path} does not name the base model of the adapter: set base_model_name_or_path.")
-    allowed = _READ | _HARMLESS | (_BESIDE if beside else frozenset())
+    allowed = _READ | _HARMLESS | (_UNMERGED if unmerged else frozenset())
     odd = [f"{name}={value!r:.60}" for name, value in config.items() if name not in allowed and _is_odd(name, value)]
     if odd:
         raise ModelLoadError(
@@ -94,11 +94,11 @@ def _positive(value: Any) -> bool:
 def base_of(directory: str | Path) -> str:
     """Return the base model that an adapter's config names; a path relative to the adapter takes precedence.
 
-    Raises as :func:`read_adapter_config` for an adapter that can stay beside the weights.
+    Raises as :func:`read_adapter_config` for an adapter that can stay unmerged.
     """
-    base: str = read_adapter_config(directory, beside=True)["base_model_name_or_path"]
-    beside = Path(directory).expanduser() / base
-    return str(beside) if os.path.isdir(beside) else base
+    base: str = read_adapter_config(directory, unmerged=True)["base_model_name_or_path"]
+    inside = Path(directory).expanduser() / base
+    return str(inside) if os.path.isdir(inside) else base
 
 
 def adapter_digest(directory: str | Path) -> str:
@@ -112,28 +112,28 @@ def adapter_digest(directory: str | Path) -> str:
 
 
 def add_adapter(model: Any, directory: str | Path, merge: bool) -> None:
-    """Apply an adapter to a base model, merged or beside the weights, and record its digest in the config.
+    """Apply an adapter to a base model, merged or unmerged, and record its digest in the config.
 
-    Raises as :func:`merge_adapter` and :func:`put_beside`.
+    Raises as :func:`merge_adapter` and :func:`add_adapters`.
     """
     if merge:
         merge_adapter(model, directory)
         model.config.get_text_config(decoder=True).merged_adapter = adapter_digest(directory)
     else:
-        put_beside(model, {"default": directory})
+        add_adapters(model, {"default": directory})
         _use(model, "default")
 
 
-def put_beside(model: Any, adapters: Mapping[str, str | Path]) -> None:
-    """Load adapters beside a model's weights, by name; all are inactive until :func:`adapted`.
+def add_adapters(model: Any, adapters: Mapping[str, str | Path]) -> None:
+    """Add unmerged adapters to a model, by name; all are inactive until :func:`adapted`.
 
     Raises ModelLoadError: files are missing or damaged, an adapter changes more than layers' outputs, or peft is not
     installed or refuses it.
     """
-    peft = imported("peft", "an adapter beside the weights", "train", ModelLoadError)
+    peft = imported("peft", "an unmerged adapter", "train", ModelLoadError)
     for name, directory in adapters.items():
         try:
-            read_adapter_config(directory, beside=True)
+            read_adapter_config(directory, unmerged=True)
             tensors = _without_copies(model, adapter_tensors(directory))
             config = peft.PeftConfig.from_pretrained(str(Path(directory).expanduser()))
             peft.inject_adapter_in_model(config, model, name)
@@ -145,7 +145,7 @@ def put_beside(model: Any, adapters: Mapping[str, str | Path]) -> None:
 
 
 def _without_copies(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return an adapter's tensors without the copies of the base's tables that peft saves beside an adapter of them.
+    """Return an adapter's tensors without the copies of the base's tables that peft saves with an adapter of them.
 
     Raises CheckpointError for tables that differ from the model's: the adapter was trained with others.
     Raises ModelLoadError for whole weights, which no LoRA has.
@@ -170,7 +170,7 @@ def _fill(model: nn.Module, name: str, tensors: Mapping[str, torch.Tensor]) -> N
 
     Raises CheckpointError for tensors without a place, and for places without a tensor.
     """
-    layers = {id(part) for part in beside(model)}
+    layers = {id(part) for part in lora_layers(model)}
     places = {
         f"{path}.{key.replace(f'.{name}', '', 1)}".removesuffix(".weight"): parameter
         for path, part in model.named_modules()
@@ -189,20 +189,20 @@ def _fill(model: nn.Module, name: str, tensors: Mapping[str, torch.Tensor]) -> N
         parameter.copy_(found[key])
 
 
-def beside(model: nn.Module) -> list[Any]:
-    """Return peft's layers in a model, which compute an adapter beside a weight."""
+def lora_layers(model: nn.Module) -> list[Any]:
+    """Return peft's layers in a model, which compute unmerged adapters."""
     return [part for part in model.modules() if hasattr(part, "adapter_layer_names") and hasattr(part, "base_layer")]
 
 
 def adapter_names(model: nn.Module) -> list[str]:
-    """Return the names of the adapters beside a model's weights."""
-    return sorted({name for part in beside(model) for name in part._get_available_adapters()})
+    """Return the names of a model's unmerged adapters."""
+    return sorted({name for part in lora_layers(model) for name in part._get_available_adapters()})
 
 
-def beside_digest(model: nn.Module) -> str:
-    """Return 16 hexadecimal digits of the active adapters beside a model's weights; "" if none is active."""
+def unmerged_digest(model: nn.Module) -> str:
+    """Return 16 hexadecimal digits of a model's active unmerged adapters; "" if none is active."""
     digest, active = hashlib.sha256(), False
-    for part in beside(model):
+    for part in lora_layers(model):
         names = [] if part.disable_adapters else part.active_adapters
         for key, tensor in sorted(part.named_parameters()):
             if not key.startswith("base_layer.") and any(f".{name}." in f".{key}." for name in names):
@@ -212,7 +212,7 @@ def beside_digest(model: nn.Module) -> str:
 
 
 def _use(model: nn.Module, name: str | None) -> None:
-    for part in beside(model):
+    for part in lora_layers(model):
         if name is not None:
             part.set_adapter(name)
         part.enable_adapters(name is not None)
@@ -222,15 +222,15 @@ def _use(model: nn.Module, name: str | None) -> None:
 def adapted(model: nn.Module, name: str) -> Iterator[None]:
     """Activate the adapter of that name within the block; "none" activates the base weights alone.
 
-    Raises ModelLoadError: there is no such adapter beside the weights.
+    Raises ModelLoadError: there is no such unmerged adapter.
     """
     known = adapter_names(model)
     if name not in (*known, "none"):
         raise ModelLoadError(
-            f"no adapter {name!r}: this target has {', '.join(known) or 'none'} beside its weights. Load adapters by "
+            f"no adapter {name!r}: this target has {', '.join(known) or 'none'}. Load adapters by "
             "from_pretrained(..., adapters={name: directory})."
         )
-    before = [(part, part.active_adapters, part.disable_adapters) for part in beside(model)]
+    before = [(part, part.active_adapters, part.disable_adapters) for part in lora_layers(model)]
     grads = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         _use(model, None if name == "none" else name)
@@ -284,7 +284,7 @@ def merge_adapter(model: nn.Module, directory: str | Path) -> None:
     if embedded := [name for name in tensors if ".lora_embedding_" in name]:
         raise ModelLoadError(
             f"{directory} adapts an embedding ({embedded[0]!r}), which is not merged here. Merge it with peft "
-            "(merge_and_unload), or load it beside the weights (adapters={name: directory})."
+            "(merge_and_unload), or load it unmerged (adapters={name: directory})."
         )
     while tensors:
         name = next(iter(tensors))
@@ -295,7 +295,7 @@ def merge_adapter(model: nn.Module, directory: str | Path) -> None:
         if id(weight) in tables:
             raise ModelLoadError(
                 f"{directory} adapts {module}, whose weight is the embeddings', too, and would change them. Load it "
-                "beside the weights (adapters={name: directory})."
+                "unmerged (adapters={name: directory})."
             )
         missing = any(part is None for part in (up, down, weight))
         if missing or [*up.shape, *down.shape] != [len(weight), rank, rank, weight.shape[1]]:

@@ -32,7 +32,7 @@ _LAYER = re.compile(r"(?:(?:model|language_model|backbone|transformer)\.)*layers
 _JOINS = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head)\.")  # parts of an MTP layer among the model's
 _TABLE = re.compile(r"(^|\.)(embed_tokens|embeddings|lm_head)\.weight$")
 _NOT_COUNTS = ("per_layer", "max_window_layers")  # sizes of Gemma 4; Qwen's first layer with a window, by default 28
-# what lies beside the numbers of a quantised weight, by the ends of tensors' names
+# tensors that belong to a quantised weight, by the ends of their names
 QUANTISED = re.compile(
     r"\.(qweight|qzeros|scales|g_idx|SCB|.*(weight|_proj)_(packed|shape|zero_point|g_idx|(global_)?scale(_inv|_2)?)|"
     r".*absmax|.*quant_\w+)$"
@@ -304,8 +304,8 @@ def check_decodable(model: Any, name: str) -> None:
 def _counts_its_cache(decoder: Any) -> bool:
     """Whether its code places tokens by the length of the cache, not by positions: Inkling's, and GLM-5.3's indexer."""
     forwards = [inspect.unwrap(type(part).forward) for part in (decoder, *decoder.modules())]
-    beside = forwards[0].__globals__.values()  # functions of its module
-    own = [made for made in beside if getattr(made, "__module__", "") == type(decoder).__module__]
+    members = forwards[0].__globals__.values()  # of its module
+    own = [made for made in members if getattr(made, "__module__", "") == type(decoder).__module__]
     codes = [set(made.__code__.co_names) for made in (*own, *forwards) if inspect.isfunction(made)]
     return any(names <= code for names in _COUNTS for code in codes)
 

@@ -1,4 +1,4 @@
-"""Digests that tell targets apart: of the vocabulary, and of the weights."""
+"""Digests that identify a target: of the vocabulary, and of the weights."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ def _scaling(numbers: KeyNumbers, tensors: dict[str, StoredTensor], config: dict
         raise ValueError(f"rope.scaling.attn_factor {attention:g} without YaRN")
     if _ROPE_FACTORS in tensors and config["model_type"] == "llama":
         if factor != 1:
-            raise ValueError(f"rotary factors beside rope.scaling.factor {factor:g}")
+            raise ValueError(f"rotary factors together with rope.scaling.factor {factor:g}")
         return _llama_3(torch.from_numpy(tensors[_ROPE_FACTORS].values()), config)
     if factor == 1:
         return {}

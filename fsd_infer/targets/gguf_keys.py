@@ -94,7 +94,7 @@ _FIM_TEXTS = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-# texts that end no answer beside all of the others: channels of gpt-oss and Solar, and Gemma 4's unused </s>
+# texts that end no answer where all of the others are there: channels of gpt-oss and Solar, and Gemma 4's unused </s>
 _NO_ENDS = (
     ("<|end|>", {"<|return|>", "<|call|>"}),
     ("<|end|>", {"<|return|>", "<|calls|>"}),

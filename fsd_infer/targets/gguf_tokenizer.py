@@ -87,9 +87,9 @@ def load_gguf_tokenizer(source: Path, facts: dict[str, Any] | None = None) -> Pr
         facts: metadata of the file, if already read.
     """
     facts = read_gguf(source)[0] if facts is None else facts
-    if beside := [name for name in ("tokenizer.json", "tokenizer.model") if (source.parent / name).is_file()]:
+    if files := [name for name in ("tokenizer.json", "tokenizer.model") if (source.parent / name).is_file()]:
         loaded = AutoTokenizer.from_pretrained(source.parent)
-        _check_same(facts, loaded.get_vocab(), source, source.parent / beside[0])
+        _check_same(facts, loaded.get_vocab(), source, source.parent / files[0])
         return loaded
     if _pre_tokenizer(facts) is None and not _is_sentencepiece(facts):
         _name_unknown(facts, source)
@@ -100,7 +100,7 @@ def load_gguf_tokenizer(source: Path, facts: dict[str, Any] | None = None) -> Pr
 
 
 def _check_same(facts: dict[str, Any], known: dict[str, int], source: Path, file: Path) -> None:
-    """Raise ModelLoadError if a tokenizer beside a GGUF file, with these tokens, is another model's."""
+    """Raise ModelLoadError if the tokenizer next to a GGUF file with these tokens is another model's."""
     tokens = facts.get("tokenizer.ggml.tokens", ())
     places = dict(enumerate(tokens))  # a text may stand twice
     if differs := [(token, at) for at, token in places.items() if places.get(known.get(token, at)) != token]:
@@ -117,7 +117,7 @@ def _name_unknown(facts: dict[str, Any], source: Path) -> None:
     if facts.get("tokenizer.ggml.model") == "gpt2" and pre not in {*_AS_GPT2, *GGUF_PRE_TOKENIZER_SPLITS}:
         warnings.warn(
             f"{source}: its pre-tokenizer {pre!r:.40} is not known here, so text is split as for GPT-2, perhaps into "
-            "other tokens than in training. Put the model's tokenizer.json beside the file.",
+            "other tokens than in training. Put the model's tokenizer.json next to the file.",
             stacklevel=4,
         )
 
@@ -176,7 +176,7 @@ def _is_sentencepiece(facts: dict[str, Any]) -> bool:
 
 
 def _tokens(facts: dict[str, Any]) -> list[str]:
-    """Return the vocabulary. Raise ValueError for tokens that are there twice, and for shorter lists beside it."""
+    """Return the vocabulary. Raise ValueError for duplicate tokens, and for shorter lists of scores or types."""
     tokens = [token or f"[EMPTY_{place}]" for place, token in enumerate(facts["tokenizer.ggml.tokens"])]
     if len(set(tokens)) < len(tokens):
         twice = next(token for token, count in Counter(tokens).items() if count > 1)

@@ -31,7 +31,7 @@ def auto_class(config: PretrainedConfig) -> Any:
     """Return the auto class of transformers that loads a checkpoint.
 
     Raises:
-        ModelLoadError: a family whose decoder has an encoder beside it, or that reads something else than text and
+        ModelLoadError: an encoder-decoder family, or one that reads something else than text and
             images.
     """
     check_image_model(config)
@@ -60,6 +60,6 @@ def check_image_model(config: PretrainedConfig) -> None:
         raise ModelLoadError(f"{config.model_type} has an encoder beside its decoder: a causal LM is needed as target.")
     if any(getattr(text, name, None) for name in _READS_PIXELS_BY_ATTENTION):
         raise ModelLoadError(
-            f"{config.model_type} attends to images beside its text (cross-attention), which no draft tree can be "
+            f"{config.model_type} attends to images by cross-attention, which no draft tree can be "
             "verified with here. Give a model that reads images as tokens of its prompt."
         )

@@ -136,7 +136,7 @@ def from_files(
 
     Args:
         name_or_dir: as in :func:`load_target`.
-        given: keywords, of which those that say where the files lie count.
+        given: keywords; those that say where the files are, are used.
         read: called with what transformers loads, and with these keywords; errors become ours.
         progress: as in :func:`resolve_target`.
     """
@@ -154,7 +154,7 @@ def located(
     if is_hub_id(source):
         check_mistyped(source, **options)
     adapter = adapter_of(name_or_dir)
-    if adapter is not None and (revision := read_adapter_config(adapter, beside=True).get("revision")):
+    if adapter is not None and (revision := read_adapter_config(adapter, unmerged=True).get("revision")):
         options.setdefault("revision", revision)  # of the base model
     if os.path.isdir(source):
         options.pop("subfolder", None)
@@ -203,7 +203,7 @@ def load_target(
     """Load a target with transformers, unchanged, in eval mode and without gradients.
 
     A LoRA adapter is merged into the weights of its base model, so the target runs as fast as the base. If the base is
-    quantised, the adapter stays beside the weights, and peft computes it.
+    quantised, the adapter stays unmerged, and peft computes it.
 
     Args:
         name_or_dir: a built-in name, a local directory (of a model or of a LoRA adapter), a GGUF file or a hub id.
@@ -292,7 +292,7 @@ def _load(
         options: of transformers, :func:`load_target`'s own included.
         place: device to load a quantised model on, unless the options place it.
         allow_control_tokens: as in :func:`load_target`.
-        adapter: directory of one that will be applied, merged or, to a quantised model, beside the weights.
+        adapter: directory of one that will be applied, merged or, to a quantised model, unmerged.
         source: what transformers loads.
         where: options that say where the files lie.
     """
@@ -305,7 +305,7 @@ def _load(
     stored = getattr(config, "quantization_config", None) is not None
     quantised = stored or options.get("quantization_config") is not None
     if adapter is not None:
-        read_adapter_config(adapter, beside=quantised)  # refused before the weights are read
+        read_adapter_config(adapter, unmerged=quantised)  # refused before the weights are read
     expanded = place.type == "cpu" and method_of(config) in METHODS
     if quantised:
         check_quantization(config if stored else options["quantization_config"], place, stored)

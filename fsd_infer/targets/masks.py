@@ -15,7 +15,7 @@ from fsd_infer.targets.rotary import changes
 _READ = {"full_attention", "sliding_attention"}  # types of attention whose masks tell what a token sees
 if hasattr(Cache, "update_indexer"):  # DeepSeek's sparse attention: it chooses from what the mask allows
     _READ.add("indexed_attention")
-_ATTENDS = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # beside a recurrence, in one layer
+_ATTENDS = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # with a recurrence in the same layer
 
 
 def max_positions(config: Any) -> int | None:

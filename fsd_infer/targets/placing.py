@@ -48,7 +48,7 @@ def take_device(device: str | torch.device | None, model_kwargs: dict[str, Any])
     """Return the device, and take a ``device_map`` that names one out of the keywords, as text or {"": device}.
 
     Raises:
-        ModelLoadError: a map of several devices without accelerate, or one device beside another.
+        ModelLoadError: a map of several devices without accelerate, or two devices that differ.
     """
     places = model_kwargs.get("device_map")
     places = places[""] if isinstance(places, Mapping) and list(places) == [""] else places

@@ -87,7 +87,7 @@ class HeadParts(Protocol):
     """What a draft head does before its layers, see :class:`fsd_infer.heads.head.EagleHead`.
 
     Attributes:
-        eagle3: whether embeddings go to the first layer apart; else ``fc`` reads [embedding ; feature].
+        eagle3: whether embeddings go to the first layer separately; else ``fc`` reads [embedding ; feature].
         width: H.
         fc: that layer.
         fusion: the projection of the target's inner layers, if any.

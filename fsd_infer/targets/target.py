@@ -1,4 +1,4 @@
-"""The target: a transformers causal LM, unchanged, behind the few operations that decoding needs."""
+"""The target: a transformers causal LM, unchanged, with the few operations that decoding needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.device.lock import RequestLock
 from fsd_infer.recurrent.mixers import TreeReader
-from fsd_infer.targets.adapters import adapted, beside_digest, unwrapped
+from fsd_infer.targets.adapters import adapted, unmerged_digest, unwrapped
 from fsd_infer.targets.checks import check_decodable
 from fsd_infer.targets.digests import vocabulary_digest, weights_digest
 from fsd_infer.targets.image_inputs import places_images
@@ -129,7 +129,7 @@ class Target(CachedModel):
 
     @cached_property
     def is_recurrent(self) -> bool:
-        """Whether layers keep a state of the text instead of, or beside, keys and values."""
+        """Whether layers keep a state of the text, with or without keys and values."""
         return any(isinstance(part, TreeReader) for part in self.decoder.modules())
 
     @property
@@ -203,7 +203,7 @@ class Target(CachedModel):
         without its layers (:func:`fsd_train.models.slim.load_slim`). Dtype, device and packing do not matter.
         """
         norm = getattr(self.final_norm, "weight", None)
-        text = f"{getattr(self.config, 'merged_adapter', '')}{self.precision}{beside_digest(self.model)}"
+        text = f"{getattr(self.config, 'merged_adapter', '')}{self.precision}{unmerged_digest(self.model)}"
         return weights_digest(self.model, self.vocab_size, norm, text)
 
     # operations ----------------------------------------------------------------------------------------------------

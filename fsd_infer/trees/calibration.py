@@ -79,7 +79,7 @@ class Calibration:
 
         Args:
             log_q: ln q of the draft, given its parent; for a drawn one what its tree says.
-            depth: of the draft, from 1.
+            depth: depth of the draft, from 1.
             first: whether the draft is the likeliest of its siblings.
             kind: how it was proposed.
         """

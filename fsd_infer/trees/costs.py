@@ -16,7 +16,7 @@ from fsd_infer.targets.target import Target
 from fsd_infer.trees.prices import KNOTS, spans
 from fsd_infer.trees.shape import of_device
 
-NOISE, SAME_NOISE = 0.1, 0.3  # relative standard deviation of a measured cost, beside another one and alone
+NOISE, SAME_NOISE = 0.1, 0.3  # relative standard deviation of a measured cost, compared with another round and alone
 PRIOR_SD = 0.8  # relative standard deviation of a prior slope
 MIN_FORWARD_SD = 0.04  # at least, of C's slopes: machines differ by more than their small ones
 # correlation of these deviations, the first slope's excepted: slopes tend to be too high together
@@ -31,9 +31,9 @@ class CostPrior:
     """Costs that are assumed before anything was timed, in forwards over a single token.
 
     Attributes:
-        slopes: of C between KNOTS, per node.
-        drafting: of a depth, and of an expanded node.
-        rest: of everything else in a round, and of the drafter's reading of the accepted tokens.
+        slopes: slopes of C between KNOTS, per node.
+        drafting: cost of a depth, and of an expanded node.
+        rest: cost of everything else in a round, and of the drafter's reading of the accepted tokens.
     """
 
     slopes: tuple[float, ...]
@@ -157,7 +157,7 @@ class CostModel:
             depths: depths drafted.
             expanded: expanded nodes of all rows.
             reads: whether the drafter read the accepted tokens.
-            seconds: of drafting, of the target's forward, and of everything else; the last None: unknown.
+            seconds: time of drafting, of the target's forward, and of everything else; the last None: unknown.
         """
         drafts, (draft, forward, rest) = depths > 0, seconds
         if min(forward, draft if drafts else 1.0, 1.0 if rest is None else rest) <= 0.0:
@@ -177,7 +177,7 @@ class CostModel:
             self.rest_slopes.learn((1.0, float(reads)), rest / unit, 2 * NOISE * self.rest(reads))
 
     def _compare(self, plain: tuple[int, float], drafted: tuple[int, float]) -> None:
-        """Learn from a round without drafts and one with drafts beside it, nodes and seconds each.
+        """Learn from a round without drafts and the one with drafts before or after it, nodes and seconds each.
 
         Rounds alike say little of C: a slow machine and a large C look the same.
         """

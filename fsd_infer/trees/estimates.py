@@ -22,7 +22,7 @@ class RuleProfile(NamedTuple):
 
     Attributes:
         draft_bonus: nats that the distribution gives for an accepted draft, as in :class:`DraftRequest`.
-        name: of the rule, or "several". Requests with the same name and draft bonus share what they learn.
+        name: name of the rule, or "several". Requests with the same name and draft bonus share what they learn.
         sampled: whether the drafts are a chain sampled from q.
     """
 
@@ -37,8 +37,8 @@ class Pause:
     A pause is long enough for an attempt to cost no more than ATTEMPTS_SHARE of the pause's tokens.
 
     Attributes:
-        rounds: of the present pause; 0 if there is none.
-        attempt: rounds of the present attempt although it did not pay.
+        rounds: rounds of the present pause; 0 if there is none.
+        attempt: rounds of the present attempt, which did not pay so far.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class GraftWorth:
         """Learn from a round in which it was asked.
 
         Args:
-            seconds: of its drafting and of merging its drafts.
+            seconds: time of its drafting and of merging its drafts.
             nodes: verified nodes of all rows.
             grafted: its own among them.
             accepted: those that were accepted.
@@ -91,16 +91,16 @@ class PolicyState:
     """Estimates for one profile and one batch size.
 
     Attributes:
-        costs: of rounds.
-        calibration: of the drafter's probabilities.
+        costs: costs of rounds.
+        calibration: calibration of the drafter's probabilities.
         rate: tokens per unit of cost.
         reach_ratio: rows that reached expanded nodes, per row that was expected to.
         accept_rate: rows that accepted a child of an expanded node, per row that reached one.
         gain: tokens that drafts are expected to add in a round, less the cost of their verification, per row, or per
             share of a row's tokens that other drafters miss.
-        draft_cost: of a round that drafts.
+        draft_cost: cost of drafting in a round that drafts.
         trials: rounds of the trial phase so far.
-        pause: of drafting.
+        pause: pauses of drafting.
         usual_drafts, shape_ratios: drafts that are expected of a row, and accepted ones per expected one, by shape
             (:mod:`fsd_infer.trees.menu`).
         graft: whether grafted drafters pay.

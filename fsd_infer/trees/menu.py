@@ -40,8 +40,8 @@ class MenuPolicy(TreePolicy):
     """Chooses the shape of every round's trees among those of a menu.
 
     Args:
-        store: of the drafter.
-        rows: of the request.
+        store: estimates of the drafter's requests.
+        rows: number of rows of the request.
         profile: how drafts are verified.
         menu: the shapes.
         learns: False: keep nothing and time nothing, so that trees are a function of the text alone.

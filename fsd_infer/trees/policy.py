@@ -47,7 +47,7 @@ class TreeStats:
     """Totals over trees that were chosen round by round.
 
     Attributes:
-        nodes: of one row's tree in every round, the root included.
+        nodes: size of one row's tree in every round, the root included.
         tokens: emitted.
         expected_tokens: expected before verification.
         seconds: that the rounds took.
@@ -75,9 +75,9 @@ class RoundSeconds(NamedTuple):
     """What a round took.
 
     Attributes:
-        draft: of drafting.
-        forward: of the target's forward.
-        rest: of the rest; None if a row ended, so that the rest is not typical.
+        draft: time of drafting.
+        forward: time of the target's forward.
+        rest: time of the rest; None if a row ended, so that the rest is not typical.
     """
 
     draft: float = 0.0
@@ -89,14 +89,14 @@ class TreeReport(NamedTuple):
     """What a policy learns from a round.
 
     Attributes:
-        shape: of the round's trees.
+        shape: shape of the round's trees.
         accepted: number of accepted drafts of each row.
         unfinished: the rows whose texts go on.
-        forecasts: of each row, as of :func:`.trees.shape.forecast`, NaN: not known; empty: the drafter makes none.
-        growth: of the trees; None: they were not grown by prices.
+        forecasts: each row's, see :func:`.trees.shape.forecast`; NaN: not known; empty: the drafter makes none.
+        growth: how the trees were grown; None: they were not grown by prices.
         paths: nodes of each row's accepted path, the root first.
         is_cut: whether a path ended before the rule refused a draft.
-        seconds: None: no clock is read.
+        seconds: what the round took; None: no clock is read.
     """
 
     shape: TreeShape
@@ -141,8 +141,8 @@ class PricePolicy(TreePolicy):
     """Chooses the prices by which trees grow, for the most tokens per second.
 
     Args:
-        store: of the drafter.
-        rows: of the request.
+        store: estimates of the drafter's requests.
+        rows: number of rows of the request.
         profile: how drafts are verified.
         largest: the largest shape of a tree.
         learns: False: read no clock and keep nothing, so that trees are a function of the text alone.
@@ -245,10 +245,10 @@ class PricePolicy(TreePolicy):
         """Learn the tokens per unit of cost, and add the round to the totals.
 
         Args:
-            report: of the round.
-            growth: of its trees.
+            report: report of the round.
+            growth: how its trees were grown.
             size: nodes of a row's tree.
-            cost: of the round, as expected.
+            cost: expected cost of the round.
         """
         tokens, expected_tokens = float(sum(report.accepted) + self.rows), self.rows + growth.expected
         seconds = sum(part or 0.0 for part in report.seconds or RoundSeconds())
@@ -300,7 +300,7 @@ def policy_store(learner: object, target: Target, relative_cost: float | None) -
     Args:
         learner: the drafter, or the part of it that learns.
         target: verifies its drafts.
-        relative_cost: of it, as of a Drafter.
+        relative_cost: see :class:`.Drafter`.
     """
     if learner not in _STORES:
         _STORES[learner] = PolicyStore(prior_for(target, relative_cost))

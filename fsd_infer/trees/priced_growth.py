@@ -39,19 +39,19 @@ class PricedGrowth:
     """How one round's trees are grown: :meth:`starts`, :meth:`expand` for every depth, then :meth:`choose`.
 
     Args:
-        shape: of the trees, with prices.
+        shape: shape of the trees, with prices.
         rows: B.
 
     Attributes:
-        prices: of the shape.
+        prices: prices of the shape.
         drafted: whether the model drafted; None: it was not asked, or there is none.
         depths: depths drafted.
         expanded: nodes expanded, over all rows.
         expected_rows: at the expanded nodes of each depth, by their probabilities.
-        steps: of each row's verified tree.
+        steps: the steps of each row's verified tree.
         expected: accepted drafts of all rows, by their probabilities.
         asked_grafted: whether grafted drafters were asked; None: there are none.
-        grafted_seconds: of their drafting and of merging their drafts.
+        grafted_seconds: time of their drafting and of merging their drafts.
         is_choice: whether the trees are the chosen ones and were accepted as far as the rule allowed.
     """
 

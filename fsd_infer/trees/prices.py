@@ -47,18 +47,18 @@ class Prices:
 
     Attributes:
         calibration: probabilities of acceptance from the drafter's probabilities.
-        verify_prices: of verifying one node more, by interval between KNOTS.
-        depth_price: of drafting a depth.
-        expand_price: of expanding a node.
+        verify_prices: price of verifying one node more, by interval between KNOTS.
+        depth_price: price of drafting a depth.
+        expand_price: price of expanding a node.
         accept_rate: probability that a row accepts a child of an expanded node that it has reached.
         reach_ratio: rows that reach expanded nodes, per row that is expected to.
-        draft_price: of a round that drafts, with the drafter's reading of the accepted tokens.
+        draft_price: price of drafting at all, with the drafter's reading of the accepted tokens.
         expected_gain: tokens that drafts are expected to add, less what their verification costs, per row that no
             grafted tree covers.
         max_loss: tokens that drafting may be expected to lose: more than 0 in attempts, infinite in trials.
         min_accept_prob: at which a node is worth verifying, in a tree as large as the last ones.
         uncovered: share of each row's tokens that the trees of grafted drafters leave to this one, in this round.
-        min_nodes: of a tree if the model drafts, whatever they are worth, the root included.
+        min_nodes: least nodes of a tree if the model drafts, whatever they are worth, the root included.
         grafted_gain: net gain of the best of these trees.
         asks_grafted: whether grafted drafters are asked: they may cost more than their drafts gain.
         was_plain: whether the last round had no drafts. The next one rarely has any either, so texts may stay unread.
@@ -89,7 +89,7 @@ class Prices:
         """Return what verifying ``nodes`` nodes of all rows costs instead of one."""
         return sum(map(mul, self.verify_prices, spans(nodes)))
 
-    def beside(self, tree: DraftTree) -> Prices:
+    def given_grafted(self, tree: DraftTree) -> Prices:
         """Return the prices for a main drafter, given the tree [B, N] of a grafted one.
 
         A root is worth expanding where that tree is likely to be wrong or to end early. Accepted drafts have accepted
@@ -111,7 +111,7 @@ class Prices:
         """Return the largest net gain of verifying a prefix of these drafts, and what one more node must gain.
 
         Args:
-            probs: of acceptance, falling.
+            probs: probabilities of acceptance, falling.
 
         Returns:
             Expected tokens minus costs of the best prefix. The probability that one more node needs: that of the
@@ -131,8 +131,8 @@ class Prices:
         """Return how many nodes of each row to expand next; 0 if drafting stops.
 
         Args:
-            probs: of acceptance, of all drafts of all rows so far, falling.
-            frontier: of each row's nodes that may be expanded, falling.
+            probs: probabilities of acceptance of all drafts of all rows so far, falling.
+            frontier: the same of each row's nodes that may be expanded, falling.
         """
         gain, marginal = self.best_gain(probs)
         # Expand a node only if its best child's expected gain exceeds what its drafting and verification cost.

@@ -29,8 +29,8 @@ def check_tree(name: str, depth: int, nodes: int, width: int = 1) -> None:
     """Raise FsdError unless these are sizes of a draft tree.
 
     Args:
-        name: of the thing in the error.
-        depth: of the deepest node.
+        name: what the error calls the tree.
+        depth: depth of the deepest node.
         nodes: number of nodes, the root included.
         width: most children of a node.
     """
@@ -46,13 +46,13 @@ class TreeShape:
     """Shape of a dynamic tree.
 
     Attributes:
-        depth: of the deepest draft, in tokens after the root.
+        depth: depth of the deepest draft, in tokens after the root.
         width: nodes expanded per depth, and children per expanded node.
         nodes: nodes verified per round, the root included.
         stop_below: probability that the answer runs through any of the nodes to expand next, below which drafting
             stops. The drafter estimates it as the sum of their cumulative q, with the rule's draft bonus. 0: always
             draft ``depth`` deep.
-        prices: by which the tree of one round is grown; its sizes are then the largest ones. None: it grows to them.
+        prices: by which the tree of one round is grown; its sizes are then upper bounds. None: it grows to them.
 
     Raises:
         FsdError: a size or threshold out of range, or too many candidates.
@@ -173,10 +173,10 @@ class MenuMasks:
     """Which candidates of a tree each shape of a menu has, on the device.
 
     Args:
-        depth: of the tree.
-        width: of the tree.
+        depth: depth of the tree.
+        width: width of the tree.
         menu: shapes within a drafter's largest.
-        device: of the trees.
+        device: device of the trees.
     """
 
     def __init__(self, depth: int, width: int, menu: Sequence[TreeShape], device: torch.device) -> None:
@@ -200,7 +200,7 @@ def forecast(visits: Tensor, masks: MenuMasks) -> Tensor:
     Args:
         visits: [B, C + 1] log-probabilities of a visit to the root and to all candidates, in the order of their
             drafting.
-        masks: of their shape.
+        masks: masks of their shape.
 
     Returns:
         [B, S + 1], the last column for the deepest candidates.

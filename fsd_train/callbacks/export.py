@@ -75,8 +75,8 @@ def trains_again(directory: Path, settings: Mapping[str, Any]) -> bool:
     That run had not saved a checkpoint, so nothing but this can be done with it.
     """
     try:
-        beside = directory / RECORD
-        record = read_json(beside, "") if beside.is_file() else read_config(directory).get(_TRAINING)
+        file = directory / RECORD
+        record = read_json(file, "") if file.is_file() else read_config(directory).get(_TRAINING)
     except FsdError:
         return False
     if not isinstance(record, dict) or record.get(_UNSAVED) is not True:

@@ -192,7 +192,7 @@ class RunDirectory(Callback):
         self._stale = []
         self._asked |= trainer.received_sigterm  # before the first step
         if threading.current_thread() is threading.main_thread():
-            # Lightning's own handler of SIGTERM ends amid accumulated batches, and with several processes it waits for
+            # Lightning's handler of SIGTERM ends between accumulated batches, and with several processes it waits for
             # the others within the handler, for ever
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, self._interrupt)
@@ -219,7 +219,7 @@ class RunDirectory(Callback):
 
     def _end_if_asked(self, trainer: Trainer) -> None:
         """Save and raise KeyboardInterrupt if a process got a signal, in all processes after the same batch."""
-        if trainer.global_step == self._before:  # amid accumulated batches, whose gradient would be lost
+        if trainer.global_step == self._before:  # between accumulated batches, whose gradient would be lost
             return
         if not trainer.strategy.reduce_boolean_decision(self._asked, all=False):
             return

@@ -140,7 +140,7 @@ class _Checked(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         # Lightning's own writer fills memory and the system's temporary directory, and copies from there: it fails
-        # where only that is full, and a kill amid the copy leaves a torn file
+        # where only that is full, and a kill during the copy leaves a torn file
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

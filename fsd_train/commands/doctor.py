@@ -94,7 +94,7 @@ def some_rows(args: argparse.Namespace, target: Target) -> list[dict[str, Any]]:
                 sequences = encode_row(row.values, target.tokenizer, row.where)
                 check_id(max(max(ids) for ids, _ in sequences), row.where, target.vocab_size)
                 shortest = min(len(ids) for ids, _ in sequences)
-                row_questions(row.values, row.where)  # compared with the ids beside them
+                row_questions(row.values, row.where)  # compared with the ids in the same row
             if shortest <= args.max_length:
                 yield row.values
 

@@ -211,7 +211,7 @@ class Doctor:
 
 
 def refuse_images(values: Mapping[str, Any]) -> None:
-    """Raise DataError for a row with images, of which no check here reads the pixels."""
+    """Raise DataError for a row with images, since no check here reads pixels."""
     if has_row_images(values):
         raise DataError(
             "the row has images, and doctor feeds a head text alone, which shows the same faults. Give rows without "

@@ -31,7 +31,7 @@ _ANEW = "fetch or export the checkpoint again"
 
 
 def mtp_place(head: str) -> tuple[bool, Path | None]:
-    """Return whether ``--head`` names MTP layers, and their directory if they lie apart from their target."""
+    """Return whether ``--head`` names MTP layers, and their directory if it is not the target's."""
     if head == MTP:
         return True, None
     found = find(head, (MTP,))
@@ -49,7 +49,7 @@ def check_files(target: Target, directory: Path | None) -> tuple[list[Finding], 
 
     Args:
         target: the model of the layers.
-        directory: of layers that lie apart from their target; None: the target's own.
+        directory: of the layers, if it is not the target's; None: the target's own.
 
     Returns:
         (findings, the layers in float32 or None if a line is wrong)

@@ -88,7 +88,7 @@ def _own_tensors(source: Path, target: Target) -> dict[str, Tensor]:
     made = in_own_layout(target, files.read(0, head.layers[0].state_dict()))
     if made is None:
         raise ModelLoadError(
-            f"checkpoints of {target.config.model_type} have no layout for MTP layers, so {source} stays beside its "
+            f"checkpoints of {target.config.model_type} have no layout for MTP layers, so {source} stays next to its "
             "target: --drafter names its directory."
         )
     return {name: value.contiguous() for name, value in made.items()}

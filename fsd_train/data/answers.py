@@ -46,7 +46,7 @@ class Item(TypedDict):
     features: NotRequired[Tensor]  # [M, F], if cached
     images: NotRequired[
         dict[str, Tensor]
-    ]  # inputs of the target beside the ids; with features, those that place tokens
+    ]  # inputs of the target other than ids; with features, those that place tokens
     digest: NotRequired[str]  # of the images
 
 

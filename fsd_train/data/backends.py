@@ -155,7 +155,7 @@ class EndpointBackend:
         urls: addresses of the servers, with or without /v1. They share the requests; a faster one takes more.
         model: the server's name for the target.
         tokenizer: the target's tokenizer, for the end token and for servers that return only text.
-        generation_config: the target's, whose end tokens count beside the tokenizer's eos and the chat template's end
+        generation_config: the target's; its end tokens count as well as the tokenizer's eos and the chat template's end
             of turn; None: only these two.
         max_new_tokens: most tokens of an answer.
         seed: seed of each request, together with the row's id; None: send none.
@@ -276,7 +276,7 @@ class EndpointBackend:
         return Completion(job, text, list(ids), "stop" if reason == "stop" else "length", ids_from)
 
     def _ended(self, ids: list[int], choice: dict[str, Any]) -> list[int]:
-        """Append the tokens that end an answer, of which servers omit some or all."""
+        """Append the tokens that end an answer; servers omit some or all of them."""
         told = next((choice[field] for field in _ENDED_BY if type(choice.get(field)) is int), None)
         ends = self.end_of_turn
         if told is not None:

@@ -290,7 +290,7 @@ def _between(pieces: Sequence[str], whole: str) -> list[str]:
         last = number == len(pieces)
         end = len(whole) - len(piece) if last else whole.find(piece, place + bool(piece))
         if end < place or not whole.startswith(pieces[0]) or not whole.startswith(piece, end):
-            raise DataError("the processor changes the conversation's text beside its images.")
+            raise DataError("the processor changes the conversation's text, not only its images.")
         found.append(whole[place:end])
         place = end + len(piece)
     return found

@@ -23,8 +23,8 @@ class Batch(TypedDict):
         lengths: tokens of each conversation, which together fill the row. In host memory.
         ids: the conversations' ids.
         features: [1, M, F], if cached.
-        images: by number of the conversation, inputs of the target beside its ids; only where some have images.
-        digests: of each conversation's images, "" without any; likewise.
+        images: by number of the conversation, inputs of the target other than ids; only where some have images.
+        digests: of each conversation's images, "" without any; by number of the conversation.
         supervised: in training, see :class:`fsd_train.data.sampler.ResumableLoader`. In host memory.
     """
 

@@ -78,7 +78,7 @@ def plan_jobs(
         paths: prompt files. A row may have ``temperature``, ``top_k`` and ``top_p``, and ``tools`` and
             ``chat_template_kwargs`` for the chat template.
         tokenizer: the target's tokenizer.
-        temperatures: (temperature, weight) pairs, of which the hash of a row chooses one.
+        temperatures: (temperature, weight) pairs; the hash of a row chooses one.
         max_prompt_tokens: most tokens of a prompt with its template; longer ones are skipped and counted.
         limit: most rows to answer.
         template: arguments of the chat template for all rows, such as ``enable_thinking``.

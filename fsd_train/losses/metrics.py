@@ -18,7 +18,7 @@ from fsd_train.losses.fsd import expected_length
 from fsd_train.losses.rows import blocks
 
 DEFAULT_RULES = ("exact", "fuzzy:js:0.3")
-PLACES = (0, 512, 1024, 2048, 4096)  # from which on the lengths of chains are averaged apart
+PLACES = (0, 512, 1024, 2048, 4096)  # from which on the lengths of chains are averaged separately
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ def _evaluate(
                 elif logits_grad is not None and products_grad is not None:
                     in_group = slice(here.start - rows.start, here.stop - rows.start)
                     products_grad[in_group] = head.grad_products(logits, logits_grad)
-                del logits, logits_grad  # or they live on beside the next block's
+                del logits, logits_grad  # or they stay in memory with the next block's
             if weight_grad is not None and products_grad is not None:
                 grad[rows] = (products_grad @ head.weight).to(grad.dtype)
                 inputs = estimates[rows].to(products_grad.dtype)

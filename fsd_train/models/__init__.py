@@ -1,4 +1,4 @@
-"""What is trained: heads and small LMs, as LightningModules, and what recipes name beside torch's optimisers."""
+"""What is trained: heads and small LMs, as LightningModules, and optimisers that torch lacks."""
 
 from __future__ import annotations
 

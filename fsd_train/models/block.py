@@ -48,7 +48,7 @@ class BlockOptions:
         layers: the target's layers that it reads, from 0 (default: ``num_layers`` of them, evenly spread).
         markov: the Markov head, "none" for a DFlash head without one.
         rank: of the Markov head.
-        confidence: whether a confidence head is trained beside it, by which decoding ends blocks early.
+        confidence: whether to train a confidence head too, by which decoding ends blocks early.
         intermediate_size: width of the MLP (default: the target's).
         mask_token_id: the token that stands for those to estimate (default: the vocabulary's last).
     """

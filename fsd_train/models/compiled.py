@@ -1,4 +1,4 @@
-"""What `model.compile` compiles: decoder layers over packed sequences, beside the losses' functions of rows.
+"""What `model.compile` compiles: decoder layers over packed sequences, and the losses' functions of rows.
 
 torch.compile makes a kernel for each shape that it meets. A packed sequence has one length, and supervised rows are
 padded to one of eight numbers (:func:`padded_count`), so few shapes occur. Attention stays as it is: FlexAttention

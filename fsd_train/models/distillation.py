@@ -87,7 +87,7 @@ class DistillationModule(RunModule, ABC):
     """
 
     head_options_class: type[Any] = HeadOptions  # of the option ``head``
-    of_weights: tuple[str, ...] = ()  # options, beside the target, that say which weights there are
+    of_weights: tuple[str, ...] = ()  # options, besides the target, that say which weights there are
     steps_differ = True  # whether a draft depends on its chain step
     reads_images = True  # whether rows may have images
 

@@ -169,7 +169,7 @@ class RunModule(LightningModule):
         return {name: plain(value) for name, value in self.hparams.items() if not name.startswith("_")}
 
     def record(self, extra: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the record beside exported weights: completed steps, all options, and ``extra``."""
+        """Return the record of exported weights: completed steps, all options, and ``extra``."""
         steps = int(self.global_step) if self._trainer_or_none is not None else None
         return {"steps": steps, "hyperparameters": self.settings, **(extra or {})}
 

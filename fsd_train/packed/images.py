@@ -1,4 +1,4 @@
-"""The target's features of a packed sequence, of which some conversations show images."""
+"""The target's features of a packed sequence, some of whose conversations show images."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsd_infer.targets.target import Target
 from fsd_train.packed.masks import TextMask
 from fsd_train.packed.reading import forward_packed
 
-Inputs = Mapping[str, Any]  # of the target's forward by name, beside ids
+Inputs = Mapping[str, Any]  # of the target's forward by name, other than ids
 
 
 def image_prompts(

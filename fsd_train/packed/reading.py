@@ -79,8 +79,8 @@ def supports_packing(forward: Callable[..., Tensor], model: nn.Module) -> bool:
         try:
             with use_packed_attention(model):
                 packed = forward(ids, position_ids=mask.positions, packing=mask)
-            apart = torch.cat([forward(part) for part in ids.split([3, 4], dim=1)], dim=1)
-            alike = packed.shape == apart.shape and _distance(packed, apart) < TOLERANCE
+            separate = torch.cat([forward(part) for part in ids.split([3, 4], dim=1)], dim=1)
+            alike = packed.shape == separate.shape and _distance(packed, separate) < TOLERANCE
             alike = alike and not recurrent_layers(model)  # their states would run from one text into the next
         except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError, KeyError):
             alike = False
@@ -94,7 +94,7 @@ def supports_packing(forward: Callable[..., Tensor], model: nn.Module) -> bool:
 
 def _usual_ids(model: Any, count: int) -> Tensor:
     """Return ids from the middle of the vocabulary. At its ends are special tokens and bytes that training rarely saw:
-    some models enlarge rounding with them a hundredfold, or tell no context apart."""
+    some models enlarge rounding with them a hundredfold, or give every context the same features."""
     size = int(model.config.get_text_config().vocab_size)
     return torch.linspace(size / 4, size / 2, count).long()
 

@@ -53,7 +53,7 @@ def decode_beams(
         target: the target.
         drafter: beams are plain, with a warning, unless it :attr:`~.Drafter.drafts_beams`.
         rules: `exact` for every prompt.
-        request: see there; without callbacks.
+        request: the request, without callbacks.
         config: with ``num_beams``, ``num_return_sequences``, ``length_penalty`` and ``early_stopping``.
         options: how beams are drafted.
 
@@ -192,7 +192,7 @@ class _Beams:
         return longer.scatter(1, numbers[..., None].expand_as(features), features)
 
     def advance(self, frontier: Frontier, features: Tensor) -> None:
-        """Take all possible steps, drop the nodes that these leave behind, and finished searches."""
+        """Take all possible steps; drop the nodes that no beam needs any more, and finished searches."""
         for search in self.searches:
             search.advance(self.look)
         frontier.likely = [[each.likely for each in search.successors] for search in self.searches]

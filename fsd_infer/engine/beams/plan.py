@@ -21,7 +21,7 @@ class Planner:
     """The choice of each round's nodes.
 
     Args:
-        parameters: of the request.
+        parameters: the request's parameters.
         options: with ``depth`` and ``spread``.
         session: the drafter's.
         look: ``look(search, nodes)`` lists ``likely`` of nodes that the target has read.

@@ -46,10 +46,10 @@ def first_arrivals(
     """Return the first ``count`` of all listed successors to arrive, in this order.
 
     Args:
-        text_hashes: of R nodes.
+        text_hashes: the text hashes of R nodes.
         scores: ln of each node's weight.
-        lists: of each node the log-probabilities of some successors, and their tokens.
-        count: of arrivals.
+        lists: log-probabilities and tokens of some successors of each node.
+        count: number of arrivals.
     """
     tokens = padded([tokens for _, tokens in lists]).long()
     values = padded([values for values, _ in lists], -math.inf).double()
@@ -72,7 +72,7 @@ def draw(search: Search, count: int, weights_of: Callable[[int], Tensor]) -> lis
 
     Args:
         search: whose beams have listed successors.
-        count: of draws.
+        count: number of draws.
         weights_of: returns exp of the processed log-probabilities of all successors of a node, [V] fp64; called only
             for a draw that is not listed.
     """
@@ -122,7 +122,7 @@ def width_probabilities(
     """Return the probability that all beams of a step of width n are drafted, for n from 1 to ``width``.
 
     Args:
-        scores: of the live beams, ln of their weights.
+        scores: ln of the weights of the live beams.
         target: the target's likely successors of each beam.
         drafter: the drafter's likely successors of each beam.
         width: W, most beams.

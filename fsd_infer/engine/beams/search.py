@@ -88,18 +88,18 @@ class Search:
     """One prompt's search.
 
     Args:
-        parameters: of the request.
+        parameters: the request's parameters.
         prompt: token ids.
         limit: most new tokens.
         row: the prompt's index in the request.
-        root_hash: of the root's text.
+        root_hash: hash of the root's text.
 
     Attributes:
         shared: the tokens after the prompt up to the root.
-        tokens: of each node, the root first.
+        tokens: token of each node, the root first.
         parents: number of each node's parent; the root's is 0.
-        text_hashes: of each node, a 64-bit hash of its text.
-        successors: of each node.
+        text_hashes: a 64-bit hash of each node's text.
+        successors: the successors of each node.
         children: the nodes by parent and token.
         read: number of leading nodes that the target has read.
         live: the beams, best first.
@@ -108,7 +108,7 @@ class Search:
         settled: the same before the last steps. The root stays within it, since a drafter reads nodes before they
             become text.
         done: whether the search has ended.
-        record: of the best answer, complete once the search has ended.
+        record: the record of the best answer, complete once the search has ended.
     """
 
     def __init__(self, parameters: SearchParameters, prompt: list[int], limit: int, row: int, root_hash: int) -> None:
