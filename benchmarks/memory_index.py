@@ -27,7 +27,7 @@ from fsd_core.text.rows import read_jsonl
 from fsd_infer.drafters.corpus import SUFFIX, open_corpus
 from fsd_infer.drafters.free import best_first
 from fsd_infer.drafters.memory import TextMatcher
-from fsd_infer.drafters.prefixes import Store
+from fsd_infer.drafters.suffix_store import Store
 
 VOCABULARY = 49152
 DEPTH, NODES, MIN_ACCEPT_PROB = 24, 24, 0.02

@@ -188,7 +188,7 @@ def skip_layers(args: argparse.Namespace) -> int:
     """Run `fsd-bench skip-layers`."""
     from fsd_bench.skip_layers import answers, search
     from fsd_infer.decoder import FuzzyDecoder
-    from fsd_infer.drafters.itself import spelled
+    from fsd_infer.drafters.from_target import spelled
     from fsd_infer.targets.placing import parse_device, parse_dtype
 
     set_threads(args.threads)

@@ -32,7 +32,7 @@ from fsd_bench.planned import EXPERTS, count_weights, planned_target, sizes_of
 from fsd_bench.roofline import FORWARD_GRAPHS, Hardware, MemoryItem, Work, device_rows, seconds
 from fsd_core.errors import ModelLoadError, foreign_errors
 from fsd_infer.device.cuda_graphs import shared_slots
-from fsd_infer.drafters.itself import GROUP, PREFIX, Itself
+from fsd_infer.drafters.from_target import GROUP, PREFIX, FromTarget
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.request.prompts import PREFILL_CHUNK
@@ -118,12 +118,12 @@ def lm_on_paper(target: Target, name: str) -> PlannedDrafter:
     Raises:
         FsdError: no such drafter.
     """
-    itself = Itself.parse(name) if name.startswith(PREFIX) else None
-    small = planned_target(name) if itself is None else replace(itself, bits=None).of(target, name)
-    layers = small.layers(range(int(small.config.num_hidden_layers))) if itself and itself.bits else []
+    from_target = FromTarget.parse(name) if name.startswith(PREFIX) else None
+    small = planned_target(name) if from_target is None else replace(from_target, bits=None).of(target, name)
+    layers = small.layers(range(int(small.config.num_hidden_layers))) if from_target and from_target.bits else []
     rounded = sum(weight.numel() for layer in layers for weight in layer.parameters() if weight.dim() > 1)
-    each = (itself.bits if itself and itself.bits else 0) / 8 + 4 / GROUP
-    others = 0 if itself else count_weights(small.model) - rounded
+    each = (from_target.bits if from_target and from_target.bits else 0) / 8 + 4 / GROUP
+    others = 0 if from_target else count_weights(small.model) - rounded
     held = MemoryItem(
         "small LM's weights", 2.0 * others + rounded * each, f"2 B x {others:,} + {each:.3g} B x {rounded:,}"
     )  # fmt: skip

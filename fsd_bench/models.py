@@ -15,7 +15,7 @@ from fsd_bench.base import TimedRun
 from fsd_bench.prompts import Encoder
 from fsd_bench.runs import Trial
 from fsd_core.errors import FsdError
-from fsd_infer.decoder import FuzzyDecoder, RuntimeConfig, retired
+from fsd_infer.decoder import FuzzyDecoder, RuntimeConfig, former
 from fsd_infer.drafters import Drafter, TreeShape
 from fsd_infer.targets.loading import load_config, load_target, load_tokenizer
 from fsd_infer.targets.masks import max_positions
@@ -43,8 +43,8 @@ class ModelOptions:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Return the options in a record's JSON values. Absent ones take their default, unknown ones are left out."""
         known = {one.name: values[one.name] for one in fields(cls) if one.name in values}
-        tree, former = known.get("tree"), {name: values[name] for name in FORMER & values.keys()}
-        runtime = retired.runtime_options(known.get("runtime", former), warn=False)
+        tree, renamed = known.get("tree"), {name: values[name] for name in FORMER & values.keys()}
+        runtime = former.runtime_options(known.get("runtime", renamed), warn=False)
         made = {"tree": TreeShape(**tree) if isinstance(tree, dict) else tree, "runtime": RuntimeConfig(**runtime)}
         return cls(**{**known, **made})
 

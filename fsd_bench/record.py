@@ -7,7 +7,7 @@ forwards / verifying forwards; ``tau_category_mean`` weighs categories equally, 
 ``accepted_by_position`` is the share of rounds that accepted 1, 2, … drafts or more. ``target_forwards``,
 ``answer_tokens`` and ``divergence_spent`` (nats) are means per answer. Gate fractions and ``log_likelihood_per_token``
 (nats, raw) are means per token. ``drafts`` pools the drafters' first choices, see
-:class:`fsd_infer.engine.drafts.FirstChoiceStats`. ``phases`` are seconds over all runs, ``phase_fractions`` their
+:class:`.FirstChoiceStats`. ``phases`` are seconds over all runs, ``phase_fractions`` their
 shares, ``milliseconds_per_round`` each phase after the prefill / verifying forwards. ``round_overhead_fraction`` is the
 share of the time after the prefill that neither target nor drafter takes. What a method does not report is None.
 
@@ -34,7 +34,7 @@ from fsd_bench.intervals import interval
 from fsd_bench.paired import AVERAGES, QUANTITIES, RATES, SUMS, against, intervals, pooled
 from fsd_core.errors import FsdError
 from fsd_core.files import jsonable, write_text
-from fsd_infer.engine.drafts import FirstChoiceStats
+from fsd_infer.engine.first_choices import FirstChoiceStats
 
 # entries of a list, two levels deep in indented JSON
 _DEEP = re.compile(r"^(  )(\{$.*?^  \}|\[$.*?^  \])", re.MULTILINE | re.DOTALL)

@@ -138,4 +138,4 @@ def device_rows(
 
 def size(number: float) -> str:
     """Format bytes in GB or MB, which are powers of ten."""
-    return f"{number / 1e9:.2f} GB" if number >= 1e7 else f"{number / 1e6:.2f} MB"
+    return f"{number / 1e9:.1f} GB" if number >= 5e7 else f"{number / 1e6:.2g} MB"

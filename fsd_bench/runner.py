@@ -24,7 +24,7 @@ from fsd_bench.score import Reference, measure, read_references
 from fsd_bench.settings import RunOptions
 from fsd_bench.trials import RunSpec, Session, comparisons_of, in_turns, rotated, run_trials
 from fsd_core.errors import FsdError
-from fsd_core.files import jsonable, writable
+from fsd_core.files import jsonable, usable_name, writable
 from fsd_core.options import set_threads
 from fsd_core.text.encoding import PromptRow
 from fsd_infer.environment import environment
@@ -107,9 +107,9 @@ def partial_path(json_path: str | Path, resume: bool, overwrite: bool) -> Path:
         FsdError: another kind of file is in the way, an unfinished measurement without ``resume``, or a finished one
             without ``overwrite``.
     """
-    final = writable(json_path, "the record")
-    path = final.with_name(final.name + ".partial.jsonl")
-    if final.exists() and final.stat().st_size and not _is_record(final):
+    final = Path(usable_name(json_path, "the record"))
+    path = final.parent / f"{final.name}.partial.jsonl"
+    if final.is_file() and final.stat().st_size and not _is_record(final):
         raise FsdError(f"{final} is not a record of a benchmark and is not overwritten: give another name.")
     writable(final, "the record", overwrite or (resume and path.exists()))
     if not resume:

@@ -16,7 +16,7 @@ from fsd_bench.likelihood import log_likelihoods
 from fsd_bench.prompts import Encoder, encode_rows, first_rows
 from fsd_core.errors import FsdError
 from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.drafters.itself import with_layers
+from fsd_infer.drafters.from_target import with_layers
 from fsd_infer.targets.target import Target
 
 Pair = tuple[list[int], list[int]]  # token ids of a prompt and of its answer

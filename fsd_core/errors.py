@@ -76,7 +76,7 @@ def imported(module: str, what: str, extra: str, error: type[FsdError] = FsdErro
     Args:
         module: its name.
         what: what needs it, for the error.
-        extra: of this distribution, which installs the package.
+        extra: the extra of this distribution that installs the package.
         error: to raise if the package is missing.
     """
     try:
@@ -97,9 +97,9 @@ def foreign_errors(kind: type[FsdError], message: str, most: int = 600) -> Itera
     """Raise an error of ours in place of any that other code raises within the block. Ours pass.
 
     Args:
-        kind: of the error.
-        message: in which "{why}" stands for what the other error says.
-        most: characters of that.
+        kind: type of the error.
+        message: its text, in which "{why}" stands for what the other error says.
+        most: most characters of that.
     """
     try:
         yield

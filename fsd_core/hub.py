@@ -304,7 +304,7 @@ def load_whole(source: str | os.PathLike[str], load: Callable[[], Loaded], **hub
     known = set(_blobs(folder))
     with guarded():
         try:
-            made = load()
+            result = load()
         except HubError:
             raise
         except FsdError as error:
@@ -314,14 +314,14 @@ def load_whole(source: str | os.PathLike[str], load: Callable[[], Loaded], **hub
         else:
             damaged = _received(folder, known)
             if not damaged:
-                return made
+                return result
         if hub.get("local_files_only") or constants.is_offline_mode():
             raise HubError(f"{name} is damaged in the cache, and cannot be fetched offline. {_advice(folder)}")
         print(f"[{name}] {len(damaged)} files in the cache are damaged: fetching again", file=sys.stderr, flush=True)
         for blob in damaged:
             blob.unlink()
         try:
-            made = load()
+            result = load()
         except HubError:
             raise
         except FsdError as error:
@@ -330,7 +330,7 @@ def load_whole(source: str | os.PathLike[str], load: Callable[[], Loaded], **hub
             for blob in again:
                 blob.unlink()
             raise HubError(f"{name} comes from the Hub with other content than its hash says, twice: try again later.")
-        return made
+        return result
 
 
 def _received(folder: Path, known: set[Path]) -> list[Path]:

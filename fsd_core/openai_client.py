@@ -17,7 +17,8 @@ from requests.adapters import HTTPAdapter
 
 from fsd_core.errors import FsdError, causes
 
-API_KEY = "OPENAI_API_KEY"  # the environment variable
+API_KEY = "OPENAI_API_KEY"  # the environment variable of the bearer token, if servers need one
+TIMEOUT = 600.0  # seconds without data before a request fails
 LONGEST_PAUSE = 30.0  # seconds
 # Servers fill in missing fields from the model's generation config (Qwen2.5's penalises repetition, also at temperature
 # 0). These fields leave the target's distribution unchanged:
@@ -54,8 +55,6 @@ class Server:
 
     Args:
         url: e.g. ``http://localhost:8000``; ``/v1`` is added to an address without a path.
-        api_key: bearer token; None: the environment's ``OPENAI_API_KEY``; "": none.
-        timeout: seconds without data before a request fails.
         attempts: tries of :meth:`complete`. A stream is tried once.
         pause: seconds before the second try, doubled for each further one up to 30, less a random part.
         connections: number of connections that are kept for parallel requests.
@@ -68,8 +67,6 @@ class Server:
         self,
         url: str,
         *,
-        api_key: str | None = None,
-        timeout: float = 600.0,
         attempts: int = 1,
         pause: float = 1.0,
         connections: int = 1,
@@ -82,14 +79,14 @@ class Server:
         if host is None or parts.scheme not in ("http", "https"):
             raise FsdError(f"server {url!r}: give its address, e.g. http://localhost:8000.")
         self.url = url
-        self.timeout, self.attempts, self.pause = timeout, attempts, pause
+        self.attempts, self.pause = attempts, pause
         self._takes_extensions = True
         self._origin = f"{parts.scheme}://{parts.netloc}"
         self._base = parts.path.rstrip("/") or "/v1"
         self._session = requests.Session()
         self._session.trust_env = host not in _THIS_MACHINE  # no proxy for this machine
         self._session.headers["Accept-Encoding"] = "identity"  # unpacking would delay streamed tokens
-        self._session.auth = _bearer(os.environ.get(API_KEY) if api_key is None else api_key)
+        self._session.auth = _bearer(os.environ.get(API_KEY))
         for scheme in ("http://", "https://"):
             self._session.mount(scheme, HTTPAdapter(pool_maxsize=connections))
 
@@ -178,7 +175,7 @@ class Server:
         """Return the response if its status is 200. Raises ServerError otherwise."""
         send = partial(
             self._session.request, method, self._origin + self._base + path, json=body, stream=stream,
-            timeout=self.timeout, allow_redirects=False,  # a redirected POST would arrive as a GET
+            timeout=TIMEOUT, allow_redirects=False,  # a redirected POST would arrive as a GET
         )  # fmt: skip
         try:
             try:

@@ -148,16 +148,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "--device": {"metavar": "NAME", "help": "such as cpu or cuda:1 (default: CUDA if available, else cpu)"},
     "--tree": {
         "metavar": "DEPTH,WIDTH,NODES[,STOP]",
-        "help": "shape of the draft tree, and the chance below which drafting stops; auto: chosen each round from what "
-        "earlier rounds took and accepted, with a seed from the text alone (default: auto on a CPU, else a shape)",
+        "help": "shape of the draft tree, and the probability below which drafting stops; auto: chosen each round by "
+        "costs of earlier rounds, with a seed from the text alone (default: auto on a CPU, else a shape)",
     },
     "--weights": {
         "choices": ("auto", "packed", "expanded", "plain"), "default": "auto",
-        "help": "of the target: as the device's backend computes fastest (auto), expanded to bf16 from GGUF or a "
-        "built-in target, or with torch's own layers (plain)",
+        "help": "how the target's are kept: as the device's backend is fastest (auto), expanded to bf16 from GGUF or a "
+        "built-in target, or in torch's own layers (plain)",
     },
     "--draft-weights": {
-        "choices": ("fp8", "plain"), "default": "fp8", "help": "of a head, with our CPU kernels: in fp8, or as loaded"
+        "choices": ("fp8", "plain"), "default": "fp8",
+        "help": "how a head's are kept, with our CPU kernels: in fp8, or as loaded",
     },
     "--recording": {
         "action": argparse.BooleanOptionalAction,
@@ -274,5 +275,5 @@ class HelpFormatter(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
-        silent = default is False or default in (None, "", argparse.SUPPRESS) or default == []
+        silent = default is False or default in (None, "", (), [], argparse.SUPPRESS)
         return text if silent or "default:" in text else f"{text} (default: %(default)s)"

@@ -25,7 +25,7 @@ from fsd_infer.cli.main import main
 from fsd_infer.drafters import corpus as corpora
 from fsd_infer.drafters.corpus import SUFFIX, open_corpus
 from fsd_infer.drafters.loading import load_drafter
-from fsd_infer.drafters.prefixes import END
+from fsd_infer.drafters.suffix_store import END
 from tests.test_free import drafted
 
 ROWS: list[dict[str, Any]] = [{"text": f"the cat sat {n} times"} for n in range(30)]

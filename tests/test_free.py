@@ -16,8 +16,8 @@ from fsd_infer import FsdError, Target
 from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, LookupDrafter, MemoryDrafter
 from fsd_infer.drafters.free import HitRate, Options, best_first
 from fsd_infer.drafters.memory import INDEX_NGRAM, MAX_OCCURRENCES, TextMatcher
-from fsd_infer.drafters.prefixes import match_size
 from fsd_infer.drafters.recycle import RecycleDrafter, RecycleTable
+from fsd_infer.drafters.suffix_store import match_size
 from fsd_infer.trees.tree import DraftTree
 from tests.families import VOCAB, drafter_of, tell, tiny_model
 from tests.tree_rounds import check_tree

@@ -15,7 +15,7 @@ from fsd_infer.backends.cpu.packing import packed_products
 from fsd_infer.cli.main import main
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters import DraftRequest, GraftedDrafter, LMDrafter, NoDrafter, lm
-from fsd_infer.drafters.itself import Itself, round_weight, spelled, with_layers
+from fsd_infer.drafters.from_target import FromTarget, round_weight, spelled, with_layers
 from fsd_infer.drafters.lm import LMSession, warn_context
 from fsd_infer.drafters.loading import choose_trees, load_drafter
 from fsd_infer.drafters.text import TextDrafter
@@ -207,7 +207,7 @@ def test_a_packed_target_drafts_as_before(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_names() -> None:
-    assert Itself.parse("self:layers=0-2,7,9-9") == Itself((0, 1, 2, 7, 9))
+    assert FromTarget.parse("self:layers=0-2,7,9-9") == FromTarget((0, 1, 2, 7, 9))
     assert spelled((0, 1, 2, 7, 9, 10)) == "self:layers=0-2,7,9-10"
     target = toy("llama")
     for numbers in ([1, 0], [1, 1], []):

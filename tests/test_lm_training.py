@@ -13,7 +13,7 @@ from fsd_core.divergence import divergence
 from fsd_core.errors import FsdError
 from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters import LMDrafter
-from fsd_infer.drafters.itself import Itself
+from fsd_infer.drafters.from_target import FromTarget
 from fsd_infer.drafters.lm import load_lm
 from fsd_infer.targets.adapters import is_adapter
 from fsd_train.callbacks import DecodedTau, ExportHead
@@ -160,7 +160,7 @@ def test_what_is_trained_is_exported_and_decodes(toys: Path, tmp_path: Path, opt
     state = torch.load(checkpoint, weights_only=True)["state_dict"]
     assert state and all("lora_" in name for name in state) == is_adapter(made) == bool(lora)
     target, base = (Target.from_pretrained(str(toys / name), dtype=torch.float32) for name in ("target", "drafter"))
-    base = Itself.parse(LAYER).of(target, LAYER) if "drafter" in options else base
+    base = FromTarget.parse(LAYER).of(target, LAYER) if "drafter" in options else base
     loaded, trained = load_lm(made, target), logits_of(module.head.model.eval())
     assert not any("lora" in name for name, _ in loaded.model.named_parameters())  # merged
     exact = {"atol": 0.02, "rtol": 1e-3} if lora else {"atol": 0.2, "rtol": 0.05}  # stored in bf16

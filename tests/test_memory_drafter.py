@@ -18,7 +18,7 @@ from fsd_bench.engine import EngineMethod
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters import DraftRequest, GraftedDrafter, LookupDrafter, MemoryDrafter
 from fsd_infer.drafters.loading import load_drafter
-from fsd_infer.drafters.prefixes import END, MAX_MATCH, MIN_MATCH, Store, SuffixStore, sorted_prefixes
+from fsd_infer.drafters.suffix_store import END, MAX_MATCH, MIN_MATCH, Store, SuffixStore, sorted_prefixes
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.batcher import Batcher
 from fsd_infer.trees.tree import DraftTree

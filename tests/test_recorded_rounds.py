@@ -22,7 +22,7 @@ from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.engine import Outcome, Request, decode, loop
 from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.callbacks import Streaming
-from fsd_infer.engine.parts import outputs_of
+from fsd_infer.engine.recordable import outputs_of
 from fsd_infer.engine.recording import RoundRecorder
 from fsd_infer.engine.round import VerifiedTree
 from fsd_infer.rules import parse_rule

@@ -18,7 +18,7 @@ from fsd_infer.drafters.free import FreeDrafter
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.recycle import RecycleDrafter
 from fsd_infer.drafters.session import DraftSession
-from fsd_infer.engine.drafts import FirstChoiceStats
+from fsd_infer.engine.first_choices import FirstChoiceStats
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.engine.stats import RowRecord
 from fsd_infer.rules import (

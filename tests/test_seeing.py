@@ -20,11 +20,11 @@ from fsd_core.errors import FsdError, ModelLoadError
 from fsd_core.tensors import to_device
 from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.cli.main import main
-from fsd_infer.decoder.prompts import encode_with_images, shows_images
+from fsd_infer.decoder.prompts import encode_with_images
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters import NoDrafter
 from fsd_infer.engine import Request, decode
-from fsd_infer.request.images import Sources, split_images
+from fsd_infer.request.images import Sources, has_images, split_images
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.app import Limits, make_app
 from fsd_infer.targets.image_inputs import ImagePrompt, read_with_images
@@ -66,7 +66,7 @@ def decoder_of(family: str) -> FuzzyDecoder:
 
 
 def encoded(decoder: FuzzyDecoder, messages: Any) -> tuple[list[int], Any]:
-    return encode_with_images(decoder.target, messages) if shows_images(messages) else (decoder.encode(messages), None)
+    return encode_with_images(decoder.target, messages) if has_images(messages) else (decoder.encode(messages), None)
 
 
 def expected_of(decoder: FuzzyDecoder, messages: Any, **options: Any) -> list[int]:
@@ -320,7 +320,7 @@ def test_what_does_not_fit_is_refused_by_name(toy_decoder: FuzzyDecoder) -> None
         "of the type 'video'": lambda: decoder.generate(
             turn(image) + [{"role": "user", "content": [{"type": "video"}]}]
         ),
-        "does not see": lambda: toy_decoder.generate({"prompt": "the cat", "images": [image]}, **LIMITS),
+        "takes no images": lambda: toy_decoder.generate({"prompt": "the cat", "images": [image]}, **LIMITS),
         "PIL image, got int": lambda: decoder.generate({"prompt": "the cat", "images": [3]}, **LIMITS),
         "user turn": lambda: decoder.generate(
             {"prompt": [{"role": "system", "content": "x"}], "images": [image]}, **LIMITS

@@ -20,9 +20,9 @@ class Conversation(str):
     @classmethod
     def of(cls, turns: Sequence[Mapping[str, Any]]) -> Conversation:
         """Return the turns' texts, separated by blank lines: what models without a chat template continue."""
-        made = cls("\n\n".join(str(turn["content"]) for turn in turns))
-        made.turns = [dict(turn) for turn in turns]
-        return made
+        result = cls("\n\n".join(str(turn["content"]) for turn in turns))
+        result.turns = [dict(turn) for turn in turns]
+        return result
 
 
 def with_turns(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

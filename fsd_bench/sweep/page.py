@@ -115,7 +115,7 @@ def _trade_offs(families: dict[str, list[str]], summaries: dict[str, dict[str, A
                     if y is not None and x is not None:
                         points.append(_point(_parameter(name, names), x, y, scale))
                 if points:
-                    series.append(Series(_family(family, names), points, style))
+                    series.append(Series(_family(family), points, style))
             if any(len(one.points) for one in series[1:]):
                 charts.append(chart(f"{title} and {speed}", x_label, y_label, series))
     return charts
@@ -134,7 +134,7 @@ def _parameter(name: str, names: Sequence[str]) -> str:
     return ":".join(part for place, part in enumerate(own) if len({other[place] for other in parts}) > 1)
 
 
-def _family(family: str, names: Sequence[str]) -> str:
+def _family(family: str) -> str:
     """Return a family's name without its lists of parameters."""
     rule, at, tree = family.partition("@")
     return ":".join(part for part in rule.split(":") if "/" not in part) + at + tree

@@ -18,7 +18,7 @@ from fsd_core.errors import FsdError
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, LMDrafter, TreeShape
 from fsd_infer.drafters.tree_drafter import TreeDrafter
-from fsd_infer.engine.drafts import FirstChoiceStats
+from fsd_infer.engine.first_choices import FirstChoiceStats
 from fsd_infer.engine.plan import draws_of
 from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.rules import Exact, Rule, Tilted, parse_rule
@@ -271,12 +271,12 @@ def learned(rule: Tilted, allowed: float, found: Mapping[Rule, Sequence[RuleOnSh
         allowed: nats per token to spend; at most what the smallest coefficient spends.
         found: by rule, a forecast for each shape.
     """
-    made = []
+    result = []
     for shaped in zip(*(found[fixed] for fixed in fixed_coefs(rule))):
         points = sorted(shaped, key=lambda point: point.nats)
         above = next((number for number, point in enumerate(points) if point.nats > allowed), None)
-        made.append(points[-1] if above is None else _between(points[above - 1], points[above], allowed))
-    return made
+        result.append(points[-1] if above is None else _between(points[above - 1], points[above], allowed))
+    return result
 
 
 def _between(less: RuleOnShape, more: RuleOnShape, nats: float) -> RuleOnShape:

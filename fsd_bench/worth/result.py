@@ -103,7 +103,7 @@ class Forecast:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast as JSON values."""
-        made = asdict(self)
-        for row, facts in zip(self.rows, made["rows"], strict=True):
+        result = asdict(self)
+        for row, facts in zip(self.rows, result["rows"], strict=True):
             facts["per_cost"] = {f"{cost:g}": row.per_cost(cost) for cost in COSTS}
-        return made
+        return result

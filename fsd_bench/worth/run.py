@@ -15,7 +15,7 @@ from fsd_bench.worth.result import COSTS, Forecast, ForecastRow
 from fsd_core.errors import FsdError
 from fsd_core.tables import number, percent, table
 from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.engine.drafts import drafts_text
+from fsd_infer.engine.first_choices import drafts_text
 from fsd_infer.environment import environment
 from fsd_infer.rules import parse_rule
 from fsd_infer.trees.shape import TreeShape

@@ -110,20 +110,20 @@ def _turn(turn: Any, where: str, blank: bool) -> Message:
     check_text(content, where)
     if role == "user" and not (content if blank else content.strip()):
         raise DataError(f"{where} is empty. Give it some text or remove the row.")
-    made: Message = {"role": role, "content": content}
+    result: Message = {"role": role, "content": content}
     if calls:
-        made["tool_calls"] = calls
+        result["tool_calls"] = calls
     if role == "assistant":
         thought = next((name for name in THOUGHTS if turn.get(name)), None)
         if thought is not None:
-            made["reasoning_content"] = check_text(_text(turn[thought], where, thought), where)
+            result["reasoning_content"] = check_text(_text(turn[thought], where, thought), where)
         if turn.get(WEIGHT) is not None and _weight(turn[WEIGHT], where) == 0:
-            made["weight"] = 0
+            result["weight"] = 0
     if role == "tool":
         for name in ("tool_call_id", "name"):
             if turn.get(name) is not None:
-                made[name] = check_text(_text(turn[name], where, name), where)
-    return made
+                result[name] = check_text(_text(turn[name], where, name), where)
+    return result
 
 
 def _weight(value: Any, where: str) -> int:

@@ -106,7 +106,7 @@ def _marked_turns(turns: Sequence[Any], waiting: list[Any], taken: list[Any]) ->
     places = 0 if with_parts else sum(len(_PLACE.findall(_said(turn))) for turn in turns)
     if places and places != len(waiting):
         raise DataError(f"the texts have <image> {places} times, and the row has {len(waiting)} images.")
-    made = []
+    result = []
     for number, turn in enumerate(turns):
         if any(_is_image(part) for part in _parts(turn)):
             if role_of(turn) != "user":
@@ -117,10 +117,10 @@ def _marked_turns(turns: Sequence[Any], waiting: list[Any], taken: list[Any]) ->
             parts = _at_places(_said(turn), first) if places else [*range(len(waiting)), _said(turn)]
             taken += [waiting.pop(0) for part in parts if isinstance(part, int)]
             turn = {**turn, "content" if turn.get("from") is None else "value": joined_parts(parts)}
-        made.append(turn)
+        result.append(turn)
     if waiting:
         raise DataError(f"{len(waiting)} images more than places for them in the turns of users.")
-    return made
+    return result
 
 
 def _said(turn: Any) -> str:
@@ -162,7 +162,7 @@ def _marked_parts(content: Sequence[Any], waiting: list[Any], taken: list[Any]) 
 
 def with_images(messages: Sequence[Message], sources: Sequence[Any]) -> list[Any]:
     """Return turns with parts in place of marks, as rows that :func:`take_images` reads."""
-    made: list[Any] = []
+    result: list[Any] = []
     for turn in messages:
         content: Any = turn["content"]
         if turn["role"] == "user" and has_mark(content):
@@ -170,8 +170,8 @@ def with_images(messages: Sequence[Message], sources: Sequence[Any]) -> list[Any
                 {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", **_named(sources[part])}
                 for part in split_parts(content)
             ]
-        made.append({**turn, "content": content})
-    return made
+        result.append({**turn, "content": content})
+    return result
 
 
 def _named(source: Any) -> dict[str, str]:

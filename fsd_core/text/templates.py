@@ -117,7 +117,7 @@ def turns_for(
         DataError: the template would drop a turn's text or calls, or as :func:`template_of`.
     """
     form = form_of(tokenizer, options)
-    made: list[Mapping[str, Any]] = []
+    result: list[Mapping[str, Any]] = []
     for turn in turns:
         given: Mapping[str, Any] = turn
         if turn["role"] in form.dropped and turn["content"]:
@@ -131,5 +131,5 @@ def turns_for(
             given = {name: value for name, value in turn.items() if name not in (THOUGHT, WEIGHT)}
             if form.thought is not None and THOUGHT in turn:
                 given[form.thought] = turn["reasoning_content"]
-        made.append(_in_parts(given) if turn["role"] in form.parted else given)
-    return made
+        result.append(_in_parts(given) if turn["role"] in form.parted else given)
+    return result

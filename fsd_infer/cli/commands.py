@@ -234,7 +234,7 @@ def serve(args: argparse.Namespace) -> int:
     if placeholders_of(decoder.target.model.config):
         limits = dataclasses.replace(limits, max_bytes=MAX_WITH_IMAGES, image_folders=tuple(args.image_dir or ()))
     elif args.image_dir:
-        raise FsdError(f"--image-dir: {decoder.target.name} does not see. Leave it out.")
+        raise FsdError(f"--image-dir: {decoder.target.name} takes no images. Leave it out.")
     if args.record:
         print(record_rounds(decoder, args.record, rule=args.rule), file=sys.stderr)
     app = make_app(decoder, args.rule, limits, key, [args.host, *(args.allow_host or ())])

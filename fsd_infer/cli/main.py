@@ -103,14 +103,14 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--image", action="append", metavar="FILE",
-        help="image that the prompt shows, of a target that sees; may be given several times",
+        help="image of the prompt, for an image-text-to-text target; may be given several times",
     )  # fmt: skip
     add(parser, "--raw", help="continue the text as it is, without the chat template")
     add_models(parser)
     parser.add_argument("--rule", default="exact", help='acceptance rule, such as "fuzzy:js:0.3"; see fsd-infer rules')
     parser.add_argument(
         "--quality", type=real_number, metavar="Q",
-        help="in place of a rule: the share of exact's score to keep, at most 1, which is exact; by the drafter's "
+        help="instead of a rule: the share of exact's score to keep, at most 1 (exact); needs the drafter's "
         "calibration file (fsd-bench calibrate)",
     )  # fmt: skip
     _request_options(parser)
@@ -128,11 +128,11 @@ def _request_options(parser: argparse.ArgumentParser) -> None:
         ("--top-k", None, "sample from the N likeliest tokens (default: all)"),
         ("--num-beams", 1, "width of beam search or beam sampling, 1: no beams"),
     )
-    add(request, "--seed", default=None, help="seed of draws; the answer repeats (default: a random one)")
+    add(request, "--seed", default=None, help="seed of the draws, for a reproducible answer (default: none)")
     request.add_argument(
         "--options", type=json_object, metavar="JSON",
-        help="further fields of transformers' GenerationConfig, such as '{\"repetition_penalty\": 1.1}'; the model's "
-        "own generation config gives special tokens, and does not shape the answer",
+        help="further fields of transformers' GenerationConfig, such as '{\"repetition_penalty\": 1.1}'; of the "
+        "model's own generation config only special tokens and lengths are used",
     )  # fmt: skip
     request.add_argument(
         "--beam-options", metavar="NAME=NUMBER,...",
@@ -152,16 +152,16 @@ def _output_options(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output").add_mutually_exclusive_group()
     add_flags(
         parser.add_mutually_exclusive_group(),
-        ("--stats", "print all figures of the answer on standard error, not only two lines"),
-        ("--quiet", "print the answer and nothing else, but errors"),
+        ("--stats", "print all statistics of the answer on standard error, not only two lines"),
+        ("--quiet", "print only the answer, and errors"),
     )
     add_flags(
         output,
-        ("--stream", "print words as they come"),
+        ("--stream", "print the answer while it is generated"),
         ("--json", "print one record: text, tokens, their sources, statistics"),
         (
             "--show-accepted",
-            "colour tokens by who wrote them, on a terminal as they come: target, drafter, lossy rule",
+            "colour tokens by their source (target, drafter, lossy rule), on a terminal while they are generated",
         ),
     )
     output.add_argument("--html", metavar="FILE", help="write a page: tokens by source, draft trees, time per round")
@@ -180,7 +180,7 @@ def _warmup_options(parser: argparse.ArgumentParser) -> None:
 def _record_option(parser: argparse.ArgumentParser, why: str) -> None:
     parser.add_argument(
         "--record", nargs="+", type=rows_by_tokens, default=(), metavar="ROWSxTOKENS",
-        help=f"on a GPU, record the rounds of requests of this many texts of so many tokens, {why}",
+        help=f"on a GPU, record the rounds of batches of ROWS texts of up to TOKENS tokens, {why}",
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from fsd_core.tables import percent
 from fsd_core.text.pieces import Pieces
 from fsd_infer.engine.callback import Callback
-from fsd_infer.engine.drafts import drafts_text
+from fsd_infer.engine.first_choices import drafts_text
 from fsd_infer.engine.report import RoundReport
 from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.rules import TokenOrigin

@@ -22,7 +22,7 @@ from fsd_core.former import Renamed, former_keywords
 from fsd_core.options import picked
 from fsd_core.registry import did_you_mean, is_whole
 from fsd_core.tensors import as_python
-from fsd_infer.decoder import retired
+from fsd_infer.decoder import former
 from fsd_infer.decoder.calibrated import CALIBRATED, QUALITY, with_quality
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.request.guide import Guide
@@ -69,8 +69,8 @@ class FuzzyConfig(GenerationConfig):
         tree: shape of the draft trees, ``"5,6,16"`` (depth, width, nodes) or ``"5,6,16,0.3"`` (and the probability
             below which drafting stops), or a :class:`.TreeShape`, for a head or a small LM. Default: the drafter's own;
             drafters without a model have one shape, that of loading.
-        seed: seed of the draws above temperature 0, a whole number of at most 64 bits (default: torch's global generator). A
-            seed makes answers reproducible: trees then do not depend on measured times.
+        seed: seed of the draws above temperature 0, a whole number of at most 64 bits (default: torch's global
+            generator). A seed makes answers reproducible: trees then do not depend on measured times.
         adapter: one of the decoder's LoRA adapters by name, or "none" for the base (default: the active one).
         apply_chat_template: wrap text in the chat template (default: if the tokenizer has one).
         measure_log_likelihood: record the target's mean log-probability of the answer, in nats per token.
@@ -212,10 +212,10 @@ class RuntimeConfig(Renamed):
     """How the models run. No field changes what `exact` answers, but for the rounding of other kernels.
 
     Attributes:
-        weights: how the target's weights are kept. "auto": the device's backend replaces layers by faster ones, and computes
-            with the quantised weights of a GGUF file or a built-in target as they are; a model in memory stays as it
-            is, since packed weights would be copies. "packed": a model in memory, too. "expanded": quantised weights are expanded
-            to bf16 first. "plain": torch's own layers, expanded, for target and drafter.
+        weights: how the target's weights are kept. "auto": the device's backend replaces layers by faster ones, and
+            computes with the quantised weights of a GGUF file or a built-in target as they are; a model in memory stays
+            as it is, since packed weights would be copies. "packed": a model in memory, too. "expanded": quantised
+            weights are expanded to bf16 first. "plain": torch's own layers, expanded, for target and drafter.
         draft_weights: how a head's are kept, with our CPU kernels. "fp8": with a scale per output, in half the bytes.
             "plain": as loaded. The target's weights stay, so `exact` stays exact.
         recording: record whole rounds as CUDA graphs and replay them (default: on CUDA). False is for debugging.
@@ -258,7 +258,7 @@ class RuntimeConfig(Renamed):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Return the configuration in a file's or a record's values. Raises FsdError for unknown fields."""
-        values = retired.runtime_options(values)
+        values = former.runtime_options(values)
         _refuse_unknown(values.keys(), [field.name for field in fields(cls)], "option of RuntimeConfig")
         return cls(**values)
 

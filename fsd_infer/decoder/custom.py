@@ -13,7 +13,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from fsd_core.tensors import lists
-from fsd_infer.decoder import retired
+from fsd_infer.decoder import former
 from fsd_infer.decoder.config import request_config
 from fsd_infer.decoder.requests import decode_request, ending, request_of, target_of
 from fsd_infer.drafters import Drafter, TreeShape
@@ -81,7 +81,7 @@ def generate(
             raise refusal(name, value)
     named = dict(rule=rule, quality=quality, tree=tree, seed=seed, max_cache_bytes=max_cache_bytes, beams=beams)
     given = {name: value for name, value in {**named, "beam_options": beam_options}.items() if value is not None}
-    config, _ = request_config(generation_config, retired.request_options(None, (), given)[2])
+    config, _ = request_config(generation_config, former.request_options(None, (), given)[2])
     with ending(stream_to), (target := target_of(model)).lock:
         request = _prepared(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         request.callbacks, drafter = callbacks, load_drafter(drafter, target)

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from fsd_core.errors import FsdError, ModelLoadError
 from fsd_core.text.encoding import need_tokenizer
 from fsd_infer.backends.choose import choose
-from fsd_infer.decoder import retired
+from fsd_infer.decoder import former
 from fsd_infer.decoder.config import FuzzyOptions, RuntimeConfig, from_keywords, request_config, runtime_config
 from fsd_infer.decoder.prompts import Prompt, PromptEncoder
 from fsd_infer.decoder.recording import record_rounds
@@ -77,8 +77,8 @@ class FuzzyDecoder:
         config: how the models run.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, config: RuntimeConfig | None = None, **former: Any) -> None:
-        self.config = runtime_config(config, retired.runtime_options(former))[0]
+    def __init__(self, target: Target, drafter: Drafter, config: RuntimeConfig | None = None, **renamed: Any) -> None:
+        self.config = runtime_config(config, former.runtime_options(renamed))[0]
         self.target = target
         self.drafter = drafter
         self.backend = choose(target.device)
@@ -115,7 +115,7 @@ class FuzzyDecoder:
             drafter: see :func:`load_drafter` (default: the head of a built-in target, else "lookup+recycle"). A
                 tokenizer here is the target's, as in transformers' pipelines.
             tokenizer: tokenizer of a model in memory, which otherwise decodes token ids only (default: the model's). Or
-                the processor of a model that sees images.
+                the processor of an image-text-to-text model.
             tree: shape of the drafter's trees, as in :class:`.FuzzyConfig`. "auto", the default on a CPU, chooses a
                 tree in each round from the drafter's scores and earlier rounds' costs and acceptances
                 (:mod:`fsd_infer.trees.policy`). With a ``seed`` it depends on the text alone.
@@ -133,7 +133,7 @@ class FuzzyDecoder:
         """
         if isinstance(drafter, (PreTrainedTokenizerBase, ProcessorMixin)):  # transformers' order
             drafter, tokenizer = None, drafter if tokenizer is None else tokenizer
-        config, model_kwargs = runtime_config(config, retired.runtime_options(model_kwargs))
+        config, model_kwargs = runtime_config(config, former.runtime_options(model_kwargs))
         named, tree = isinstance(target, (str, Path)), parse_tree(tree)
         check_name(drafter)
         wrapped = _wrapped(target, tokenizer, config, model_kwargs)
@@ -216,7 +216,7 @@ class FuzzyDecoder:
         prompt: Prompt,
         apply_chat_template: bool | None = None,
         images: Any = None,
-        **former: Any,
+        **renamed: Any,
     ) -> list[int]:
         """Return the token ids of one prompt.
 
@@ -224,11 +224,11 @@ class FuzzyDecoder:
             prompt: as for :meth:`generate`; ids are returned unchanged.
             apply_chat_template: wrap text in the chat template (default: if the tokenizer has one).
             images: a former argument: a prompt carries its images.
-            former: ``chat``, the former name of ``apply_chat_template``.
+            renamed: ``chat``, the former name of ``apply_chat_template``.
         """
-        options = {"apply_chat_template": apply_chat_template, **retired.request_options(None, (), former)[2]}
+        options = {"apply_chat_template": apply_chat_template, **former.request_options(None, (), renamed)[2]}
         if images:
-            prompt = retired.with_images(prompt, retired.former_images({"images": images}), None)[0]
+            prompt = former.with_images(prompt, former.former_images({"images": images}), None)[0]
         return self._prompts.encode(prompt, **options)[0]
 
     def check_guide(self, guide: Guide) -> None:
@@ -258,11 +258,11 @@ class FuzzyDecoder:
         """Decode one prompt or a batch of prompts of any lengths.
 
         Args:
-            prompts: text, messages or ids, alone or as ``{"prompt": ..., "images": [...]}`` for a target that sees; or
-                a list of these; or a tensor of ids [T] or [B, T], or what a tokenizer returns, also as keywords
-                (``**inputs``). An image is a path, a data: URL or a PIL image. Images belong to the messages' parts
-                {"type": "image"}, which may name their own as "image", "url" or "path", or else come before the last
-                user's text. Padding is left out as in transformers: where the mask is 0, or a tensor has the padding
+            prompts: text, messages or ids, alone or as ``{"prompt": ..., "images": [...]}`` for a target that takes
+                images; or a list of these; or a tensor of ids [T] or [B, T], or what a tokenizer returns, also as
+                keywords (``**inputs``). An image is a path, a data: URL or a PIL image. Images go to the messages'
+                parts {"type": "image"}, which may name their own as "image", "url" or "path", or else before the last
+                user's text. Padding is dropped as in transformers: where the mask is 0, or a tensor has the padding
                 token.
             generation_config: a :class:`.FuzzyConfig`, which lists what can be asked, or transformers' own.
             streamer: a transformers streamer (one prompt only).
@@ -278,16 +278,16 @@ class FuzzyDecoder:
             CacheMemoryError: KV caches that exceed the free or allowed memory; nothing is allocated then.
             NonFiniteLogitsError: the model's logits are NaN or all -inf.
         """
-        given, callbacks, options = retired.request_options(generation_config, callbacks, dict(overrides))
+        given, callbacks, options = former.request_options(generation_config, callbacks, dict(overrides))
         with ending(streamer):
             if prompts is None:
                 prompts, options = from_keywords(options)
-            images = retired.former_images(options)
+            images = former.former_images(options)
             config, options = request_config(given, options)
             with self.target.lock, self.target.adapted(config.adapter):
                 padding, eos = self._special_tokens(given, options)
                 if images is not None:
-                    prompts = retired.with_images(prompts, images, padding)
+                    prompts = former.with_images(prompts, images, padding)
                 ids, image_inputs = self._prompts.encode_all(prompts, padding, config.apply_chat_template)
                 drafter, guide = self.drafter if drafter is None else drafter, Guide.of(config.guide)
                 followed = None if guide is None else self._follow(guide, ids, eos)

@@ -47,7 +47,7 @@ class PromptEncoder:
         prompt, images = split_prompt(prompt)
         if isinstance(images, ImageInput):  # which the ids show already
             return self._encode_unseen(prompt, apply_chat_template), images
-        if images or shows_images(prompt):
+        if images or isinstance(prompt, (list, tuple)) and has_images(prompt):
             return encode_with_images(self.target, prompt, images, apply_chat_template)
         return self._encode_unseen(prompt, apply_chat_template), None
 
@@ -159,12 +159,12 @@ def _unpadded(ids: Any, mask: Any, padding: int | None) -> list[list[int]]:
 
 
 def processor_of(target: Target) -> Any:
-    """Return the target's processor, which is loaded when the first image comes.
+    """Return the target's processor, which is loaded with the first image.
 
-    Raises ModelLoadError: it has none, or is no model that sees.
+    Raises ModelLoadError: it has none, or takes no images.
     """
     if not placeholders_of(target.model.config):
-        raise ModelLoadError(f"{target.name} does not see: leave images out, or use an image-text-to-text model.")
+        raise ModelLoadError(f"{target.name} takes no images: leave them out, or use an image-text-to-text model.")
     with _LOADING:
         if target.processor is None:
             if target.source is None:
@@ -197,7 +197,7 @@ def encode_with_images(
 
     Raises:
         FsdError: see :func:`.split_images` and :func:`.encode_shown`; ids in place of text.
-        ModelLoadError: a target that does not see, or has no processor.
+        ModelLoadError: a target that takes no images, or has no processor.
     """
     processor, tokenizer, sources = processor_of(target), target.tokenizer, sources or Sources()
     if isinstance(prompt, str) and chat is False:
@@ -208,11 +208,6 @@ def encode_with_images(
     else:
         raise FsdError("images go with text or messages, and this prompt is token ids.")
     return ids, image_input_of(target.name, target.model.config, made, ids)
-
-
-def shows_images(prompt: Any) -> bool:
-    """Whether a prompt is messages, some of which have images."""
-    return isinstance(prompt, (list, tuple)) and has_images(prompt)
 
 
 def prepared_image_input(

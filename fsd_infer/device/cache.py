@@ -165,11 +165,11 @@ class SlotCache(Cache):
 
     def _sharing(self, tensors: RowTensors, rows: slice) -> SlotCache:
         """Return a cache of these rows in the same memory, whose keys, values and states are ``tensors``."""
-        made = SlotCache(self.config, tensors.batch, self.capacity)
-        made.tensors, made.recurrent = tensors, RecurrentStates(tensors)
-        made.prefilled = None if self.prefilled is None else self.prefilled[rows]
-        made.offsets = None if self.offsets is None else self.offsets[rows]
-        return made
+        result = SlotCache(self.config, tensors.batch, self.capacity)
+        result.tensors, result.recurrent = tensors, RecurrentStates(tensors)
+        result.prefilled = None if self.prefilled is None else self.prefilled[rows]
+        result.offsets = None if self.offsets is None else self.offsets[rows]
+        return result
 
     def rotary(self, positions: Tensor) -> Tensor:
         """Return the rotary positions of tokens at these indices of the text: [B, M], or [3, B, M] of :attr:`shown`."""
@@ -298,11 +298,11 @@ class SlotCache(Cache):
     def reallocated(self, into: Callable[[], SlotCache]) -> SlotCache:
         """Return an empty cache of as many rows, which may lie in the same memory, with all that this one holds."""
         cloned = {key: tensor.clone() for key, tensor in self.tensors.held.items()}
-        made = into()
+        result = into()
         for key, tensor in cloned.items():
-            made.tensors.get(key, tensor, tensor.shape[0], tensor.shape[2:]).copy_(tensor)
-        made.prefilled, made.offsets = self.prefilled, self.offsets
-        return made
+            result.tensors.get(key, tensor, tensor.shape[0], tensor.shape[2:]).copy_(tensor)
+        result.prefilled, result.offsets = self.prefilled, self.offsets
+        return result
 
     @property
     def nbytes(self) -> int:

@@ -80,6 +80,6 @@ class RowTensors:
 
     def detached(self) -> RowTensors:
         """Return the same tensors, which :meth:`keep_rows` changes alone."""
-        made = copy(self)
-        made.held = dict(self.held)
-        return made
+        result = copy(self)
+        result.held = dict(self.held)
+        return result

@@ -98,8 +98,8 @@ class AssistantModel(FeatureReader):
         """Return logits [B, E, V] of outputs [B, E, Hd]; of ordered heads those of the best clusters' tokens."""
         ordered, lm_head = self.head.masked_embedding, self.head.lm_head
         if ordered is None:
-            made: Tensor = lm_head(outputs)
-            return made
+            result: Tensor = lm_head(outputs)
+            return result
         best = ordered.centroids(outputs).topk(ordered.centroid_intermediate_top_k).indices
         ids = ordered.token_ordering.long().view(ordered.num_centroids, -1)[best].flatten(2)  # [B, E, tokens]
         found = (lm_head.weight[ids] @ outputs[..., None])[..., 0]

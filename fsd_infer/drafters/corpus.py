@@ -25,7 +25,7 @@ from fsd_core.text.encoding import encode_chat, need_tokenizer
 from fsd_core.text.hub_rows import HubRows, is_hub_name
 from fsd_core.text.row_check import RowCheck
 from fsd_core.text.rows import Example, read_rows
-from fsd_infer.drafters.prefixes import END, SuffixStore, sorted_prefixes
+from fsd_infer.drafters.suffix_store import END, SuffixStore, sorted_prefixes
 from fsd_infer.targets.target import Target
 
 FORMAT = "fsd-memory-1"
@@ -128,9 +128,9 @@ def _build(source: Path, index: Path, facts: dict[str, str], target: Target) -> 
     tensors = {"tokens": torch.from_numpy(tokens), "order": torch.from_numpy(sorted_prefixes(tokens))}
     with replacing(index) as draft:
         save_file(tensors, draft, facts)
-    made = _read(index, facts, target)
-    assert made is not None
-    return made
+    result = _read(index, facts, target)
+    assert result is not None
+    return result
 
 
 def _tokens_of(source: Path, target: Target) -> NDArray[np.int32]:

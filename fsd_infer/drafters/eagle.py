@@ -91,12 +91,12 @@ class EagleDrafter(TreeDrafter):
         Raises:
             FsdError: as for :meth:`EagleHead.from_pretrained`.
         """
-        made = cls(EagleHead.from_pretrained(source, target, dtype=target.dtype, **hub), target, shape)
-        made.public = "model_type" not in (made.head.config.target or {})
-        made.directory = Path(made.head.name_or_path)
-        if not made.public:
-            made.tell_precision((made.head.config.target or {}).get("precision", ""))
-        return made
+        result = cls(EagleHead.from_pretrained(source, target, dtype=target.dtype, **hub), target, shape)
+        result.public = "model_type" not in (result.head.config.target or {})
+        result.directory = Path(result.head.name_or_path)
+        if not result.public:
+            result.tell_precision((result.head.config.target or {}).get("precision", ""))
+        return result
 
     def tell_precision(self, trained_for: str) -> None:
         """Warn, and note for records, if the head was trained for target weights of another precision.

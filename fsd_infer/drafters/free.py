@@ -157,9 +157,9 @@ class FreeDrafter(Drafter):
             return None
         kept: Any = cls
         options = {} if tree is None else {"nodes": tree.nodes}
-        made: FreeDrafter = kept(target.vocab_size, **options, **(cls.option(option, target) if colon else {}))
-        made.name = kind  # a subclass may have its parent's
-        return made
+        result: FreeDrafter = kept(target.vocab_size, **options, **(cls.option(option, target) if colon else {}))
+        result.name = kind  # a subclass may have its parent's
+        return result
 
     @classmethod
     def option(cls, text: str, target: Target) -> dict[str, Any]:
@@ -241,6 +241,12 @@ class FreeSession(DraftSession):
         """Return the last tokens of the text that ends with a node."""
         tokens = frontier.tokens[row]
         return self._tail([*self.tails[row], *(tokens[above] for above in frontier.path(row, node))])
+
+
+def scaled(options: Options) -> Options:
+    """Scale probabilities that add up to more than 1 to add up to 1."""
+    total = max(1.0, sum(prob for _, prob in options))
+    return [(token, prob / total) for token, prob in options]
 
 
 def likeliest_of(options: Options, count: int) -> Successors:

@@ -90,9 +90,9 @@ class TreeSession(DraftSession):
         self.cache.keep_rows(rows)
 
     def _detached(self) -> Self:
-        made = super()._detached()
-        made.cache = self.cache.detached()
-        return made
+        result = super()._detached()
+        result.cache = self.cache.detached()
+        return result
 
     def _reallocate(self) -> None:
         rows, slots = len(self.lengths), self.drafter.slots(self.request.cache_slots)

@@ -15,8 +15,8 @@ from fsd_core.functional import is_host
 from fsd_core.registry import did_you_mean
 from fsd_infer.drafters.base import DRAFTERS, Drafter, NoDrafter
 from fsd_infer.drafters.free import FreeDrafter, free_drafters
+from fsd_infer.drafters.from_target import PREFIX, FromTarget
 from fsd_infer.drafters.graft import GraftedDrafter
-from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.lm import load_lm
 from fsd_infer.drafters.mtp import drafts_by_default
 from fsd_infer.drafters.steps import load_published
@@ -84,7 +84,7 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
 def check_name(drafter: object) -> None:
     """Raise FsdError for a malformed name that begins with "self:", which can be told before the target is loaded."""
     if isinstance(drafter, str | Path) and str(drafter).startswith(PREFIX):
-        Itself.parse(str(drafter).partition("+")[0])
+        FromTarget.parse(str(drafter).partition("+")[0])
 
 
 def _default(target: Target) -> str:
@@ -176,7 +176,7 @@ def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
         if found is not None:
             return found
     try:
-        model = Itself.parse(name).of(target, name) if name.startswith(PREFIX) else load_lm(source, target)
+        model = FromTarget.parse(name).of(target, name) if name.startswith(PREFIX) else load_lm(source, target)
     except UnknownNameError:
         if os.path.isfile(name):
             raise ModelLoadError(
@@ -189,9 +189,9 @@ def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
             f"{', '.join(known)}, X+memory, X+lookup and X+recycle (X any other). For a drafter of your own, import "
             "its module: --import MODULE."
         ) from None
-    made = lm_drafter(model, target, tree)
-    made.directory = Path(source) if os.path.isdir(source) else None
-    return made
+    result = lm_drafter(model, target, tree)
+    result.directory = Path(source) if os.path.isdir(source) else None
+    return result
 
 
 def _load_grafted(main: str, grafted: str, kind: str, target: Target, tree: TreeShape | None) -> Drafter:
@@ -206,9 +206,9 @@ def _load_grafted(main: str, grafted: str, kind: str, target: Target, tree: Tree
     shape = tree or default_shape(target.device)
     nodes = max(shape.nodes, onto.max_nodes)
     free: Any = free_drafters()[kind].load(grafted, target, replace(shape, nodes=nodes))
-    made = GraftedDrafter(onto, free, nodes)
-    made.directory = onto.directory
-    return made
+    result = GraftedDrafter(onto, free, nodes)
+    result.directory = onto.directory
+    return result
 
 
 def refuse_head(directory: Path) -> None:

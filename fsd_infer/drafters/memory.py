@@ -17,8 +17,9 @@ from fsd_core.former import former_keywords
 from fsd_core.tensors import to_device
 from fsd_infer.drafters.base import DRAFTERS
 from fsd_infer.drafters.corpus import open_corpus
-from fsd_infer.drafters.free import FreeDrafter, FreeSession, HitRate, Options, Table
-from fsd_infer.drafters.prefixes import (
+from fsd_infer.drafters.free import FreeDrafter, FreeSession, HitRate, Options, Table, scaled
+from fsd_infer.drafters.session import DraftRequest
+from fsd_infer.drafters.suffix_store import (
     END,
     MAX_MATCH,
     STORE_BYTES,
@@ -28,7 +29,6 @@ from fsd_infer.drafters.prefixes import (
     TextIndex,
     match_size,
 )
-from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.tree import DraftTree
 
@@ -104,9 +104,7 @@ class TextMatcher(TextIndex):
 
     def options(self, state: list[Occurrence]) -> Options:
         """Return distinct next tokens with their probabilities, which add up to at most 1."""
-        options = [(token, self._hit_rate(kind).value) for token, kind in self._candidates(state)]
-        total = max(1.0, sum(prob for _, prob in options))
-        return [(token, prob / total) for token, prob in options]
+        return scaled([(token, self._hit_rate(kind).value) for token, kind in self._candidates(state)])
 
     def has(self, context: Sequence[int]) -> bool:
         """Return whether these tokens, at most :data:`MAX_MATCH`, occur in any of the texts."""

@@ -192,7 +192,7 @@ def _planned(target: Target, files: MtpFiles) -> MtpHead:
 
 def _own_tables(target: Target, files: MtpFiles, index: int) -> dict[str, Tensor]:
     """Read a layer's embeddings and LM head where they are not copies of the target's."""
-    made, ids = {}, torch.linspace(0, target.vocab_size - 1, min(_COMPARED, target.vocab_size)).long()
+    result, ids = {}, torch.linspace(0, target.vocab_size - 1, min(_COMPARED, target.vocab_size)).long()
     rows = ids.to(target.device)
     for ours, known in ((EMBEDDINGS, target.embed(rows)), (LM_HEAD, target.lm_head_rows(rows)[0])):
         name = files.find(ours, index)
@@ -200,11 +200,11 @@ def _own_tables(target: Target, files: MtpFiles, index: int) -> dict[str, Tensor
             continue
         table = files.table(name)
         if not torch.allclose(table[ids].to(known), known, rtol=0.05, atol=0.01 * float(known.abs().max())):
-            made[ours] = table.to(known)
+            result[ours] = table.to(known)
             logger.warning("%s: the MTP layer drafts by %s, which is not a copy of the target's.", target.name, name)
-    if EMBEDDINGS in made and index:
+    if EMBEDDINGS in result and index:
         raise ModelLoadError(f"{target.name}: of several MTP layers, all have to share their embeddings.")
-    return made
+    return result
 
 
 def drafts_by_default(target: Target) -> bool:
@@ -240,17 +240,17 @@ class MtpDrafter(EagleDrafter):
     def of(cls, target: Target, tree: TreeShape | None = None) -> MtpDrafter:
         """Read the layers from the target's files. Raises as :func:`read_layers`."""
         head: Any = read_layers(target)
-        made = cls(head, target, tree)
-        made.public = True
-        return made
+        result = cls(head, target, tree)
+        result.public = True
+        return result
 
     @classmethod
     def read(cls, directory: Path, config: Mapping[str, Any], target: Target, shape: TreeShape | None) -> MtpDrafter:
         """Read a layer in a directory of its own, in speculators' layout; arguments as of :meth:`StepDrafter.read`."""
         head: Any = read_layers(target, directory)
-        made = cls(head, target, shape)
-        made.public = "training" not in config
-        return made
+        result = cls(head, target, shape)
+        result.public = "training" not in config
+        return result
 
     @property
     def depth(self) -> int:  # type: ignore[override]
@@ -289,9 +289,9 @@ class MtpSession(EagleSession):
         if len(self.drafter.head.layers) == 1:
             return super()._read(first, tokens, features)
         before = (self._chunk_end_output if first else self.root_output)[:, None].expand(-1, tokens.shape[1], -1)
-        made = super()._read(first, tokens, torch.cat([features, before], -1))
-        self._chunk_end_output = made[:, -1]
-        return made
+        result = super()._read(first, tokens, torch.cat([features, before], -1))
+        self._chunk_end_output = result[:, -1]
+        return result
 
     def _expand(self, tokens: Tensor, parents: Tensor, ancestors: Tensor, depth: int) -> Tensor:
         self._depth = depth

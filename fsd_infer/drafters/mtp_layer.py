@@ -85,5 +85,5 @@ class MtpLayer(nn.Module):
         part = self.block[0] if isinstance(self.block, _TwoBlocks) else self.block
         given: dict[str, Any] = {cache_argument(type(part)): cache, **angles}
         x = self.block(x, attention_mask=mask_for(nn.ModuleList([self.block]), mask, x.dtype), **given)
-        made: Tensor = self.norm(x[0] if isinstance(x, tuple) else x)
-        return made
+        result: Tensor = self.norm(x[0] if isinstance(x, tuple) else x)
+        return result

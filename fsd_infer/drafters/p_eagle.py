@@ -77,9 +77,9 @@ class ParallelEagleDrafter(EagleDrafter):
             raise CheckpointError(f"{_MASK} of the P-EAGLE head in {directory} has {len(mask)} entries, not {fused}.")
         head = EagleHead.of_stored(stored, dtype=target.dtype)
         mask = torch.nn.functional.pad(mask, (stored.config.target_hidden_size, 0))
-        made = cls(head, target, mask.to(target.device, target.dtype), found.pop(), _depth_of(config), shape)
-        made.public = True
-        return made
+        result = cls(head, target, mask.to(target.device, target.dtype), found.pop(), _depth_of(config), shape)
+        result.public = True
+        return result
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> ParallelEagleSession:
         return ParallelEagleSession(self, request)

@@ -18,7 +18,7 @@ from fsd_core import functional
 from fsd_core.errors import FsdError
 from fsd_core.former import former_keywords
 from fsd_infer.drafters.base import DRAFTERS
-from fsd_infer.drafters.free import FreeDrafter, FreeSession, HitRate, Options, Table
+from fsd_infer.drafters.free import FreeDrafter, FreeSession, HitRate, Options, Table, scaled
 from fsd_infer.drafters.frontier import Frontier
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.rules.verification import Verdict
@@ -98,9 +98,8 @@ class RecycleTable:
 
     def options(self, state: Sequence[int]) -> Options:
         """Return distinct next tokens after a state with their probabilities, which add up to at most 1."""
-        options = [(token, self.hit_rates[kind][bucket].value) for token, kind, bucket in self.candidates(state)]
-        total = max(1.0, sum(prob for _, prob in options))
-        return [(token, prob / total) for token, prob in options]
+        candidates = self.candidates(state)
+        return scaled([(token, self.hit_rates[kind][bucket].value) for token, kind, bucket in candidates])
 
 
 @DRAFTERS.register("recycle")
@@ -150,11 +149,6 @@ class RecycleDrafter(FreeDrafter):
         self.width, self.max_contexts, self.keep = width, max_contexts, keep
         self.table = RecycleTable(width, max_contexts)
 
-    def tables_for(self, count: int, shared: bool = True) -> list[RecycleTable]:
-        """Return the tables of ``count`` texts: the drafter's own, or empty ones if texts keep or share nothing."""
-        keeps = self.keep and shared
-        return [self.table if keeps else RecycleTable(self.width, self.max_contexts) for _ in range(count)]
-
     def forget(self) -> None:
         self.table = RecycleTable(self.width, self.max_contexts)
 
@@ -176,12 +170,14 @@ class RecycleSession(FreeSession):
 
     drafter: RecycleDrafter
     per_row = FreeSession.per_row | {"tables"}
+    feedback_count = 5
 
     def __init__(self, drafter: RecycleDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, first_tokens, request)
-        self.tables = drafter.tables_for(request.batch, request.users is None and not request.seeded)
-
-    feedback_count = 5
+        shared = drafter.keep and request.users is None and not request.seeded
+        self.tables = [
+            drafter.table if shared else RecycleTable(drafter.width, drafter.max_contexts) for _ in range(request.batch)
+        ]
 
     def feedback(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
         """Return nodes [B, N], -1: padding; the w likeliest tokens there, and their ln p, [B, N·w]; tokens; parents."""

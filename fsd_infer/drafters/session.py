@@ -253,16 +253,16 @@ class DraftSession(Renamed, ABC):
 
         ``rows`` is on the CPU and ascends.
         """
-        made = self._detached()
-        made.keep_rows(rows)
-        made._reallocate()
-        return made
+        result = self._detached()
+        result.keep_rows(rows)
+        result._reallocate()
+        return result
 
     def _detached(self) -> Self:
         """Return a copy that :meth:`keep_rows` changes alone, as far as :meth:`restart` does not reset it."""
-        made = copy(self)
-        made.parts = [part._detached() for part in self.parts]
-        return made
+        result = copy(self)
+        result.parts = [part._detached() for part in self.parts]
+        return result
 
     def _reallocate(self) -> None:
         """Move keys and values to memory for as many rows as there are."""

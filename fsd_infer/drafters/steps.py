@@ -120,9 +120,9 @@ def load_published(name: str | Path, target: Target, tree: TreeShape | None) -> 
     if found is None:
         return None
     with naming(found.directory):
-        made: Drafter = HEADS.get(found.kind).read(found.directory, found.config, target, tree)
-    made.directory = found.directory
-    return made
+        result: Drafter = HEADS.get(found.kind).read(found.directory, found.config, target, tree)
+    result.directory = found.directory
+    return result
 
 
 class Cacheless(CachedModel):

@@ -47,11 +47,11 @@ def lm_drafter(model: Target, target: Target, shape: TreeShape | None = None) ->
         if model.tokenizer is None or target.tokenizer is None:
             raise
         try:
-            made = TranslatedDrafter(model, target, shape)
+            result = TranslatedDrafter(model, target, shape)
         except VocabularyMismatchError:
-            made = TextDrafter(model, target, shape)
-        print(f"[{model.name}] {made.overlap}", file=sys.stderr, flush=True)
-        return made
+            result = TextDrafter(model, target, shape)
+        print(f"[{model.name}] {result.overlap}", file=sys.stderr, flush=True)
+        return result
     return LMDrafter(model, target, shape)
 
 
@@ -77,9 +77,9 @@ class TextDrafter(TranslatedDrafter):
         if not str(name).startswith(PREFIX):
             return None
         source = str(name).removeprefix(PREFIX)
-        made = cls(load_lm(source, target), target, tree)
-        made.directory = Path(source) if os.path.isdir(source) else None
-        return made
+        result = cls(load_lm(source, target), target, tree)
+        result.directory = Path(source) if os.path.isdir(source) else None
+        return result
 
     def _fit(self, model: Target, target: Target) -> int:
         self.translation = Translation(model, target)

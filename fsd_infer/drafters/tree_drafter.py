@@ -51,10 +51,10 @@ class TreeDrafter(Drafter):
 
     def with_shape(self, shape: TreeShape) -> Self:
         """Return this drafter with another fixed shape. Both share their weights."""
-        made = copy(self)
-        made.has_default_shape, made.bounds, made.menu = False, None, ()
-        made.shape = made._within(shape)
-        return made
+        result = copy(self)
+        result.has_default_shape, result.bounds, result.menu = False, None, ()
+        result.shape = result._within(shape)
+        return result
 
     @property
     def shapes(self) -> tuple[TreeShape, ...]:

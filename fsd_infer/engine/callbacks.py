@@ -163,7 +163,7 @@ class TreeUpdate(Callback):
     def __init__(self, policy: TreePolicy) -> None:
         self.policy = policy
         self._shapes: deque[TreeShape] = deque()  # of the rounds that were launched, until they are read
-        self._marks: list[float] = []  # when the round began, and had drafted and verified its trees
+        self._timestamps: list[float] = []  # when the round began, and had drafted and verified its trees
 
     def on_start(self, state: DecodeState) -> None:
         self.state = state
@@ -172,13 +172,13 @@ class TreeUpdate(Callback):
         if phase == "start" and (shape := self.state.session.shape) is not None:
             self._shapes.append(shape)
         if phase in ("start", "draft", "rule") and self.policy.clock is not None:
-            self._marks.append(self.policy.clock())
+            self._timestamps.append(self.policy.clock())
 
     def on_round(self, report: RoundReport) -> None:
         unfinished = [row for row in report.rows if row not in report.ended]
         if report.phase == "round":
             self.policy.update(self._tree_report(report, unfinished))
-        self._marks = []
+        self._timestamps = []
         if unfinished:
             self.state.session.shape = self.policy.choose(len(unfinished))
 
@@ -199,7 +199,7 @@ class TreeUpdate(Callback):
     def _seconds(self, whole: bool) -> RoundSeconds | None:
         if self.policy.clock is None:
             return None
-        start, drafted, verified = self._marks
+        start, drafted, verified = self._timestamps
         rest = self.policy.clock() - verified
         return RoundSeconds(drafted - start, verified - drafted, rest if whole else None)
 

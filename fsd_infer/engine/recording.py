@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fsd_core.tensors import to_device
 from fsd_infer.device.cuda_graphs import GraphRecorder
-from fsd_infer.engine.parts import RecordableRound, RecordedGraph, Recording, outputs_of
+from fsd_infer.engine.recordable import RecordableRound, RecordedGraph, Recording, outputs_of
 from fsd_infer.engine.round import RoundTensors, VerifiedTree, decode_round
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.rules import Rule

@@ -50,12 +50,12 @@ class Round:
         tree, verdict = report.tensors.tree, report.verdict
         real = tree.is_draft[row].clone()
         real[0] = True  # the root
-        whose = tree.parents.new_zeros(tree.parents.shape) if tree.proposers is None else tree.proposers
-        columns = (tree.tokens, tree.parents, whose, tree.q_index)
-        nodes, parents, proposers, q_index = (column[row][real].tolist() for column in columns)
+        proposers = torch.zeros_like(tree.parents) if tree.proposers is None else tree.proposers
+        columns = (tree.tokens, tree.parents, proposers, tree.q_index)
+        nodes, parents, proposed_by, q_index = (column[row][real].tolist() for column in columns)
         path, q_logits, draft_ids = verdict.path[row].tolist(), tree.q_logits[row], tree.draft_ids
         logits, emissions = report.tensors.logits[row], report.emissions[row]
-        return cls(nodes, parents, proposers, q_index, q_logits, draft_ids, logits, path, emissions, report.seconds)
+        return cls(nodes, parents, proposed_by, q_index, q_logits, draft_ids, logits, path, emissions, report.seconds)
 
     @property
     def tokens(self) -> list[int]:

@@ -127,12 +127,12 @@ class DecodeState:
 
     def folded(self, rows: Sequence[int]) -> DecodeState:
         """Return the state of these rows, in memory for them alone. Restart this one before its next use."""
-        made, index = copy(self), torch.tensor(rows)
-        made.texts, made.cache, made.session = copy(self.texts), self.cache.detached(), self.session.folded(index)
-        made._take_rows(index)
-        made.cache.keep_rows(index)
-        made.cache = made.cache.reallocated(lambda: self.target.new_cache(len(rows), self.cache.capacity))
-        return made
+        result, index = copy(self), torch.tensor(rows)
+        result.texts, result.cache, result.session = copy(self.texts), self.cache.detached(), self.session.folded(index)
+        result._take_rows(index)
+        result.cache.keep_rows(index)
+        result.cache = result.cache.reallocated(lambda: self.target.new_cache(len(rows), self.cache.capacity))
+        return result
 
     def _take_rows(self, rows: Tensor) -> None:
         for name in ("rules", "prompt_indices", "kl_excess", "max_lengths", "budget"):

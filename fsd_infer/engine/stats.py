@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
 from fsd_core.former import Renamed
-from fsd_infer.engine.drafts import FirstChoiceStats
+from fsd_infer.engine.first_choices import FirstChoiceStats
 from fsd_infer.engine.ngrams import copied_ngrams, kinds, repeated_ngrams
 from fsd_infer.rules import Emission, Rule, TokenOrigin
 from fsd_infer.trees.policy import TreeStats

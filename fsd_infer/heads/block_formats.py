@@ -208,26 +208,26 @@ def _correction(options: Options, width: int, shapes: Mapping[str, tuple[int, ..
     """Return the fields of :class:`BlockConfig` that describe a correction and a confidence head, by the tensors."""
     if any(len(shapes.get(name, (1, 1))) != 2 for name in (_GRU, _EMBED, _MARKOV, _CONFIDENCE)):
         raise CheckpointError("a matrix of its correction has another shape.")
-    made: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if _GRU in shapes:
         rank, plain = shapes.get(_EMBED, (0, 0))[0], options.whole("pure_draft_prefix_len", 0)
-        made = {"correction": "domino", "rank": rank, "state_size": shapes[_GRU][1], "plain_slots": plain}
+        result = {"correction": "domino", "rank": rank, "state_size": shapes[_GRU][1], "plain_slots": plain}
     elif _MARKOV in shapes:
         gated, recurrent = ("markov_head.gate_proj.weight" in shapes), ("markov_head.joint_proj.weight" in shapes)
         kind = "rnn" if recurrent else "gated" if gated else "vanilla"
         said = str(options.get("markov_head_type", kind)).lower()
         if said != kind:
             raise CheckpointError(f"markov_head_type is {said!r:.60}, and its tensors are those of a {kind} head.")
-        made = {"correction": kind, "rank": shapes[_MARKOV][1]}
-        check_said(options.get, markov_rank=made["rank"])
+        result = {"correction": kind, "rank": shapes[_MARKOV][1]}
+        check_said(options.get, markov_rank=result["rank"])
     elif options.get("markov_rank") or options.get("projector_type") == "domino":
         raise CheckpointError("its config.json names a correction whose tensors are missing.")
     if _CONFIDENCE in shapes:
         alone = shapes[_CONFIDENCE][1] == width
-        made["confidence"] = "state" if alone else "state+token"
+        result["confidence"] = "state" if alone else "state+token"
         if not alone and _MARKOV not in shapes:
             raise CheckpointError("its confidence head reads a Markov head, and there is none.")
-    return made
+    return result
 
 
 def _check_width(width: int, own_embeds: bool, own_head: bool, target: Target) -> None:

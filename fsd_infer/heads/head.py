@@ -367,8 +367,8 @@ class HeadModel(CachedModel):
         Returns:
             [B, M, H] outputs of the head.
         """
-        made: Tensor = self.head(self.head.embed(tokens, self.target), features, positions, visible[:, None], cache)
-        return made
+        result: Tensor = self.head(self.head.embed(tokens, self.target), features, positions, visible[:, None], cache)
+        return result
 
     def _read_one(self, cache: SlotCache, visible: Tensor, zero: Tensor) -> None:
         width = self.head.config.hidden_size

@@ -190,11 +190,11 @@ class MtpFiles:
 
     def read(self, layer: int, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the values of a layer's parameters; arguments and errors as of :meth:`plan`."""
-        made = {}
+        result = {}
         for ours, names in self.plan(layer, wanted).items():
             values = [self.value(name) for name in names]
-            made[ours] = values[0] if len(values) == 1 else torch.cat(values).view(wanted[ours].shape)
-        return made
+            result[ours] = values[0] if len(values) == 1 else torch.cat(values).view(wanted[ours].shape)
+        return result
 
 
 def _experts(ours: str, value: Tensor) -> list[tuple[str, tuple[int, ...]]]:
@@ -240,15 +240,15 @@ def in_own_layout(target: Target, state: Mapping[str, Tensor]) -> dict[str, Tens
     layout = family_layout(target)
     if layout is None:
         return None
-    number, made, beginning = _own_layers(target) if layout.follows else 0, dict[str, Tensor](), _beginning(target)
+    number, result, beginning = _own_layers(target) if layout.follows else 0, dict[str, Tensor](), _beginning(target)
     for ours, value in state.items():
         if ours == "eh_proj.weight" and layout.state_first:
             value = torch.cat(value.chunk(2, 1)[::-1], 1)
         names = [layout.stored(part, number) for part, _ in _experts(ours, value)]
         names = [beginning + name.removeprefix("model.") if name.startswith("model.") else name for name in names]
         parts = value.flatten(0, -2).chunk(len(names)) if len(names) > 1 else [value]
-        made |= dict(zip(names, parts, strict=True))
-    return made
+        result |= dict(zip(names, parts, strict=True))
+    return result
 
 
 def _beginning(target: Target) -> str:

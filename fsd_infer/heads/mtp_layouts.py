@@ -39,11 +39,11 @@ class Layout:
 
     @cached_property
     def _patterns(self) -> list[tuple[re.Pattern[str], str]]:
-        layer, made = re.escape("{layer}"), list[tuple[re.Pattern[str], str]]()
+        layer, result = re.escape("{layer}"), list[tuple[re.Pattern[str], str]]()
         for name, ours in self.names.items():
             escaped = re.escape(name.removeprefix("model.")).replace(layer, r"(\d+)")
-            made.append((re.compile(rf"(?:(?:model|language_model|backbone)\.)*{escaped}"), ours))
-        return made
+            result.append((re.compile(rf"(?:(?:model|language_model|backbone)\.)*{escaped}"), ours))
+        return result
 
     def part(self, stored: str) -> tuple[int | None, str] | None:
         """Return the layer's number (None: all) and our name of a tensor; None if it is not an MTP tensor."""

@@ -72,8 +72,8 @@ class Guide:
         if name not in makers:
             hint = did_you_mean(name, makers)
             raise FsdError(f"unknown kind of guide {name!r}.{hint} Known: {', '.join(list(makers)[:3])}.")
-        made: Guide = makers[name](text)
-        return made
+        result: Guide = makers[name](text)
+        return result
 
     @classmethod
     def json_object(cls) -> Guide:

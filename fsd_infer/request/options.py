@@ -225,12 +225,12 @@ def with_defaults(fields: dict[str, Any], stated: Mapping[str, Any]) -> dict[str
         fields: options of this request.
         stated: these, those of its configuration, and the model's own lengths.
     """
-    made = dict(fields)
+    result = dict(fields)
     if stated.get("temperature", 0) > 0 and "do_sample" not in stated:
-        made["do_sample"] = True
+        result["do_sample"] = True
     if not LENGTHS & stated.keys():
-        made["max_new_tokens"] = NEW_TOKENS
-    return made
+        result["max_new_tokens"] = NEW_TOKENS
+    return result
 
 
 def at_temperature(temperature: float | None) -> dict[str, Any]:

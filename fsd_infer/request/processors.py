@@ -119,17 +119,17 @@ class TreeProcessors:
         self, processor: Any, scores: Tensor, tree: DraftTree, texts: Sequence[Tensor | None], rows: Sequence[int]
     ) -> Tensor:
         """Scores at every node through one processor, which takes texts of one length: the nodes of one depth."""
-        made = torch.empty_like(scores)
+        result = torch.empty_like(scores)
         for row, (text, asked, *nodes) in enumerate(zip(texts, rows, *tree.nodes, strict=True)):
             if text is None:
-                made[row] = scores[row]
+                result[row] = scores[row]
                 continue
             for level, paths in _levels(*nodes):
                 context = torch.cat([text.expand(len(level), -1), torch.tensor(paths)], 1)
                 index = to_device(torch.tensor(level), scores.device)
                 of_row = [self._of_row(processor, asked, len(level))]
-                made[row, index] = _processed(of_row, to_device(context, scores.device), scores[row, index])
-        return made
+                result[row, index] = _processed(of_row, to_device(context, scores.device), scores[row, index])
+        return result
 
     def texts(self, scores: Tensor, texts: Tensor, row: int) -> Tensor:
         """Process scores [M, V] of texts [M, T] that all continue one row of the request."""

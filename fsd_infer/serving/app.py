@@ -49,7 +49,7 @@ class Metrics:
         self.forwards = Counter("fsd_target_forwards", "Verifying forwards of the target.", registry=self.registry)
         self.nats = Counter("fsd_divergence_nats", "Nats that lossy rules spent.", registry=self.registry)
         self.quality = Histogram(
-            "fsd_quality", "Quality that answers were asked for; 1 is exact.",
+            "fsd_quality", "Quality that requests asked for; 1 is exact.",
             buckets=(0.8, 0.9, 0.95, 0.98, 0.99, 1.0), registry=self.registry,
         )  # fmt: skip
         waiting = Gauge("fsd_waiting_requests", "Requests in the queue.", registry=self.registry)
@@ -116,20 +116,20 @@ class Service:
         if name not in self.names:
             raise HTTPException(404, f"model {name!r:.80} is not here: this server has {', '.join(self.names)}.")
 
-    async def completions(self, asked: TextCompletionRequest, request: Request) -> Response:
-        return await self.answer(asked, request)
+    async def completions(self, body: TextCompletionRequest, request: Request) -> Response:
+        return await self.answer(body, request)
 
-    async def chat(self, asked: ChatCompletionRequest, request: Request) -> Response:
-        return await self.answer(asked, request)
+    async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
+        return await self.answer(body, request)
 
     async def page(self) -> HTMLResponse:
         headers = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
         return HTMLResponse(server_page(self.rule), headers=headers)
 
-    async def view(self, asked: ViewRequest, request: Request) -> Response:
+    async def view(self, body: ViewRequest, request: Request) -> Response:
         """Stream the rounds of one answer."""
         news: asyncio.Queue[News] = asyncio.Queue()
-        (job,) = await self.jobs(TextCompletionRequest(**asked.model_dump()), in_template=None)
+        (job,) = await self.jobs(TextCompletionRequest(**body.model_dump()), in_template=None)
         trace = PageTrace(self.decoder.tokenizer, job.prompt, self.decoder.drafter.proposers)
         tell = self.teller(news)
         job.on_round = lambda round: tell(0, trace.add(round), None)
@@ -150,22 +150,22 @@ class Service:
         message, field = explain(error)
         return error_reply(400, message, param=field)
 
-    async def answer(self, asked: AnyCompletionRequest, request: Request) -> Response:
+    async def answer(self, body: AnyCompletionRequest, request: Request) -> Response:
         """Return one request's answers, streamed or whole. Raises HTTPException."""
-        self.check_model(asked.model or self.names[0])
+        self.check_model(body.model or self.names[0])
         news: asyncio.Queue[News] = asyncio.Queue()
-        jobs = await self.jobs(asked)
+        jobs = await self.jobs(body)
         tell = self.teller(news)
         for index, job in enumerate(jobs):
-            if asked.model in self.adapters:
-                job.sampling["adapter"] = asked.model
+            if body.model in self.adapters:
+                job.sampling["adapter"] = body.model
             job.tell = partial(tell, index)
-        reader = await self.in_thread(partial(reader_of, self.decoder, asked))
-        reply = Reply(asked.model or self.names[0], isinstance(asked, ChatCompletionRequest), jobs, reader)
+        reader = await self.in_thread(partial(reader_of, self.decoder, body))
+        reply = Reply(body.model or self.names[0], isinstance(body, ChatCompletionRequest), jobs, reader)
         self.submit(jobs)
         parts = self.parts(jobs, news, request)
-        if asked.stream:
-            events = _events(parts, reply, asked.stream_options.include_usage)
+        if body.stream:
+            events = _events(parts, reply, body.stream_options.include_usage)
             return Stream(events, partial(self.release, jobs))
         try:
             async for _ in parts:
@@ -188,9 +188,9 @@ class Service:
             message = str(error) if isinstance(error, FsdError) else NESTED
             raise HTTPException(400, message) from error
 
-    async def jobs(self, asked: AnyCompletionRequest, in_template: bool | None = False) -> list[AnswerJob]:
+    async def jobs(self, body: AnyCompletionRequest, in_template: bool | None = False) -> list[AnswerJob]:
         """Make a job per answer, not queued yet. Raises HTTPException as :meth:`in_thread` does."""
-        return await self.in_thread(partial(make_jobs, self.decoder, asked, self.rule, self.limits, in_template))
+        return await self.in_thread(partial(make_jobs, self.decoder, body, self.rule, self.limits, in_template))
 
     def teller(self, news: asyncio.Queue[News]) -> Callable[[int, Any, AnswerJob | None], None]:
         """Return a function that brings news from the decoding thread into the event loop's queue."""

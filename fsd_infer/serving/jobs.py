@@ -24,7 +24,7 @@ from fsd_infer.serving.tools import CallReader, Tool, ToolFormat, tool_format
 from fsd_infer.targets.image_inputs import ImageInput
 
 AnyCompletionRequest = ChatCompletionRequest | TextCompletionRequest
-MAX_WITH_IMAGES = 1 << 25  # bytes of a request to a target that sees
+MAX_WITH_IMAGES = 1 << 25  # bytes of a request to a target that takes images
 
 
 @dataclass(frozen=True)
@@ -49,37 +49,37 @@ class Limits:
 
 
 def make_jobs(
-    decoder: FuzzyDecoder, asked: AnyCompletionRequest, rule: str, limits: Limits, in_template: bool | None = False
+    decoder: FuzzyDecoder, request: AnyCompletionRequest, rule: str, limits: Limits, in_template: bool | None = False
 ) -> list[AnswerJob]:
     """Make a job per answer, not queued yet.
 
     Args:
         decoder: target and drafter.
-        asked: the request.
-        rule: of requests that name none.
-        limits: of requests.
+        request: as its fields were checked.
+        rule: the rule of requests that name none.
+        limits: bounds of requests.
         in_template: whether a prompt of text goes into the chat template; None: if the tokenizer has one.
 
     Raises:
         FsdError: a request that cannot be decoded.
     """
-    if asked.n > limits.max_queue:
-        raise FsdError(f"n: this server makes at most {limits.max_queue} answers at once, got {asked.n}.")
-    ids, image_input = _encode(decoder, asked, in_template, limits)
+    if request.n > limits.max_queue:
+        raise FsdError(f"n: this server makes at most {limits.max_queue} answers at once, got {request.n}.")
+    ids, image_input = _encode(decoder, request, in_template, limits)
     room = decoder.target.max_positions
-    most = asked.most_tokens or limits.max_new_tokens
+    most = request.most_tokens or limits.max_new_tokens
     if room is not None and len(ids) >= room:
         raise FsdError(f"the prompt has {len(ids)} tokens, but the model has a context of {room}. Shorten the prompt.")
-    sampling = asked.sampling
-    named = parse_rule(resolved(asked.named_rule or rule, decoder.drafter, decoder.target, asked.temperature))  # type: ignore[arg-type]
+    sampling = request.sampling
+    named = parse_rule(resolved(request.named_rule or rule, decoder.drafter, decoder.target, request.temperature))  # type: ignore[arg-type]
     markers_of([named], decoder.tokenizer)  # its error would fail the whole batch later
     size = decoder.target.vocab_size
-    for token in asked.logit_bias:
+    for token in request.logit_bias:
         if not 0 <= token < size:
             raise FsdError(f"logit_bias: there is no token {token}: ids are from 0 to {size - 1}.")
-    if asked.logit_bias:
-        sampling["sequence_bias"] = {(token,): bias for token, bias in asked.logit_bias.items()}
-    guide = _guide(decoder, asked)
+    if request.logit_bias:
+        sampling["sequence_bias"] = {(token,): bias for token, bias in request.logit_bias.items()}
+    guide = _guide(decoder, request)
     if guide is not None:
         decoder.check_guide(guide)
     return [
@@ -87,31 +87,31 @@ def make_jobs(
             prompt=ids,
             image_input=image_input,
             rule=named,
-            sampling={**sampling, "seed": None if asked.seed is None else (asked.seed + index) % 2**63},
+            sampling={**sampling, "seed": None if request.seed is None else (request.seed + index) % 2**63},
             max_new_tokens=min(most, limits.max_new_tokens, (room or most + len(ids)) - len(ids)),
-            stop=[text for text in asked.stop if text],
+            stop=[text for text in request.stop if text],
             deadline=time.monotonic() + limits.seconds,
             tell=lambda text, done: None,
-            penalties=Penalties(asked.presence_penalty, asked.frequency_penalty),
+            penalties=Penalties(request.presence_penalty, request.frequency_penalty),
             guide=guide,
-            user=asked.user,
-            quality=asked.quality,
-            alternatives=asked.logprobs_asked,
+            user=request.user,
+            quality=request.quality,
+            alternatives=request.logprobs_asked,
         )
-        for index in range(asked.n)
+        for index in range(request.n)
     ]
 
 
-def reader_of(decoder: FuzzyDecoder, asked: AnyCompletionRequest) -> Callable[[], CallReader] | None:
+def reader_of(decoder: FuzzyDecoder, request: AnyCompletionRequest) -> Callable[[], CallReader] | None:
     """Return what makes a reader of tool calls per answer; None if answers may call none. Raises FsdError."""
-    if not isinstance(asked, ChatCompletionRequest) or not asked.offered:
+    if not isinstance(request, ChatCompletionRequest) or not request.offered:
         return None
-    format, names = _format(decoder, asked), {tool.name for tool in asked.offered}
-    return lambda: CallReader(format, names, is_forced=bool(asked.forced))
+    format, names = _format(decoder, request), {tool.name for tool in request.offered}
+    return lambda: CallReader(format, names, is_forced=bool(request.forced))
 
 
-def _format(decoder: FuzzyDecoder, asked: ChatCompletionRequest) -> ToolFormat:
-    found = tool_format(decoder.tokenizer, _for_template(asked))
+def _format(decoder: FuzzyDecoder, request: ChatCompletionRequest) -> ToolFormat:
+    found = tool_format(decoder.tokenizer, _for_template(request))
     if found is None:
         raise FsdError(
             f"tools: the chat template of {decoder.target.name} has no format of tool calls that this server knows "
@@ -120,32 +120,32 @@ def _format(decoder: FuzzyDecoder, asked: ChatCompletionRequest) -> ToolFormat:
     return found
 
 
-def _for_template(asked: ChatCompletionRequest) -> list[dict[str, Any]]:
-    return [tool.model_dump(exclude_unset=True) for tool in asked.tools] if asked.offered else []
+def _for_template(request: ChatCompletionRequest) -> list[dict[str, Any]]:
+    return [tool.model_dump(exclude_unset=True) for tool in request.tools] if request.offered else []
 
 
 def _encode(
-    decoder: FuzzyDecoder, asked: AnyCompletionRequest, in_template: bool | None, limits: Limits
+    decoder: FuzzyDecoder, request: AnyCompletionRequest, in_template: bool | None, limits: Limits
 ) -> tuple[list[int], ImageInput | None]:
     """Token ids of the request's prompt, and its images."""
-    if isinstance(asked, TextCompletionRequest):
-        return decoder.encode(asked.prompt, apply_chat_template=in_template), None
-    if asked.offered:
-        _format(decoder, asked)  # an unknown format is the request's fault, not the template's
-    options = {**asked.chat_template_kwargs, **({"tools": _for_template(asked)} if asked.offered else {})}
-    turns = [turn.message() for turn in asked.messages]
-    if any(turn.images for turn in asked.messages):
+    if isinstance(request, TextCompletionRequest):
+        return decoder.encode(request.prompt, apply_chat_template=in_template), None
+    if request.offered:
+        _format(decoder, request)  # an unknown format is the request's fault, not the template's
+    options = {**request.chat_template_kwargs, **({"tools": _for_template(request)} if request.offered else {})}
+    turns = [turn.message() for turn in request.messages]
+    if any(turn.images for turn in request.messages):
         found = encode_with_images(decoder.target, turns, sources=Sources(limits.image_folders), options=options)
     else:
         found = encode_chat(decoder.tokenizer, turns, options=options, blank=True), None
-    _check_variables(decoder, asked)  # the processor of images may bring the template
+    _check_variables(decoder, request)  # the processor of images may bring the template
     return found
 
 
-def _check_variables(decoder: FuzzyDecoder, asked: ChatCompletionRequest) -> None:
+def _check_variables(decoder: FuzzyDecoder, request: ChatCompletionRequest) -> None:
     """Raise FsdError for a variable whose name the chat template does not hold, unless it asks for nothing."""
     template = str(decoder.tokenizer.chat_template or "")  # all of several
-    for name, value in asked.chat_template_kwargs.items():
+    for name, value in request.chat_template_kwargs.items():
         if name not in template and value not in (None, False):  # front ends send {"enable_thinking": false} to all
             raise FsdError(
                 f"chat_template_kwargs: the chat template of {decoder.target.name} does not read {name!r:.80}. "
@@ -153,18 +153,18 @@ def _check_variables(decoder: FuzzyDecoder, asked: ChatCompletionRequest) -> Non
             )
 
 
-def _guide(decoder: FuzzyDecoder, asked: AnyCompletionRequest) -> Guide | None:
+def _guide(decoder: FuzzyDecoder, request: AnyCompletionRequest) -> Guide | None:
     """What the answer must be; None: any text."""
-    guides = asked.guides
+    guides = request.guides
     if len(guides) > 1:
         raise FsdError(f"an answer follows one of {GUIDED}: name one.")
-    if isinstance(asked, ChatCompletionRequest) and asked.offered:
+    if isinstance(request, ChatCompletionRequest) and request.offered:
         if guides:
             raise FsdError(f"tools: an answer that calls tools cannot also follow one of {GUIDED}. Leave one out.")
-        if asked.forced:
-            format = _format(decoder, asked)
+        if request.forced:
+            format = _format(decoder, request)
             try:
-                return Guide.lark(call_grammar(format, asked.forced))
+                return Guide.lark(call_grammar(format, request.forced))
             except FsdError as error:
                 raise FsdError(f"tools: {error}") from error
     return guides[0] if guides else None

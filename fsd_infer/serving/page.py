@@ -97,15 +97,15 @@ class PageTrace:
         """Add a round. Return its seconds by phase, the tree's nodes and the emitted tokens."""
         log_p = round.logits.float().log_softmax(-1)
         log_q = _draft_log_probs(round, log_p.shape[-1])
-        made = {
+        result = {
             **{name: round.seconds.get(name, 0.0) for name in ("draft", "target", "rule")},
             "nodes": self._nodes(round, log_p, log_q) if self.rounds else [],
             "tokens": self._emitted(round, log_p, log_q),
         }
         if not self.rounds:
-            made["target"] = round.seconds.get("prefill", 0.0)
-        self.rounds.append(made)
-        return made
+            result["target"] = round.seconds.get("prefill", 0.0)
+        self.rounds.append(result)
+        return result
 
     def _nodes(self, round: Round, log_p: Tensor, log_q: dict[int, Tensor]) -> list[dict[str, Any]]:
         """Every node, the root first, with its log-probabilities after its parent under target and drafter."""

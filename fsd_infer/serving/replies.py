@@ -131,13 +131,13 @@ def _entry(piece: Piece, value: float) -> dict[str, Any]:
 def _by_text(each: Logprob) -> dict[str, float]:
     """The likeliest tokens and the chosen one, which has its text as its key, whatever others decode alike."""
     chosen = each.piece.token
-    whose = {_text(each.piece): chosen}
+    token_of = {_text(each.piece): chosen}
     found: dict[str, float] = {}
     for piece, value in (*each.best, (each.piece, each.value)):
         key = _text(piece)
         if piece.token != chosen and not key:  # a part of a character
             key = "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece.raw)
-        if whose.setdefault(key, piece.token) != piece.token:
+        if token_of.setdefault(key, piece.token) != piece.token:
             key = f"token_id:{piece.token}"
         found[key] = _finite(value)
     return found

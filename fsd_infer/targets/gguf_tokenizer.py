@@ -200,12 +200,12 @@ def _named(facts: dict[str, Any], tokens: list[str], role: str) -> str | None:
 def _byte_level(facts: dict[str, Any], tokens: list[str], pre: PreTokenizer) -> Tokenizer:
     merges = [tuple(pair.split(" ", 1)) for pair in facts["tokenizer.ggml.merges"]]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.whole_words))
+    result = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.whole_words))
     if pre.nfc:
-        made.normalizer = normalizers.NFC()
-    made.pre_tokenizer = pre_tokenizers.Sequence(pre.steps())
-    made.decoder = decoders.ByteLevel()
-    return made
+        result.normalizer = normalizers.NFC()
+    result.pre_tokenizer = pre_tokenizers.Sequence(pre.steps())
+    result.decoder = decoders.ByteLevel()
+    return result
 
 
 def _sentencepiece(facts: dict[str, Any], tokens: list[str]) -> Tokenizer:
@@ -215,14 +215,16 @@ def _sentencepiece(facts: dict[str, Any], tokens: list[str]) -> Tokenizer:
     skipped = [token for token, kind in zip(tokens, kinds) if kind in (_UNKNOWN, _CONTROL)]
     merges = generate_merges(vocabulary, dict(zip(tokens, facts["tokenizer.ggml.scores"])), skipped)
     unknown = _named(facts, tokens, "unknown")
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    result = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
     begins = bool(facts.get("tokenizer.ggml.add_space_prefix", True))
     spaces = normalizers.Replace(" ", _SPACE)
-    made.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if begins else spaces
+    result.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if begins else spaces
     strip = [decoders.Strip(" ", 1, 0)] if begins else []
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    made.decoder = decoders.Sequence(steps)
-    return made
+    result.decoder = decoders.Sequence(steps)
+    return result
 
 
 def _finish(made: Tokenizer, facts: dict[str, Any], tokens: list[str], begins: bool) -> None:

@@ -79,7 +79,7 @@ def image_input_of(name: str, config: Any, inputs: Mapping[str, Any], prompt: Se
         prompt: its token ids.
 
     Raises:
-        FsdError: pixels without tokens that stand for them, as of a target that does not see.
+        FsdError: pixels without tokens that stand for them, as for a target that takes no images.
     """
     left = {key: value for key, value in inputs.items() if key not in ("input_ids", "attention_mask")}
     if not any("pixel" in key or "image" in key for key in left):
@@ -87,7 +87,7 @@ def image_input_of(name: str, config: Any, inputs: Mapping[str, Any], prompt: Se
     known = placeholders_of(config)
     if not known & set(prompt):
         raise FsdError(
-            f"the prompt has images but no token of {name} that stands for one: it does not see, reads images "
+            f"the prompt has images but no token of {name} that stands for one: it takes no images, reads images "
             "otherwise than as tokens of its prompt, or its chat template leaves them out. Use another target."
         )
     return ImageInput(left, known, tuple(prompt) if config.model_type in READS_BOTH_WAYS else ())

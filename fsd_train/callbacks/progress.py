@@ -109,7 +109,7 @@ class Announce(Callback):
             return
         for line in (_model(trainer, pl_module), _data(trainer)):
             log.info("%s", line)
-        for warning in advice(trainer, pl_module):
+        for warning in advice(trainer):
             log.warning("warning: %s", warning)
 
 
@@ -139,7 +139,7 @@ def _epochs(trainer: Trainer) -> float:
     return steps * trainer.accumulate_grad_batches / batches if 0 < batches < math.inf else 0.0
 
 
-def advice(trainer: Trainer, module: Any) -> list[str]:
+def advice(trainer: Trainer) -> list[str]:
     """Return a warning for each setting that does not fit the run."""
     warnings = []
     steps = float(trainer.estimated_stepping_batches)

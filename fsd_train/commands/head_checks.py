@@ -14,7 +14,7 @@ from fsd_core.errors import DataError
 from fsd_core.text.image_rows import has_row_images
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import EagleDrafter, TreeShape
-from fsd_infer.engine.drafts import drafts_text
+from fsd_infer.engine.first_choices import drafts_text
 from fsd_infer.rules.verification import TokenOrigin
 from fsd_infer.targets.target import Target
 from fsd_train import MAX_LENGTH

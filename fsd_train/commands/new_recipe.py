@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 from jinja2 import StrictUndefined, Template
 
+from fsd_bench.roofline import size
 from fsd_core.files import writable, write_text
 from fsd_infer.targets.loading import EAGER_FAMILIES
 from fsd_train.commands.sizing import (
@@ -25,7 +26,6 @@ from fsd_train.commands.sizing import (
     fit_to_data,
     hardware,
     memory,
-    size_text,
 )
 from fsd_train.repository import SHIPPED
 
@@ -67,7 +67,7 @@ def render(facts: TrainingFacts, choices: Choices, files: Sequence[str] = (), ru
         facts=facts, choices=choices, files=files, run=run, small=small, why=why, every=200 if small else 500,
         hardware=hardware(facts, choices), parts=memory(facts, choices), eager_families=EAGER_FAMILIES,
         feature_bytes=feature_bytes(facts.head(choices.draft_vocab_size)), target=_yaml(facts.name),
-        answers=_yaml(*(files or [f"{run}/answers.jsonl"])), count_text=count_text, size_text=size_text,
+        answers=_yaml(*(files or [f"{run}/answers.jsonl"])), count_text=count_text, size=size,
     )  # fmt: skip
 
 

@@ -101,14 +101,14 @@ def check(words: Sequence[str]) -> None:
 
 def _options(words: Sequence[str]) -> dict[str, Any]:
     """Return the keys that options name, as in a recipe: {"trainer": {"max_steps": {}}} for --trainer.max_steps 3."""
-    made: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for word in words:
         keys = word.partition("=")[0].removesuffix("+").removeprefix("--").split(".")
         if word.startswith("--") and keys[-1] not in OF_PARSER:
-            place = made
+            place = result
             for key in keys:
                 place = place if key == "init_args" else place.setdefault(key, {})
-    return made
+    return result
 
 
 def _values(words: Sequence[str], *options: str) -> Iterator[str]:

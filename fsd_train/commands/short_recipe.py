@@ -138,18 +138,18 @@ def _modules(named: Any) -> list[str]:
 
 def _without_short_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe whose short keys are written out, except output_dir and save_steps."""
-    made = {key: value for key, value in recipe.items() if key not in WRITTEN_OUT}
-    if "trainer" in made or "num_epochs" in recipe:
-        trainer = made["trainer"] = _section(recipe, "trainer")
+    result = {key: value for key, value in recipe.items() if key not in WRITTEN_OUT}
+    if "trainer" in result or "num_epochs" in recipe:
+        trainer = result["trainer"] = _section(recipe, "trainer")
         if "callbacks" in trainer:
             trainer["callbacks"] = _list(trainer["callbacks"])
     if "resume" in recipe:
-        made["ckpt_path"] = _text(recipe, "resume")
+        result["ckpt_path"] = _text(recipe, "resume")
     if "num_epochs" in recipe:
-        made["trainer"] |= {"max_epochs": _whole(recipe, "num_epochs"), "max_steps": -1}
+        result["trainer"] |= {"max_epochs": _whole(recipe, "num_epochs"), "max_steps": -1}
     if "warmup_ratio" in recipe:
-        made["model"] = _with_warmup(_section(recipe, "model"), _share(recipe, "warmup_ratio"))
-    return made
+        result["model"] = _with_warmup(_section(recipe, "model"), _share(recipe, "warmup_ratio"))
+    return result
 
 
 def _run_options(run: str, every: int, batches: int) -> dict[str, Any]:

@@ -267,7 +267,3 @@ def count_text(number: float) -> str:
         if number >= 0.9995 * size:  # "1 G", not "1e+03 M"
             return f"{number / size:.3g} {unit}"
     return f"{number:.0f}"
-
-
-def size_text(size: float) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 5e7 else f"{size / 1e6:.2g} MB"

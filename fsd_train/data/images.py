@@ -110,11 +110,11 @@ class ImageReader:
                 f"{self.name} reads a prompt with an image in both directions, so that a head cannot be trained on "
                 "answers after it in one forward. Leave rows with images out, or use another target."
             )
-        made = copy.copy(self._loaded[1]())
+        result = copy.copy(self._loaded[1]())
         # rows without images are encoded as in decoding, where the processor's template is not known
-        made.tokenizer = copy.copy(made.tokenizer)
-        made.tokenizer.chat_template = made.tokenizer.chat_template or getattr(made, "chat_template", None)
-        return made
+        result.tokenizer = copy.copy(result.tokenizer)
+        result.tokenizer.chat_template = result.tokenizer.chat_template or getattr(result, "chat_template", None)
+        return result
 
     @cached_property
     def mark(self) -> str:

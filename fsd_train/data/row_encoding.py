@@ -36,7 +36,7 @@ def encode_row(
     """
     if has_row_images(row):
         row_questions(row, where)  # which names the turn, if one has the image
-        cure = "leave such rows out" if tokenizer is not None else "set data.tokenizer if the target sees"
+        cure = "leave such rows out" if tokenizer is not None else "set data.tokenizer if the target takes images"
         raise DataError(f"{where}: the row has an image, and rows are read as text: {cure}.")
     found = _encoded_ids(row, where)
     if found is not None:

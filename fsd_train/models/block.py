@@ -158,9 +158,9 @@ class BlockModule(DistillationModule):
             head.markov_head.markov_w2.weight.zero_()
 
     def new_head(self) -> BlockHead:
-        made = BlockHead(self.head.config)
-        made.register_buffer("draft_ids", self.head.draft_ids)
-        return made
+        result = BlockHead(self.head.config)
+        result.register_buffer("draft_ids", self.head.draft_ids)
+        return result
 
     @property
     def tables(self) -> list[Tensor]:

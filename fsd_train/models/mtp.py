@@ -106,12 +106,12 @@ class MtpModule(DistillationModule):
         """Build a layer with arbitrary weights. Raises DataError for targets whose last layer does not attend."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            made = MtpHead(self.target, separate_layout(self.target))
-            block: Any = made.layers[0].block
+            result = MtpHead(self.target, separate_layout(self.target))
+            block: Any = result.layers[0].block
             block.apply(self.target.decoder._init_weights)  # transformers makes experts of memory as it finds it
         if not hasattr(block, "self_attn"):
             raise DataError(f"{self.target_name}: its layers are not of a kind that an MTP layer can be made of.")
-        return made
+        return result
 
     @property
     def tables(self) -> list[Tensor]:

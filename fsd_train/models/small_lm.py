@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from fsd_core.errors import DataError, ModelLoadError, NonFiniteLogitsError, foreign_errors, imported
 from fsd_core.files import disk_errors, write_text
-from fsd_infer.drafters.itself import PREFIX, Itself
+from fsd_infer.drafters.from_target import PREFIX, FromTarget
 from fsd_infer.drafters.lm import check_same_vocabulary
 from fsd_infer.heads.formats import read_config
 from fsd_infer.heads.kinds import kind_of
@@ -244,12 +244,12 @@ def _check_kind(source: str) -> None:
 
 def _part_of(source: str, lora: Mapping[str, Any] | None, load_target_copy: Callable[[torch.dtype], Target]) -> Target:
     """Return some layers of another copy of the target, with tensors of their own."""
-    itself = Itself.parse(source)
-    if itself.bits is not None:
+    from_target = FromTarget.parse(source)
+    if from_target.bits is not None:
         raise DataError(f"model.drafter {source}: training does not keep weights of a few bits. Leave bits out.")
     if lora is not None:
         raise DataError(f"model.drafter {source} is not a model that an adapter can name. Leave model.lora out.")
-    return itself.of(load_target_copy(torch.float32), source)
+    return from_target.of(load_target_copy(torch.float32), source)
 
 
 def _adapted(model: Any, source: str, lora: Mapping[str, Any]) -> Any:

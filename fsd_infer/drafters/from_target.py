@@ -43,7 +43,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
-class Itself:
+class FromTarget:
     """How a small model is made from the target.
 
     Attributes:
@@ -55,7 +55,7 @@ class Itself:
     bits: int | None = None
 
     @classmethod
-    def parse(cls, name: str) -> Itself:
+    def parse(cls, name: str) -> FromTarget:
         """Parse a name that begins with "self:". Raises FsdError for a malformed one."""
         options: dict[str, str] = {}
         for part in name.removeprefix(PREFIX).split(":"):
