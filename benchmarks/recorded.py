@@ -85,7 +85,7 @@ class Finished(dict[str, Any]):
     """Parts of a benchmark by name. Those of a stopped run are there again when the same command is repeated.
 
     Args:
-        file: of the record; until it is written, parts are kept in FILE.partial.jsonl. None: they are kept nowhere.
+        file: file of the record; until it is written, parts are kept in FILE.partial.jsonl. None: nothing is kept.
         settings: what the parts depend on besides their names; those of other settings do not count.
     """
 

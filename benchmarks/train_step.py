@@ -62,9 +62,9 @@ class Bench:
     Args:
         shape: as :func:`.planned_target` takes it.
         device: on which both are.
-        layers: of the target; None: the shape's own.
-        tokens: of a packed sequence.
-        compile: as of the module.
+        layers: number of layers of the target; None: the shape's own.
+        tokens: length of a packed sequence.
+        compile: as for the module.
         drafted: tokens of the draft vocabulary; None: the recipe's, for a target with more than twice as many.
     """
 

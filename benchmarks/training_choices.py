@@ -57,7 +57,7 @@ class Arm:
     """What an arm changes.
 
     Attributes:
-        options: of :class:`EagleModule`.
+        options: options of :class:`EagleModule`.
         texts: name of its files, see :func:`make_texts`.
         target: whose head it trains; the fine-tuned one's answers are files of their own.
     """

@@ -28,15 +28,15 @@ class BoardRow:
         source: the file's name.
         target, drafter, method, task, device: what was measured, as the file names it; "" if it does not.
         batch: prompts decoded together.
-        temperature: of sampling; None if the file does not say.
+        temperature: sampling temperature; None if the file does not say.
         answers: prompts answered.
         tokens_per_second: median over prompts or blocks, prefill included.
         ratio: tokens per second relative to ``baseline``; ``low`` and ``high`` bound its 95 % interval.
         acceptance_length: tokens per target forward, the bonus token included.
         score: mean score of answers with a reference, in points of 100.
         command: what measures it again.
-        commit: of the toolkit that measured it.
-        date: of the measurement, YYYY-MM-DD.
+        commit: commit of the toolkit that measured it.
+        date: date of the measurement, YYYY-MM-DD.
     """
 
     source: str

@@ -21,7 +21,7 @@ class EngineMethod(Method):
     """This package's engine. Its prefill includes the drafter's, and time outside the loop is phase ``rest``.
 
     Args:
-        name: of the method.
+        name: name of the method.
         decoder: target and engine.
         rule: acceptance rule.
         drafter: drafter.

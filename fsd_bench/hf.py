@@ -43,7 +43,7 @@ class GenerateMethod(Method):
     """transformers' ``generate`` on an unchanged model. Prefill is the time until its first new token.
 
     Args:
-        name: of the method.
+        name: name of the method.
         model: the target.
         arguments: further arguments of ``generate``, e.g. ``{"prompt_lookup_num_tokens": 8}`` or ``{"num_beams": 4}``.
         facts: what a record stores about them.

@@ -78,7 +78,7 @@ def interval_text(
     Args:
         found: the interval; None: it was not measured.
         centre: key of the middle.
-        form: of the numbers.
+        form: format of the numbers.
         scale: a factor of all.
         around: how bounds are written. Those of one observation are "n = 1" in the same brackets, and one that is not
             finite, as where some prompts have no rounds, is "?".

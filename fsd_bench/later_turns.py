@@ -39,10 +39,10 @@ class TurnPrompts:
     """The prompts of trials. A later turn's holds the method's own answers to the turns before.
 
     Args:
-        rows: of :func:`with_later_turns`.
-        before: of :func:`with_later_turns`.
+        rows: as returned by :func:`with_later_turns`.
+        before: as returned by :func:`with_later_turns`.
         groups: indices of the rows that are decoded together; a turn's group comes before the next turn's.
-        encode: of the target.
+        encode: the target's encoder.
         first: token ids of the rows that continue nothing, in order.
     """
 

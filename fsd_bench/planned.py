@@ -70,7 +70,7 @@ class ModelSizes:
     """The sizes that determine a target's memory and time.
 
     Attributes:
-        name: of the target.
+        name: name of the target.
         family: transformers' ``model_type``.
         parameters: number of weights, tied ones counted once.
         hidden_size, intermediate_size, layers, heads, kv_heads, head_dim: as in its config.

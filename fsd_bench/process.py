@@ -36,7 +36,7 @@ class ProcessMethod(Method):
     """A method in a process. The constructor waits until the process is ready.
 
     Args:
-        name: of the method.
+        name: name of the method.
         command: program and arguments.
         environment: variables that replace this process's or are added to them.
 

@@ -85,7 +85,7 @@ def first_rows(
         every: the step between rows.
         strict: see :class:`.RowCheck`.
         output: file of results; skipped rows are listed next to it.
-        layout: of a public data set's file, see :mod:`fsd_bench.layouts`.
+        layout: layout of a public data set's file, see :mod:`fsd_bench.layouts`.
 
     Raises:
         DataError: no rows, or too many that cannot be used among them.

@@ -120,13 +120,13 @@ def _facts(
     """Return what a record says of one method.
 
     Args:
-        name: of the method.
-        description: of its options.
+        name: name of the method.
+        description: description of its options.
         comparisons: every group and repeat.
         cells: its speeds by unit.
         reference: tokens of the first baseline's answers, by prompt.
         by_category: the comparisons of each category.
-        seed: of the bootstrap.
+        seed: seed of the bootstrap.
     """
     parts = {category: summary(name, of_category) for category, of_category in by_category.items()}
     return {

@@ -17,11 +17,11 @@ class Hardware:
     """A device as its data sheet describes it.
 
     Attributes:
-        name: of the device.
+        name: name of the device.
         memory: bytes.
         bandwidth: bytes per second from its memory.
         peak: bf16 operations per second, accumulated in fp32, without sparsity.
-        source: of the three numbers.
+        source: source of the three numbers.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Overhead:
     """What decoding takes beyond the bound, fitted to measured rounds.
 
     Attributes:
-        share: of the data sheet's bandwidth, reached by a copy.
+        share: fraction of the data sheet's bandwidth, reached by a copy.
         layer: seconds of a forward per decoder layer: small kernels, and gaps between launches.
         step: seconds of a draft step.
         judging: seconds of a round's rule and commit, where there is a tree.
@@ -82,7 +82,7 @@ class Work:
 
     Attributes:
         name: what it is.
-        bytes, operations: of each time.
+        bytes, operations: the part of each time.
         how: the formula, with its numbers.
         times: number of times.
         shared: whether several devices divide it evenly; otherwise each of them does all of it.

@@ -24,7 +24,7 @@ class ServerMethod(Method):
     protocol at the first answer, which is the warm-up's.
 
     Args:
-        name: of the method.
+        name: name of the method.
         server: the server.
         model: name of the model; None: the first that the server names.
 

@@ -40,7 +40,7 @@ class RunOptions(ModelOptions):
             method answers a block in its own process while no other one runs, and methods take turns by block.
         raw: continue prompts without the chat template.
         strict: stop at the first row that cannot be used, instead of skipping a few.
-        layout: of a public data set's file, see :mod:`fsd_bench.layouts`.
+        layout: layout of a public data set's file, see :mod:`fsd_bench.layouts`.
         fields: our name -> the file's, for own files.
         turns: user turns that are asked of a row with `turns`, each after the method's own answers to those before;
             None: all of a public file's, else the first.

@@ -59,7 +59,7 @@ def measure_sets(
     Args:
         sets: name -> file of prompts. A set with a layout's name is a public file of that layout.
         methods: see :mod:`fsd_bench.methods`; ``plain`` must be among them.
-        directory: of the records.
+        directory: directory of the records.
         progress: show progress bars.
         options: other fields of :class:`fsd_bench.settings.Settings`.
 

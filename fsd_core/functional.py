@@ -40,7 +40,7 @@ def register(name: str, device: str, kernel: Callable[..., Any]) -> None:
     """Let a kernel answer for a function on one type of device.
 
     Args:
-        name: of the function, one of :data:`KERNELS`.
+        name: name of the function, one of :data:`KERNELS`.
         device: type of the first tensor's device, such as "cpu".
         kernel: takes the function's arguments. Returns its result, or NotImplemented.
 
@@ -107,7 +107,7 @@ def topk_logprobs(logits: Tensor, k: int, where: Tensor | None = None) -> tuple[
     Args:
         logits: [..., V], with k <= V.
         k: how many to return.
-        where: as of :func:`row_stats`.
+        where: see :func:`row_stats`.
 
     Returns:
         Log-probabilities [..., k] in fp32, falling, and tokens [..., k] in int64.

@@ -20,7 +20,7 @@ def residual_mass(
     """Return Σ (w·p - q)+ per row of p, 0 where there is no q: [B, N]. With w = 1 it is their total variation.
 
     Args:
-        p_logits, q_logits, q_index, draft_ids: as of :func:`.divergence_rows`.
+        p_logits, q_logits, q_index, draft_ids: see :func:`.divergence_rows`.
         weight: [B, N] w, from 0 to 1.
     """
     p, q = weight[..., None].float() * p_logits.float().softmax(-1), q_logits.float().softmax(-1)
@@ -129,7 +129,7 @@ def descent_probs(ends_here: Tensor, parents: Tensor, drawn: Tensor, depth: int)
 
     Args:
         ends_here: [B, N] that it ends at a node, if it does not end below the node's drawn child.
-        parents, drawn, depth: as of :func:`drawn_weights`; a node has at most one drawn child.
+        parents, drawn, depth: see :func:`drawn_weights`; a node has at most one drawn child.
     """
     none = ends_below = torch.zeros_like(ends_here)
     ends_within = ends_here

@@ -44,7 +44,7 @@ class FsdLM(TemplateLM):
         dtype: as on the command line of ``fsd-infer``.
         device: as on the command line of ``fsd-infer``.
         tree: as on the command line of ``fsd-infer``, but written 8x2x16, since the harness splits at commas.
-        seed: of the draws, plus the batch's number.
+        seed: seed of the draws, plus the batch's number.
         batch_size: prompts decoded together.
         max_batch_size: ignored.
 

@@ -109,7 +109,7 @@ def forecast(
         rules: rules to replay besides exact and the usual ones.
         drafter: a head or a small LM whose shape is cut; None: the decoder's. Without a requested shape it drafts
             :data:`DEPTH` tokens, or :data:`DEEP_TREE`.
-        temperature, max_new_tokens, chat: of the request.
+        temperature, max_new_tokens, chat: options of the request.
         usual: replay :data:`RULES` too, and at temperature 0 :data:`MATCHING`.
         seed: seed of draws.
         progress: show a progress bar.

@@ -31,13 +31,13 @@ class ExactRound:
     Attributes:
         tree: [1, N].
         logits, scores: [1, N, V], raw and processed, on the target's device.
-        greedy, temperature: of the request.
+        greedy, temperature: options of the request.
         text: token ids of the prompt and the answer so far, the root included.
         answered: tokens of the answer so far, the root included.
         room: tokens that the answer may still have.
-        generator: of the replay's draws.
+        generator: random generator of the replay's draws.
         sentence_ends: see :class:`fsd_infer.rules.texts.TokenHistory`.
-        children: of each node.
+        children: the children of each node.
         drawn: a draw from p at every node.
     """
 

@@ -64,11 +64,11 @@ class Forecast:
 
     Attributes:
         rows: exact first, then from the cheapest rule per token to the dearest.
-        drafts: of the drafter's first choices, see :meth:`.FirstChoiceStats.summary`.
+        drafts: statistics of the drafter's first choices, see :meth:`.FirstChoiceStats.summary`.
         yardsticks: by temperature, nats per token that the target's own samples spend, counted as at temperature 0.
         decoded: shape of the run with exact.
         tau, rounds: measured τ of that run, and its number of rounds.
-        temperature: of the request.
+        temperature: temperature of the request.
         forwards: seconds of a target forward by number of nodes.
         draft_step, rest: seconds of a drafted depth, and of everything else in a round.
     """

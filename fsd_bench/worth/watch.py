@@ -29,7 +29,7 @@ class Watch(Callback):
     Attributes:
         replay: called with each round.
         temperature, limit: temperature and new tokens of the request.
-        generator: of the replay's draws.
+        generator: random generator of the replay's draws.
         spent: by temperature, Σ E[ln p(y*) - ln p(y)] in nats over the contexts of emitted tokens, with y drawn at
             that temperature.
         steps, draft_seconds: drafted depths, and the seconds they took.

@@ -36,7 +36,7 @@ class Example(NamedTuple):
 
     Attributes:
         file: the file, or the directory of `datasets`.
-        number: of the row, from 1.
+        number: number of the row, from 1.
         values: by field.
     """
 

@@ -126,7 +126,7 @@ class Team:
     Our kernels give the same bits with any number of threads, torch's products do not.
 
     Args:
-        device: of the target; on others than CPUs nothing changes.
+        device: device of the target; on others than CPUs nothing changes.
         repeatable: whether torch must keep its number of threads, so that a request with a seed repeats its answer.
     """
 

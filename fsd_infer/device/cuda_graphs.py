@@ -69,7 +69,7 @@ class CachedModel(Renamed, ABC):
         recorder: records rounds with this model; None: they run eagerly.
         recorded: the recordings, see :mod:`fsd_infer.engine.recording`.
         cache_config: a config that says how many layers have keys and values.
-        device: of the model.
+        device: device of the model.
     """
 
     former_members = {"held_bytes": "shared_cache_bytes"}

@@ -70,7 +70,7 @@ class AssistantModel(FeatureReader):
         """Read nodes below texts.
 
         Args:
-            cache: of the texts.
+            cache: cache of the texts.
             lengths: [B] positions that the cache has of each text, and so the position of its root.
             tokens: [B, E].
             states: [B, E, H] before them.

@@ -65,7 +65,7 @@ class GuideDrafter(FreeDrafter):
     """A drafter of the tokens that a guide forces after the text, as a chain with probability 1.
 
     Args:
-        forced: as of :class:`ForcedDrafter`.
+        forced: see :class:`ForcedDrafter`.
         vocab_size: V of the target.
     """
 

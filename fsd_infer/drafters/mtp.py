@@ -49,11 +49,11 @@ class MtpHead(nn.Module):
 
     Args:
         target: the model of whose layers' class they are.
-        layout: of the family.
+        layout: layout of the family.
         count: K, number of layers.
 
     Attributes:
-        layout: of the family.
+        layout: layout of the family.
         tables: embeddings [V, H] and LM heads [V, H] of layers that have other ones than the target, by our names.
     """
 

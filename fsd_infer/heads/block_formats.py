@@ -58,7 +58,7 @@ def read_block_head(directory: Path, config: Mapping[str, Any], target: Target) 
     """Read a block head for a target.
 
     Args:
-        directory: of its files.
+        directory: directory of its files.
         config: its config.json.
         target: the model to draft for.
 

@@ -25,7 +25,7 @@ class BlockConfig:
 
     Attributes:
         layer: fields of its Qwen3 layers, as :attr:`EagleConfig.layer`.
-        num_layers: of the head.
+        num_layers: number of layers of the head.
         layers: the target's layers whose outputs it reads, ascending and counted from 0.
         target_size: width of the target's features.
         vocab_size: V.
@@ -39,7 +39,7 @@ class BlockConfig:
         own_embeddings: whether it has an embedding table of its own.
         softcap: bound of the logits; None: none.
         correction: "vanilla", "gated" or "rnn", a Markov head; "domino"; None.
-        rank: of the Markov head, or width of Domino's embeddings.
+        rank: rank of the Markov head, or width of Domino's embeddings.
         state_size: width of Domino's recurrent state.
         plain_slots: estimates that Domino leaves uncorrected.
         confidence: "state" or "state+token", what a confidence head reads; None: there is none.
@@ -179,7 +179,7 @@ class BlockHead(nn.Module):
         Args:
             embeds: [B, M, H] of the root and the masks.
             positions: [B, M].
-            masks: of each layer, [B, M, S] bool; whether slot i attends to cache slot s.
+            masks: the masks of each layer, [B, M, S] bool; whether slot i attends to cache slot s.
             update: given a layer's number and its keys and values of the block, returns those of text and block,
                 [B, heads, S, width].
             attend: attends, given a layer's attention, queries, keys, values and mask: [B, M, heads, width]. None:
@@ -211,7 +211,7 @@ class BlockHead(nn.Module):
         """Correct the estimates of the tokens after nodes of one depth.
 
         Args:
-            depth: of the nodes.
+            depth: depth of the nodes.
             logits: [B, E, Vd] uncorrected.
             slot: [B, E, H] the block's state that gave them.
             tokens: [B, E] of the nodes.

@@ -50,7 +50,7 @@ def eagle_head(config: Mapping[str, Any], weights: Weights, target: Target | Non
     """Return an EAGLE-1 or EAGLE-2 head.
 
     Args:
-        config: of its file, without nesting, see :func:`.flat`.
+        config: config of its file, without nesting, see :func:`.flat`.
         weights: its files.
         target: whose embeddings and LM head the file may repeat; None: they count as the head's own.
 
@@ -148,8 +148,8 @@ def _fused_width(shapes: Mapping[str, tuple[int, ...]], ids: Any, width: Any, hi
     """Return the width of the features that fc [H, layers · width] fuses, and of how many layers they are.
 
     Args:
-        shapes: of the tensors.
-        ids: of the fused layers, as the config lists them, if it does.
+        shapes: shapes of the tensors.
+        ids: ids of the fused layers, as the config lists them, if it does.
         width: as the config says, if it does.
         hidden_size: H, of the head; where nothing is said, the target's is the same.
     """

@@ -88,7 +88,7 @@ class ExportFacts:
 
     Attributes:
         name: directory or hub id, for engines.
-        architectures: of its config.
+        architectures: architectures of its config.
         layers: their number.
         lm_head: returns the LM head's rows [.., H] for target ids [Vd] or all ids (None), for heads that share it.
     """
@@ -109,7 +109,7 @@ def export_head(
         directory: created if missing.
         to: "eagle", "vllm", "sglang" or "speculators".
         target: the target.
-        dtype: of the stored weights.
+        dtype: data type of the stored weights.
 
     Returns:
         remarks for the user on differences in the other program

@@ -248,8 +248,8 @@ class EagleHead(PreTrainedModel):
 
         Args:
             save_directory: created if missing.
-            dtype: of the stored weights (default: the head's).
-            options: of transformers' method.
+            dtype: data type of the stored weights (default: the head's).
+            options: options of transformers' method.
         """
         directory = Path(save_directory)
         directory.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ def kind_of(config: Mapping[str, Any], names: Collection[str] = ()) -> str | Non
 
     Args:
         config: its config.json, which of EAGLE's seldom tells.
-        names: of its tensors, as far as known.
+        names: names of its tensors, as far as known.
     """
     if config.get("model_type") == EagleConfig.model_type:
         return OURS

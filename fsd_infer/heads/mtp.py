@@ -38,12 +38,12 @@ class MtpFiles:
 
     Args:
         target: of whose files :attr:`names` are MTP tensors.
-        directory: of the files.
-        names: of the tensors.
-        layout: of their names.
+        directory: directory of the files.
+        names: names of the tensors.
+        layout: layout of their names.
 
     Attributes:
-        names: of the tensors.
+        names: names of the tensors.
         count: number of layers, as the config says, else as there are.
 
     Raises:

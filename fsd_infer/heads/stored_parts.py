@@ -213,7 +213,7 @@ def plain_layer(config: Mapping[str, Any], kind: str, mrope: bool = True, rope_o
     """Convert a Llama-like config of another program to :attr:`EagleConfig.layer`.
 
     Args:
-        config: of the layers.
+        config: config of the layers.
         kind: their model type.
         mrope: whether M-RoPE that the config names holds. Some heads are trained on tokens' positions in the text,
             whatever they copied of their target's config.

@@ -34,7 +34,7 @@ class Weights:
     """The safetensors files of a directory.
 
     Args:
-        directory: of the head.
+        directory: directory of the head.
         ours: our name of a stored one; the same unless given.
         single: name of a file that alone has all tensors; it need not exist if there is an index.
 
@@ -103,7 +103,7 @@ def fill(module: nn.Module, weights: Weights, names: Mapping[str, str], dtype: t
         module: whose parameters are read, converted and frozen.
         weights: the files.
         names: stored name of each of the module's tensors.
-        dtype: of the parameters.
+        dtype: data type of the parameters.
 
     Raises:
         CheckpointError: missing or further tensors, or wrong shapes.
@@ -141,7 +141,7 @@ def check_sizes(what: str, size: int, vocabulary: int, target: Target) -> None:
 
     Args:
         what: the head, for errors.
-        size: of the features that it reads.
+        size: width of the features that it reads.
         vocabulary: number of ids that it drafts over.
         target: the model to draft for.
     """

@@ -128,7 +128,7 @@ class FuzzyRules(_Processor):
     """The logits processor, see the module.
 
     Args:
-        vllm_config: of vLLM.
+        vllm_config: vLLM's config.
         req_states: vLLM's slots of requests.
 
     Raises:

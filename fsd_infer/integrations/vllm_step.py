@@ -57,14 +57,14 @@ class SchedulerStep:
         nodes: N.
         filled: vLLM fills up missing drafts with the request's last token. Then trailing drafts equal to that token
             count as missing, so that no rule favours them.
-        markers: of phases, see :class:`TokenHistory`.
+        markers: markers of phases, see :class:`TokenHistory`.
         sentence_ends: see there.
 
     Attributes:
         slot: [B] of the requests.
         tokens: [B, N] each request's last token, then its drafts, then -1; vLLM's placeholders are -1, too.
         drafted: [B, N] bool; whether a draft follows the node.
-        texts: of the requests.
+        texts: texts of the requests.
     """
 
     def __init__(

@@ -258,8 +258,8 @@ def make_app(
 
     Args:
         decoder: target, with a tokenizer, and drafter.
-        rule: of requests that name none.
-        limits: of requests.
+        rule: the rule of requests that name none.
+        limits: bounds of requests.
         api_key: the key that requests must bring; empty: none.
         hosts: names, besides addresses and this machine's own, that a Host header may have; "*": any.
 

@@ -89,7 +89,7 @@ class AnswerJob:
         stop: texts that end the answer and are no part of it.
         deadline: time by ``time.monotonic`` when the answer is cut off as if it had reached its length.
         tell: called in the decoding thread with (new text, None), and at the end with ("", the job).
-        penalties: of tokens that the answer contains, the same for a batch.
+        penalties: penalties of tokens that the answer contains, the same for a batch.
         guide: what the answer must be, the same for a batch.
         user: key of the prefix cache.
         alternatives: number of likeliest tokens in each of :attr:`logprobs`; None: no log-probabilities.
@@ -102,7 +102,7 @@ class AnswerJob:
         pieces: names the tokens of :attr:`logprobs`.
         reason: "stop", "length", "abort" if the server stopped, as vLLM says it, or the exception that made the job
             fail; None while it runs.
-        stats: of the answer, once it has ended.
+        stats: stats of the answer, once it has ended.
         cached: tokens of the prompt that were read from the prefix cache.
         cancelled: set when the client no longer wants the answer.
         stopped: set when the server stops.

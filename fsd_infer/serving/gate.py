@@ -25,7 +25,7 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
     """Return an error as OpenAI's API has it, each text bounded, and without characters that UTF-8 cannot write.
 
     Args:
-        status: of HTTP, also the error's code.
+        status: HTTP status, also the error's code.
         message: what is wrong.
         param: the field that it is about.
     """
@@ -78,7 +78,7 @@ class Gate:
     Args:
         app: what answers the others.
         most: bytes of a body, whether or not the request states its length.
-        hosts: of :func:`known_hosts`.
+        hosts: as returned by :func:`known_hosts`.
     """
 
     def __init__(self, app: ASGIApp, most: int, hosts: frozenset[str]) -> None:

@@ -78,9 +78,9 @@ class PageTrace:
     """The rounds of one answer.
 
     Args:
-        tokenizer: of the target.
+        tokenizer: tokenizer of the target.
         prompt: token ids.
-        proposers: of the drafter, see :attr:`.Drafter.proposers`.
+        proposers: proposers of the drafter, see :attr:`.Drafter.proposers`.
 
     Attributes:
         rounds: values that :meth:`add` returned, in order. The first is the prefill, without nodes.

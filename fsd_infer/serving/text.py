@@ -18,7 +18,7 @@ class AnswerText:
     as well.
 
     Args:
-        tokenizer: of the target.
+        tokenizer: tokenizer of the target.
         stops: texts that end the answer and are no part of it.
 
     Attributes:

@@ -99,8 +99,8 @@ class CallReader:
     A malformed call, or a call of an unknown function, is content.
 
     Args:
-        format: of the calls.
-        names: of the functions that may be called.
+        format: format of the calls.
+        names: names of the functions that may be called.
         is_forced: whether the answer is one call by its grammar, so that nothing may follow it.
 
     Attributes:

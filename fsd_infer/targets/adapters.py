@@ -50,7 +50,7 @@ def read_adapter_config(directory: str | Path, unmerged: bool = False) -> dict[s
     """Read the settings of an adapter.
 
     Args:
-        directory: of the adapter.
+        directory: directory of the adapter.
         unmerged: whether peft is to compute the adapter, next to the weights. Its layers know more kinds of LoRA.
 
     Raises:
@@ -268,7 +268,7 @@ def merge_adapter(model: nn.Module, directory: str | Path) -> None:
 
     Args:
         model: the base model as transformers loads it.
-        directory: of the adapter.
+        directory: directory of the adapter.
 
     Raises:
         CheckpointError: tensors are missing, damaged, or do not belong to this model.

@@ -87,7 +87,7 @@ def _check_layers(path: Path, types: Mapping[str, str]) -> None:
     transformers would build the layers, and take the fp8 numbers for the weights.
 
     Args:
-        path: of the config.
+        path: path of the config.
         types: safetensors' type of each tensor.
     """
     config, names, tensors = read_json(path, "Copy the model again.", CheckpointError), types.keys(), len(types)

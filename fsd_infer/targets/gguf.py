@@ -75,7 +75,7 @@ def load_gguf(
 
     Args:
         source: a GGUF file. If its architecture is not in :data:`FAMILIES`, transformers reads and expands it.
-        dtype: of expanded weights and of activations.
+        dtype: data type of expanded weights and of activations.
         attn_implementation: as in transformers; None: "sdpa".
         reads_blocks: whether a backend computes with a weight of this ggml type, rows and columns. Such weights stay in
             their blocks, as :class:`.QuantizedWeight` on their layers, until the backend prepares the model. None: all

@@ -60,7 +60,7 @@ def load_expanded(
 
     Args:
         source: a directory or hub id.
-        config: of the model, with its ``quantization_config``.
+        config: config of the model, with its ``quantization_config``.
         where: arguments that locate the files, as in transformers.
         options: further arguments of transformers' ``from_pretrained``.
 
@@ -120,7 +120,7 @@ def expand(
     Args:
         state: the checkpoint's tensors by name, changed in place.
         facts: the quantisation config.
-        dtype: of the weights.
+        dtype: data type of the weights.
         source: name of the checkpoint in errors.
         lost: gets the number of other layers than those returned, by reason.
 

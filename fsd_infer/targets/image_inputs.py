@@ -149,7 +149,7 @@ def read_with_images(
 
     Args:
         target: a :class:`~fsd_infer.targets.target.Target`.
-        cache: of one row.
+        cache: cache of one row.
         prompt: with images.
         on_layer: called before every layer, also of what reads the images; its exceptions end the reading.
 

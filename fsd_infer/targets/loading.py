@@ -70,7 +70,7 @@ def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True
     Args:
         name_or_dir: as in :func:`load_target`.
         progress: report on stderr while a built-in target is fetched.
-        subfolder: of a local directory, in which the model lies.
+        subfolder: folder of a local directory that has the model.
 
     Raises:
         UnknownNameError: neither a built-in name, nor a directory, nor of the form owner/model.
@@ -208,7 +208,7 @@ def load_target(
     Args:
         name_or_dir: a built-in name, a local directory (of a model or of a LoRA adapter), a GGUF file or a hub id.
             Weights must be safetensors or GGUF.
-        dtype: of all weights that are not quantised (default: bf16).
+        dtype: data type of all weights that are not quantised (default: bf16).
         device: default: CUDA where available, else CPU.
         trust_remote_code: run the model's own Python code; if False, such models are refused.
         attn_implementation: default: ``attention_for(config)``.
@@ -263,7 +263,7 @@ def _load_files(
     """Load a target by transformers, with its adapter, in eval mode and without gradients.
 
     Args:
-        name, allow_control_tokens, progress: as of :func:`load_target`.
+        name, allow_control_tokens, progress: see :func:`load_target`.
         given: its ``model_kwargs``.
         own: its other options of transformers.
         place: device to load on, unless ``given`` places the model.
@@ -289,7 +289,7 @@ def _load(
     """Load by transformers; return model, tokenizer, and whether the model is quantised.
 
     Args:
-        options: of transformers, :func:`load_target`'s own included.
+        options: transformers' options, :func:`load_target`'s own included.
         place: device to load a quantised model on, unless the options place it.
         allow_control_tokens: as in :func:`load_target`.
         adapter: directory of one that will be applied, merged or, to a quantised model, unmerged.

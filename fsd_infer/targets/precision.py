@@ -57,7 +57,7 @@ def check_quantization(config: Any, device: torch.device, stored: bool = True) -
 
     Args:
         config: as in :func:`method_of`.
-        device: of the target.
+        device: device of the target.
         stored: the weights are quantised in their files, not at load.
     """
     method, quantization = method_of(config), _quantization(config)

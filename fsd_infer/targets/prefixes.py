@@ -59,7 +59,7 @@ class PrefixCache:
     """Recently decoded texts within a bound of memory; the least recently used are evicted first.
 
     Args:
-        max_bytes: of all keys, values and features, on the target's device.
+        max_bytes: most bytes of all keys, values and features, on the target's device.
 
     Raises:
         FsdError: ``max_bytes`` is not a positive whole number.

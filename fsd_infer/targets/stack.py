@@ -24,7 +24,7 @@ class StackInputs(NamedTuple):
     """What a forward over M new tokens of each row takes.
 
     Attributes:
-        inputs: of a target token ids [B, M]; of a head the first layer's input [B, M, H].
+        inputs: token ids [B, M] for a target; for a head the first layer's input [B, M, H].
         positions: [B, M] int64, or [3, B, M] of a head with M-RoPE that reads a prompt with images.
         visible: by layer type, [B, M, S] bool: may token i attend to slot s. One entry serves all layers. None, for
             heads in training: causal attention without a cache.

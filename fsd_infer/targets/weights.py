@@ -95,7 +95,7 @@ class PackedLayer(nn.Module):
     Its parameter ``weight`` is the plain one, or holds no numbers if that was freed: it is on "meta", or has no rows.
 
     Attributes:
-        format: of the weight: "bf16", "fp8" or "blocks", those of a quantised file.
+        format: format of the weight: "bf16", "fp8" or "blocks", those of a quantised file.
     """
 
     format: str

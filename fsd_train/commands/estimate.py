@@ -140,7 +140,7 @@ def step_work(recipe: Recipe, target: Target | None = None, head: EagleHead | No
     Args:
         recipe: the recipe.
         target: a planned target to use instead of the recipe's.
-        head: of that target, instead of the recipe's.
+        head: head of that target, instead of the recipe's.
     """
     target = target or planned_target(recipe.model["target"])
     head = head or _head(recipe, target)

@@ -245,7 +245,7 @@ class Recipe:
     """The sections of a recipe with defaults.
 
     Attributes:
-        path: of its file.
+        path: path of its file.
         kind: class of the module.
         trainer, model, data: options, those of ``model`` for this class.
         build: makes the module; raises FsdError like `fit`.

@@ -49,7 +49,7 @@ def check_files(target: Target, directory: Path | None) -> tuple[list[Finding], 
 
     Args:
         target: the model of the layers.
-        directory: of the layers, if it is not the target's; None: the target's own.
+        directory: directory of the layers, if it is not the target's; None: the target's own.
 
     Returns:
         (findings, the layers in float32 or None if a line is wrong)

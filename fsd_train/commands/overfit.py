@@ -53,7 +53,7 @@ def overfit(args: argparse.Namespace, target: Target) -> list[Finding]:
     """Train a head on one answer by a recipe, export it, decode with it, and return what each stage kept.
 
     Args:
-        args: of doctor: ``target``, ``config``, ``overfit`` (seconds of training), ``max_new_tokens``, and ``data``,
+        args: doctor's ``target``, ``config``, ``overfit`` (seconds of training), ``max_new_tokens``, and ``data``,
             whose prompts are tried in turn until one has an answer of :data:`MIN_ANSWER` tokens.
         target: in fp32.
 
@@ -141,7 +141,7 @@ def _check_mask(ids: list[int], mask: list[int], answer: list[int], before: int)
     """Check that training learns the answer's tokens, as far as its text has the same ids again, and no others.
 
     Args:
-        ids, mask: of training, from the answer's first token.
+        ids, mask: as in training, from the answer's first token.
         answer: ids of decoding.
         before: tokens of the prompt that the mask covers.
     """

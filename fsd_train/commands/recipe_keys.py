@@ -207,7 +207,7 @@ def check_nulls(section: str, kind: type, values: Mapping[str, Any] | Any) -> No
     """Raise FsdError for a null where the default is none, which jsonargparse takes.
 
     Args:
-        section: of the recipe, for the message.
+        section: section of the recipe, for the message.
         kind: the class that takes the values.
         values: by parameter, a mapping or a Namespace.
     """

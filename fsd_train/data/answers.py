@@ -59,7 +59,7 @@ class AnswersDataset(Dataset[Item]):
         store: cached features of all rows, or None.
         tops: the highest token id of each row and its place ("file:line"), for :meth:`within`.
         seen: the images of each sequence, or None; empty: there are none.
-        reader: of the images.
+        reader: reader of the images.
 
     Attributes:
         texts: the token ids of all sequences.
@@ -227,7 +227,7 @@ def read_answers(
         vocab_size: size of the target's vocabulary; rows with other ids are malformed. None:
             :meth:`AnswersDataset.within` checks later.
         check: takes account of the rows, and of malformed ones, which are skipped. None: those are errors.
-        reader: of images in rows. None: such rows are malformed.
+        reader: reader of images in rows. None: such rows are malformed.
 
     Returns:
         (training, validation)

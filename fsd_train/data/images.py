@@ -44,7 +44,7 @@ class SeenImages:
 
     Attributes:
         sources: paths, URLs, bytes of files, or PIL images.
-        digests: of their pixels.
+        digests: digests of their pixels.
         places: inputs of the target's first forward that place tokens, such as the images' grids.
         types: types of tokens by the input's name and the token; of others 0.
     """
@@ -69,7 +69,7 @@ class ImageReader:
     """Encodes rows with images for a target.
 
     Args:
-        name: of the target, for errors.
+        name: name of the target, for errors.
         tokenizer: the target's; None: rows have token ids.
         load: returns the target's config, and a function that returns its processor.
     """

@@ -24,7 +24,7 @@ class Batch(TypedDict):
         ids: the conversations' ids.
         features: [1, M, F], if cached.
         images: by number of the conversation, inputs of the target other than ids; only where some have images.
-        digests: of each conversation's images, "" without any; by number of the conversation.
+        digests: digests of each conversation's images, "" without any; by number of the conversation.
         supervised: in training, see :class:`fsd_train.data.sampler.ResumableLoader`. In host memory.
     """
 

@@ -84,7 +84,7 @@ def plan_jobs(
         template: arguments of the chat template for all rows, such as ``enable_thinking``.
         raw: each row is one text that the target continues without the chat template.
         check: takes account of the rows, and of malformed ones, which are skipped. None: those are errors.
-        reader: of images in rows. None: such rows are malformed.
+        reader: reader of images in rows. None: such rows are malformed.
 
     Raises:
         DataError: what ``check`` raises (with file and line).
@@ -133,7 +133,7 @@ def next_turns(
         plan: plan whose jobs are answered.
         answers: response and finish_reason by the id of the job.
         tokenizer: the target's tokenizer.
-        reader, check: as of :func:`plan_jobs`. A turn that the chat template refuses is noted by the id of its job.
+        reader, check: see :func:`plan_jobs`. A turn that the chat template refuses is noted by the id of its job.
     """
     check = check or RowCheck(strict=True)
     following = [job for job in plan.jobs if job.rest]

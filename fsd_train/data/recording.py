@@ -32,7 +32,7 @@ class FeatureWriter:
 
     Args:
         target: the target that makes them.
-        directory: of the cache, which is continued if it exists.
+        directory: directory of the cache, which is continued if it exists.
         lengths: tokens of the conversations that may come by their keys, to check the disk.
 
     Attributes:

@@ -302,7 +302,7 @@ def mean_of_rows(function: RowFunction, batch: DraftBatch, chunk_size: int | Non
     One pass computes the mean and its gradients, since the weights are known beforehand.
 
     Args:
-        function, batch, chunk_size: as of :func:`chunked_rows`, with K = 1.
+        function, batch, chunk_size: see :func:`chunked_rows`, with K = 1.
     """
     row_weights = batch.rows.weight.float() / batch.rows.total.clamp_min(TINY)
     _, agree, mean = _apply(function, batch, chunk_size, row_weights)

@@ -44,10 +44,10 @@ class BlockOptions:
     """The shape of a block head.
 
     Attributes:
-        num_layers: of the head.
+        num_layers: number of layers of the head.
         layers: the target's layers that it reads, from 0 (default: ``num_layers`` of them, evenly spread).
         markov: the Markov head, "none" for a DFlash head without one.
-        rank: of the Markov head.
+        rank: rank of the Markov head.
         confidence: whether to train a confidence head too, by which decoding ends blocks early.
         intermediate_size: width of the MLP (default: the target's).
         mask_token_id: the token that stands for those to estimate (default: the vocabulary's last).
@@ -94,10 +94,10 @@ class BlockModule(DistillationModule):
         head: options of the head.
         block_size: tokens that a block estimates, 1 to 7.
         blocks: blocks per batch, at random roots.
-        draft_vocab_size: as of :class:`fsd_train.models.EagleModule`; None: the whole vocabulary.
+        draft_vocab_size: see :class:`fsd_train.models.EagleModule`; None: the whole vocabulary.
         decay: base of the weight decay^k of slot k.
         loss: name of a registered loss without feature term, or a loss.
-        optimizer: as of :class:`DistillationModule`.
+        optimizer: see :class:`DistillationModule`.
         training: further options of :class:`DistillationModule`, without ``unroll_steps`` and ``eval_steps``.
 
     Raises:
@@ -336,8 +336,8 @@ def plan_blocks(
         size: K, slots of a block.
         most: blocks.
         decay: base of the weight decay^k of slot k.
-        generator: of the choice.
-        supervised_rows: as of :func:`.plan_chains`.
+        generator: random generator of the choice.
+        supervised_rows: see :func:`.plan_chains`.
     """
     wanted = supervised(loss_mask, size)  # [K, M]
     possible = wanted[0].nonzero().squeeze(1)

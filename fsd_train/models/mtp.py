@@ -43,7 +43,7 @@ class MtpModule(DistillationModule):
         unroll_steps: drafts per chain in the loss, 1 to 7.
         step_decay: base of the weight step_decay^s of step s.
         new: start from a copy of the target's last layer instead, even if the files have an MTP layer.
-        optimizer: as of :class:`DistillationModule`.
+        optimizer: see :class:`DistillationModule`.
         training: further options of :class:`DistillationModule`.
     """
 

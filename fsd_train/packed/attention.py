@@ -45,13 +45,13 @@ def packed_attention(
         query, key, value: [1, heads, Q or K, D]; keys and values may have fewer heads. With a ``cache`` in the mask,
             those of earlier steps come before these.
         attention_mask: the mask; a model that makes masks itself gets it as ``packing``.
-        dropout: of attention probabilities.
-        scaling: of the scores; None: 1/√D.
+        dropout: dropout of attention probabilities.
+        scaling: scaling of the scores; None: 1/√D.
         sliding_window: positions that a query sees; None: all.
         packing: see ``attention_mask``.
         softcap: soft cap of the scores.
         s_aux: [heads] scores of attention sinks.
-        others: of transformers.
+        others: transformers' other options.
 
     Returns:
         (outputs [1, Q, heads, D], None)
