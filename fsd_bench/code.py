@@ -85,7 +85,7 @@ def run_python(code: str, standard_input: str = "") -> tuple[bool, str]:
     with tempfile.TemporaryDirectory() as outside, tempfile.TemporaryDirectory() as directory:
         program, output = Path(outside) / "program.py", Path(outside) / "output"  # a command line has a limit
         program.write_text(code, "utf-8", "replace")
-        with output.open("wb") as file:  # whose size is limited
+        with output.open("wb") as file:  # RLIMIT_FSIZE limits its size
             process = subprocess.Popen(
                 [sys.executable, "-I", str(program)], cwd=directory, env={}, start_new_session=True, preexec_fn=_limit,
                 stdin=subprocess.PIPE, stdout=file, stderr=subprocess.DEVNULL, text=True, errors="replace",

@@ -1,4 +1,4 @@
-"""How `fsd-infer` and `fsd-train` end: every error becomes one line and an exit status."""
+"""Errors of the commands: each becomes one line and an exit status; and a parser with such errors."""
 
 from __future__ import annotations
 

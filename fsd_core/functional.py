@@ -23,9 +23,9 @@ from fsd_core.registry import unknown_name
 P = ParamSpec("P")
 R = TypeVar("R")
 TreeTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]  # tokens, parents, scores and proposers of a DraftTree
-MIN_WRONG = 0.001  # chance that all steps of the main drafter from a node are wrong
+MIN_WRONG = 0.001  # probability that all steps of the main drafter from a node are wrong
 
-# by function, of this module and of those above, and device type
+# kernels by function, of this module and of those above, and by device type
 KERNELS: dict[str, dict[str, Callable[..., Any]]] = {
     name: {}
     for name in (
@@ -137,7 +137,7 @@ class Memory(NamedTuple):
 
 
 _MEMORIES = {"cpu": Memory(is_host=True, is_shared=True), "mps": Memory(is_shared=True, wide=torch.float32)}
-_APART = Memory()  # of all other kinds
+_APART = Memory()  # all other devices
 
 
 def memory_of(device: torch.device) -> Memory:

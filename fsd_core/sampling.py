@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fsd_core.functional import at_nodes, replaceable, wide
 
-# before learning, the chance that the target accepts a draw from the rest of q: where the largest q is 0, and 1
+# prior probability that the target accepts a draw from the rest of q, where the largest q is 0 and where it is 1
 ACCEPT_IF_UNSURE, ACCEPT_IF_SURE = 0.2, 0.95
 MIN_REST = 1e-3  # a smaller rest of q is rounding
 TINY = 1e-30  # in place of 0 as a divisor
@@ -94,7 +94,7 @@ def mixed_children(
     q_max = log_q[..., :1].exp()
     accept_drawn = drawn_ratio * (ACCEPT_IF_UNSURE + (ACCEPT_IF_SURE - ACCEPT_IF_UNSURE) * q_max)
     accept_drawn = accept_drawn.clamp_max(ACCEPT_IF_SURE)  # [B, E, 1] of each token of the rest of q
-    gain = (likely_ratio - accept_drawn).clamp_min(0.0).log()  # of fixing a token instead of leaving it to the draw
+    gain = (likely_ratio - accept_drawn).clamp_min(0.0).log()  # of fixing a token, compared with the draw
     fixed = accept_log_probs[..., None] + log_q + gain >= min_log_prob
     fixed[..., -1] = False
     rest = (1.0 - (log_q.exp() * fixed).sum(-1)).clamp_min(0.0)

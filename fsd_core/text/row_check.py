@@ -115,7 +115,7 @@ class RowCheck:
         self.read = 0
         self.bad: list[BadRow] = []
         self.unread: Counter[str] = Counter()
-        self._told = 0  # of ``bad``
+        self._told = 0  # how many of ``bad`` were logged
         self._last: int | None = None  # row, if enough were found
 
     @contextmanager

@@ -34,7 +34,7 @@ from fsd_infer.trees.shape import TreeShape, parse_tree
 WEIGHTS = ("auto", "packed", "expanded", "plain")
 DRAFT_WEIGHTS = ("fp8", "plain")
 _UNSEEN = frozenset({"_from_model_config", "_commit_hash", "_original_object_hash"})  # transformers' own notes
-_TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # which may be lists
+_TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # these may be lists
 
 
 class FuzzyOptions(GenerateOptions, total=False):

@@ -45,7 +45,7 @@ class PromptEncoder:
     def encode(self, prompt: Prompt, apply_chat_template: bool | None = None) -> Encoded:
         """Return a prompt's ids, and its images if it has any; arguments as of :meth:`.FuzzyDecoder.encode`."""
         prompt, images = split_prompt(prompt)
-        if isinstance(images, ImageInput):  # which the ids show already
+        if isinstance(images, ImageInput):  # its placeholders are among the ids already
             return self._encode_unseen(prompt, apply_chat_template), images
         if images or isinstance(prompt, (list, tuple)) and has_images(prompt):
             return encode_with_images(self.target, prompt, images, apply_chat_template)

@@ -124,7 +124,7 @@ class SlotCache(Cache):
         self.num_layers = int(config.num_hidden_layers)
         types = getattr(config, "layer_types", None) or [None] * self.num_layers
         have_keys = (kind not in WITHOUT_KEYS for kind in types)
-        # of each layer among those with keys and values; at the end their number
+        # index of each layer among those with keys and values; the last entry is their number
         self.indices = list(accumulate(have_keys, initial=0))
         self.recurrent = RecurrentStates(self.tensors)
         self.start: int | None = 0
@@ -229,7 +229,7 @@ class SlotCache(Cache):
             it.
         """
         slots, used = self._write_after(starts, count, count, used)
-        if not is_host(starts.device):  # whose stack reads the mask alone
+        if not is_host(starts.device):  # there the stack reads the mask alone
             causal = torch.ones(count, count, dtype=torch.bool, device=starts.device).tril()
             self.text = starts, causal.expand(len(starts), -1, -1)
         return slots, torch.arange(used, device=starts.device) <= slots[..., None]

@@ -28,7 +28,7 @@ from fsd_core.functional import is_host
 
 logger = logging.getLogger(__name__)
 
-SECONDS = 0.15  # from one look to the next
+SECONDS = 0.15  # between two looks
 STALE = 2.0  # seconds after which a look is too old to compare with
 UNNOTICED = 0.35  # cores that others may take unnoticed; a process that shares a core with a spinning thread gets half
 _COUNTS = Path("/proc/stat")

@@ -29,7 +29,7 @@ class KVPool(dict[Any, Tensor]):
             return self[key]
         count = prod(shape)
         if key not in self.arena or self.arena[key].numel() < count:
-            self.arena.pop(key, None)  # which frees it, unless something uses it
+            self.arena.pop(key, None)  # frees it, unless something uses it
             self.arena[key] = like.new_empty(count)
         self.in_arena[key] = self.arena[key]
         self[key] = self.in_arena[key][:count].view(*shape).zero_()

@@ -79,7 +79,7 @@ class AssistantModel(FeatureReader):
             Logits [B, E, V] of the tokens after the nodes, and the states [B, E, H] before these.
         """
         used = functional.host_max(lengths, cache.window)
-        back = lengths[:, None] - torch.arange(used, device=lengths.device)  # of each slot, from the root
+        back = lengths[:, None] - torch.arange(used, device=lengths.device)  # distance of each slot from the root
         masks, shared = dict[str, Any](), dict[str, Any]()
         for index, (kind, _, window) in enumerate(self.sources):
             seen = back > 0 if window is None else (back > 0) & (back < window)

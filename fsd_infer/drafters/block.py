@@ -115,7 +115,7 @@ class BlockSession(FeatureSession):
 
     def __init__(self, drafter: BlockDrafter, request: DraftRequest) -> None:
         super().__init__(drafter, request)
-        if drafter.head.config.confidence is not None:  # which estimates what q would otherwise
+        if drafter.head.config.confidence is not None:  # it estimates survival; otherwise q does
             self._min_survival, self.shape = self.shape.stop_below, replace(self.shape, stop_below=0.0)
         self._block: Tensor  # [B, K, H] states of the slots that estimate, in this round
         self._base: Tensor  # [B, K, Vd] their logits

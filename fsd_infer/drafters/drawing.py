@@ -69,7 +69,7 @@ def accepted_and_expected(tree: DraftTree, path: Tensor, accepted: Tensor) -> Te
         accepted: [B] its drafts, -1 in rows that are finished.
     """
     reached = torch.zeros_like(tree.is_draft).scatter(1, path, True) & (accepted >= 0)[:, None]
-    accept_prob = (tree.scores - tree.scores.gather(1, tree.parents)).exp()  # of each draft, given its parent
+    accept_prob = (tree.scores - tree.scores.gather(1, tree.parents)).exp()  # each draft's, given its parent
     tested = tree.is_draft & reached.gather(1, tree.parents)
     if tree.proposers is not None:
         tested = tested & (tree.proposers == 0)

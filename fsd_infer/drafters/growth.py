@@ -56,7 +56,7 @@ class TreeSession(DraftSession):
         self.lengths = torch.zeros(request.batch, dtype=torch.long, device=self.device)
         self._forecasts: list[list[float]] = []
         self._masks: dict[tuple[int, int], MenuMasks] = {}  # by depth and width of the tree
-        self._drawing: Drawing | ChainDrawing | None = None  # of this round
+        self._drawing: Drawing | ChainDrawing | None = None  # the draws of this round
         self._ratios = self._acceptance_ratios()
         self._node_positions: list[Tensor] = []  # [B, E] of each depth's expanded nodes, if a session asks for them
         self._stopped: Tensor | None = None  # [] bool, on devices: whether drafting has stopped
@@ -127,7 +127,7 @@ class TreeSession(DraftSession):
         found = [] if self._ratios is None else [accepted_and_expected(tree, verdict.path, verdict.accepted)]
         if self.request.menu:
             forecast = tree.forecast
-            if forecast is None:  # of a root alone
+            if forecast is None:  # the tree is a root alone
                 forecast = torch.full((len(logits), len(self.request.menu) + 1), math.nan, device=logits.device)
             found.append(forecast)
         return found

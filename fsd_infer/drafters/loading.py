@@ -121,7 +121,7 @@ def choose_trees(drafter: Drafter, target: Target) -> Drafter:
     if main is None:
         raise FsdError(f"drafter {drafter.name!r} has no trees to choose. Leave --tree {AUTO} out, or name a drafter.")
     if isinstance(main, FreeDrafter) and not is_host(target.device):
-        return drafter  # whose trees end where its tables do
+        return drafter  # its trees end where its tables do
     largest = of_device(main.largest, target.device)
     if isinstance(main, FreeDrafter):
         main.nodes = max(main.nodes, largest.nodes)

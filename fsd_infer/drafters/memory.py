@@ -33,7 +33,7 @@ from fsd_infer.targets.target import Target
 from fsd_infer.trees.tree import DraftTree
 
 INDEX_NGRAM = 4  # length of the longest n-grams in the index of the batch's own texts
-MAX_OCCURRENCES = 12  # that a context takes from each source
+MAX_OCCURRENCES = 12  # of a context, in each source
 # An occurrence with a match of n tokens has trust · n² votes, and OTHER_VOTES are for none of the candidates. The
 # likelihood of training answers (data/smollm2-135m-answers-4.jsonl.gz and -5) chose these numbers.
 OTHER_VOTES = 4.0

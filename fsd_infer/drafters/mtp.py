@@ -70,7 +70,7 @@ class MtpHead(nn.Module):
         last: Any = target.decoder.layers[-1]  # type: ignore[index]
         self.layers = nn.ModuleList(MtpLayer(last, layout, config, index) for index in range(count))
         self.layout, self.width, self.tables = layout, target.hidden_size, [dict[str, Tensor]() for _ in range(count)]
-        wide = count * self.width  # of what a node's children read
+        wide = count * self.width  # width of what a node's children read
         self.config = SimpleNamespace(hidden_size=wide, num_layers=count, fused_layers=(), draft_vocab_size=None)
         types = [*(getattr(config, "layer_types", None) or [])[:count], *["full_attention"] * count]
         self._kinds = types[:count]
@@ -281,7 +281,7 @@ class MtpSession(EagleSession):
     def __init__(self, drafter: MtpDrafter, request: DraftRequest) -> None:
         super().__init__(drafter, request)
         self._chunk_end_output = self.root_output  # [B, K · H] outputs at the end of the chunk that was read last
-        self._depth = 0  # of the nodes that were expanded last
+        self._depth = 0  # depth of the nodes that were expanded last
         if len(drafter.head.layers) > 1:
             self.max_step_unread = 0
 

@@ -40,7 +40,7 @@ class _TwoBlocks(nn.ModuleList):
                 "it is read. Name another drafter."
             )
         super().__init__(kind(config, index) for index in range(2))
-        self.self_attn.layer_idx = 0  # of its keys and values
+        self.self_attn.layer_idx = 0  # index of its keys and values in the cache
 
     @property
     def self_attn(self) -> Any:

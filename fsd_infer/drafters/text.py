@@ -175,7 +175,7 @@ class TextSession(OwnTokensSession):
     def _chain(self, tail: list[int], drafted: list[int], scores: list[float]) -> list[tuple[int, float]]:
         """Return the target's tokens for the text of a path of the small LM's, each with its last byte's score."""
         translation, found, raw = self.drafter.translation, list[tuple[int, float]](), b""
-        ends = list[tuple[int, float]]()  # of the bytes of each drafted token, with its score
+        ends = list[tuple[int, float]]()  # where each drafted token's bytes end, and its score
         final: int | None = None
         for token, score in zip(drafted, scores, strict=True):
             if token not in translation.ours.raw:

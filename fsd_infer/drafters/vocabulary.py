@@ -52,7 +52,7 @@ class ContextVocabulary:
         self._extra: dict[int, int] = {}  # further ids and their columns
         self._own = torch.zeros(batch, 0, dtype=torch.bool)  # [B, X] on the CPU; whether an id is in the row's text
         self._further: _Further | None = None  # on the device; None: there are no further ids, or they have changed
-        self._host_inputs: _Further | None = None  # of recorded rounds
+        self._host_inputs: _Further | None = None  # in recorded rounds
         self._prepared: Tensor | None = None
 
     def extend(self, texts: Sequence[Sequence[int]]) -> None:

@@ -25,7 +25,7 @@ from fsd_infer.targets.prefixes import Prefix, PrefixCache
 from fsd_infer.trees.policy import RoundSeconds, TreePolicy, TreeReport
 from fsd_infer.trees.shape import TreeShape
 
-_PHASES = {"advance": "draft"}  # in whose seconds a phase is counted
+_PHASES = {"advance": "draft"}  # phases that are counted as another one
 
 
 class Stopping(Callback):
@@ -162,7 +162,7 @@ class TreeUpdate(Callback):
 
     def __init__(self, policy: TreePolicy) -> None:
         self.policy = policy
-        self._shapes: deque[TreeShape] = deque()  # of the rounds that were launched, until they are read
+        self._shapes: deque[TreeShape] = deque()  # shapes of launched rounds that are not read yet
         self._timestamps: list[float] = []  # when the round began, and had drafted and verified its trees
 
     def on_start(self, state: DecodeState) -> None:
@@ -221,7 +221,7 @@ class Prefixes(Callback):
         self.keys = [(layers, user) for user in request.users or [""] * len(self.prompts)]
         self.max_length = math.inf if max_length is None else max_length
         self._cached_tokens: list[int] = []
-        self._features: list[list[Tensor]] = [[] for _ in self.prompts]  # of each text, as it grows
+        self._features: list[list[Tensor]] = [[] for _ in self.prompts]  # the features of each text so far
 
     def on_start(self, state: DecodeState) -> None:
         self.state = state

@@ -48,7 +48,7 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
         run = decode_round if recorder is None else recorder.run
         try:
             handle_report(tracker, PendingReport("prefill", state.prompt_indices, prefill(state, tracker)))
-            unread: PendingReport | None = None  # which the host reads when the device runs the next round
+            unread: PendingReport | None = None  # the host reads it while the device runs the next round
             while state.prompt_indices:
                 team.fit_to_free_cores()
                 recompute_cache(state, tracker)

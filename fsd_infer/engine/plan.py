@@ -180,7 +180,7 @@ class RequestPlan:
 def _recorder(target: Target, drafter: Drafter) -> RoundRecorder | None:
     """Return what records the request's rounds; None if they run eagerly."""
     models = (owner for owner in drafter.stack_owners() if isinstance(owner, Target))
-    has_dynamic_rope = any(model.dynamic_rope.fixed_length is not None for model in models)  # which the host turns
+    has_dynamic_rope = any(model.dynamic_rope.fixed_length is not None for model in models)
     if drafter.bounds is not None and not drafter.menu or has_dynamic_rope:
         return None
     return RoundRecorder.of(target)

@@ -95,7 +95,7 @@ class RoundRecorder:
         self.generator = torch.Generator(device=device)
         self.refused: str | None = None
         self.states: dict[RecordingKey, RecordedState] = {}
-        self.current: RecordedState | None = None  # of the last request
+        self.current: RecordedState | None = None  # the last request's
 
     @property
     def graphs(self) -> int:
@@ -164,7 +164,7 @@ class RoundRecorder:
         vars(state).update({**vars(smaller), "on_phase": on_phase})
         self.current.state = state
         if state.policy is not None:
-            state.policy.is_timed = False  # for so few rows
+            state.policy.is_timed = False  # not yet for so few rows
 
     def run(self, state: DecodeState) -> RoundTensors:
         """Run a round: replay its recording, or record it first."""

@@ -43,7 +43,7 @@ class RequestTracker:
             longest = target.dynamic_rope.fixed_length
             self.prefixes = Prefixes(target.prefixes, target.captured_layers, request, longest)
             self.callbacks.append(self.prefixes)
-        self.callbacks += request.callbacks  # which may end rows, before the tree's choice counts those that go on
+        self.callbacks += request.callbacks  # before TreeUpdate: they may end rows, and it counts the others
         if state.policy is not None:
             self.callbacks.append(TreeUpdate(state.policy))
         state.history, state.on_phase = self.history, self.on_phase
@@ -52,7 +52,7 @@ class RequestTracker:
         self.overlaps = state.live is not None and state.session.is_recordable and not somebody_waits
         for callback in self.callbacks:
             callback.on_start(state)
-        phases = [callback.on_phase for callback in self.callbacks]  # which a callback may set as it starts
+        phases = [callback.on_phase for callback in self.callbacks]  # after on_start, which may set it
         self._on_phase = [tell for tell in phases if getattr(tell, "__func__", None) is not Callback.on_phase]
 
     def history(self) -> list[Tensor | None]:

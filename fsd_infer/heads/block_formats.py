@@ -78,7 +78,7 @@ def read_block_head(directory: Path, config: Mapping[str, Any], target: Target) 
         with torch.device("meta"):
             head = BlockHead(made)
         head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config)
-    dropped = {name for name in (EMBEDDINGS, LM_HEAD) if name not in head.state_dict()}  # which are the target's
+    dropped = {name for name in (EMBEDDINGS, LM_HEAD) if name not in head.state_dict()}  # the target's are used
     fill(head, weights, {name: name for name in names - dropped}, target.dtype)
     parts = dict(zip(order, head.fc.weight.chunk(len(order), 1), strict=True))  # those of layers, as stored
     head.fc.weight = nn.Parameter(torch.cat([parts[number] for number in sorted(parts)], 1), requires_grad=False)

@@ -28,7 +28,7 @@ CONFIG = "config.json"
 # Names of tensors; all others are the same in every format.
 FIRST_LAYER, MIDLAYER = "layers.0.", "midlayer."
 DRAFT_IDS, EMBEDDINGS, LM_HEAD, D2T, T2D = "draft_ids", "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
-SLIDING = "sliding_attention"  # whose rotary options speculators' heads take for all layers
+SLIDING = "sliding_attention"  # speculators' heads take its rotary options for all layers
 PARTIAL = "partial_rotary_factor"  # copied from targets
 # parts of layers that heads have elsewhere, by what tensors' names contain
 _UNREAD = {".kv_b_proj.": "latent attention", ".experts.": "experts", ".sinks": "attention sinks"}

@@ -22,7 +22,7 @@ from fsd_core.errors import FsdError, imported
 from fsd_infer.request.grammar_child import STACK, TOO_DEEP
 
 MAX_TEXT = 1 << 20  # characters of a grammar
-SECONDS = 5.0  # that trying a grammar may take
+SECONDS = 5.0  # most time to try a grammar
 LEVELS = 1000  # rules or references that may always follow each other
 # llguidance's own bounds refuse 600 optional properties, or 2,000 alternatives; a mask stays within some 10 ms
 LIMITS = {"max_items_in_row": 20_000, "step_max_items": 200_000, "verbose_errors": False}

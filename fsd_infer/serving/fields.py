@@ -267,7 +267,7 @@ class ChatCompletionRequest(CompletionRequest):
     @field_validator("messages")
     @classmethod
     def _results_follow_calls(cls, messages: list[ChatMessage]) -> list[ChatMessage]:
-        calls: list[dict[str, Any]] = []  # which messages of the role tool may answer
+        calls: list[dict[str, Any]] = []  # those that messages of the role tool may answer
         before = ""
         for place, message in enumerate(messages):
             ids = [str(call.get("id") or "") for call in calls]

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from fsd_core.errors import FsdError
 
 REQUEST_SECONDS = 30.0  # until a connection's request has come whole
-READ_SECONDS = 60.0  # that a client may leave an answer unread
+READ_SECONDS = 60.0  # until a client that does not read its answer is cut off
 GRACE_SECONDS = 5  # for running answers once the server is asked to stop
 
 

@@ -44,7 +44,7 @@ def auto_class(config: PretrainedConfig) -> Any:
             f"{config.model_type} is of no class that reads text, or text and images (it may read or write audio). "
             "Give a causal LM or an image-text-to-text model as target."
         )
-    return AutoModelForCausalLM  # whose error names the families that it knows
+    return AutoModelForCausalLM  # its error names the families that it knows
 
 
 def class_of(config: PretrainedConfig) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fsd_infer.targets.stack import hooked
 
 _CHANGING = ("longrope", "dynamic")
-_RECOMPUTING = ("phi3", "phimoe", "phi4_multimodal")  # whose prepare_inputs_for_generation drops the cache
+_RECOMPUTING = ("phi3", "phimoe", "phi4_multimodal")  # their prepare_inputs_for_generation drops the cache
 
 
 def changes(config: Any) -> dict[str, int]:

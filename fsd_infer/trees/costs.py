@@ -50,7 +50,7 @@ class CostPrior:
 
 
 PRIORS = {
-    # by kernels and format of weights. In blocks, a forward over one token is short, and more are bound by arithmetic
+    # keys: kernels and format of weights. With blocks, one token is fast, and more tokens are bound by arithmetic
     "avx512 blocks": CostPrior((0.07, 0.15, 0.15, *[0.165] * (len(KNOTS) - 3)), (0.13, 0.018), (0.09, 0.3)),
     # the same on AMX tiles: the built-in model takes 3.0 ms for one row, 5.2 for 4, 8.0 for 8 and 12.1 for 16
     "amx blocks": CostPrior((0.25, 0.3, 0.17, *[0.25] * (len(KNOTS) - 4)), (0.17, 0.02), (0.15, 0.15)),
@@ -101,7 +101,7 @@ class RecursiveLeastSquares:
         """Learn from one observation y with standard deviation ``noise``."""
         # P is the weights' covariance
         p_x = [sum(entry * value for entry, value in zip(row, x)) for row in self._covariance]
-        variance = sum(entry * value for entry, value in zip(p_x, x)) + noise**2  # of the residual
+        variance = sum(entry * value for entry, value in zip(p_x, x)) + noise**2  # variance of the residual
         most = 2.0 * math.sqrt(variance)
         residual = min(max(y - self.predict(x), -most), most) / variance
         for i, (row, prior) in enumerate(zip(self._covariance, self._prior)):

@@ -223,7 +223,7 @@ class PricePolicy(TreePolicy):
     def _learn(self, report: TreeReport, growth: PricedGrowth, resumed: bool) -> None:
         """Update all estimates. ``resumed``: the drafter read more than the last round's tokens."""
         costs, rows = self.state.costs, self.rows
-        size = max(map(len, growth.steps), default=1)  # of a row's tree
+        size = max(map(len, growth.steps), default=1)  # nodes of a row's tree
         nodes, reads = size * rows, self.state.pause.rounds == 0
         verifying = costs.forward(nodes)
         cost = verifying + costs.drafting(growth.depths, growth.expanded) + costs.rest(reads)
@@ -281,7 +281,7 @@ class PricePolicy(TreePolicy):
         """Learn of each draft. Return how many drafts of all rows were grafted, and how many of these were accepted."""
         grafted = accepted = 0
         for steps, path, count in zip(growth.steps, report.paths, report.accepted):
-            depth_of = dict(zip(path[: count + 1], range(count + 1)))  # of the nodes on the accepted path
+            depth_of = dict(zip(path[: count + 1], range(count + 1)))  # depths of the nodes on the accepted path
             grafted += sum(step.kind is DraftKind.GRAFTED for step in steps)
             accepted += sum(step.kind is DraftKind.GRAFTED and node in depth_of for node, step in enumerate(steps))
             for node, step in enumerate(steps[1:], 1):

@@ -65,7 +65,7 @@ class PricedGrowth:
         self.expected = self.grafted_seconds = 0.0
         self.asked_grafted: bool | None = None
         self.is_choice = True
-        self._probs: list[float] = []  # of acceptance, of all drafts of all rows, falling
+        self._probs: list[float] = []  # probabilities of acceptance of all drafts of all rows, falling
         # probability of acceptance of each row's nodes that may be expanded next
         self._frontier = [[1.0] for _ in range(rows)]
 

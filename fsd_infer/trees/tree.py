@@ -32,7 +32,7 @@ class Draws(Enum):
     NONE = "none"  # trees of likely tokens
     CHAIN = "chain"  # all, and each has one child
     TREE = "tree"  # at most one child of a node, see :mod:`fsd_infer.drafters.drawing`
-    ANY = "any"  # of a rule alone: as the drafter does best, :attr:`.Drafter.draws_chains`
+    ANY = "any"  # only in rules: as the drafter does best, see :attr:`.Drafter.draws_chains`
 
 
 @dataclass
@@ -214,7 +214,7 @@ class DraftTree(Renamed):
     def packed_lists(rows: Sequence[Nodes], count: int) -> Tensor:
         """Return trees of lists as one tensor [3, B, count] on the CPU, in fp32, for :meth:`of_packed`."""
         parts = ([[*row, *[fill] * (count - len(row))] for row in x] for x, fill in zip(zip(*rows), _FILLS))
-        return torch.tensor(list(parts), dtype=torch.float32)  # which holds whole numbers up to 2^24
+        return torch.tensor(list(parts), dtype=torch.float32)  # exact for whole numbers up to 2^24
 
     @classmethod
     def of_packed(cls, values: Tensor, vocab_size: int, depth_bound: int | None = None) -> DraftTree:

@@ -50,7 +50,7 @@ class RunDirectory(Callback):
         self._stale: list[Path] = []
         self._asked = self._is_over = False  # to end, by a signal to this process; after the last step
         self._before = -1  # optimizer steps before the last batch
-        self._callers = signal.getsignal(signal.SIGTERM)  # which Lightning's handler would call, too
+        self._callers = signal.getsignal(signal.SIGTERM)  # Lightning's handler would call it, too
         self._said: set[str] = set()  # of damaged checkpoints
         self._held: list[int] = []  # descriptors of the directories, locked
         self._found = self._written()  # before the choice of a checkpoint

@@ -146,7 +146,7 @@ class _Checked(TorchCheckpointIO):
         try:
             with replacing(path) as draft, draft.open("wb") as file:
                 torch.save(checkpoint, file)
-        except RuntimeError as error:  # which torch's writer raises when it ends its file, after the disk's own
+        except RuntimeError as error:  # torch's writer raises it when it closes the file, after the disk's error
             full = next((cause for cause in causes(error, implicit=True) if isinstance(cause, OSError)), None)
             if full is None:
                 raise

@@ -93,7 +93,7 @@ class AnswerFile:
         wanted = json.loads(json.dumps(self.settings))  # JSON turns tuples into lists
         differing = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
         if _same_length(found, wanted):
-            differing.remove("max_prompt_tokens")  # which follows from max_new_tokens
+            differing.remove("max_prompt_tokens")  # it follows from max_new_tokens
         if differing:
             what = ", ".join(f"{key} was {found.get(key)!r}, now {wanted.get(key)!r}" for key in differing)
             raise FsdError(f"{self.path} was begun with other settings: {what}. Give those, or another --output.")

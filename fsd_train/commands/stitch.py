@@ -109,7 +109,7 @@ def _copy(source: Path, place: Path) -> None:
 
 
 def _write_index(source: Path, place: Path, files: dict[str, str]) -> None:
-    read_weight_map(source, AGAIN)  # which checks it
+    read_weight_map(source, AGAIN)  # checks it
     index = read_json(source, AGAIN)
     size = sum((place.parent / name).stat().st_size for name in set(files.values()))  # headers included
     index["metadata"] = {**(index.get("metadata") or {}), "total_size": size}

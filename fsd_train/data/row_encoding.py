@@ -35,7 +35,7 @@ def encode_row(
         DataError: the row has neither form, its ids are malformed, or the template refuses it.
     """
     if has_row_images(row):
-        row_questions(row, where)  # which names the turn, if one has the image
+        row_questions(row, where)  # its error names the turn, if one has the image
         cure = "leave such rows out" if tokenizer is not None else "set data.tokenizer if the target takes images"
         raise DataError(f"{where}: the row has an image, and rows are read as text: {cure}.")
     found = _encoded_ids(row, where)

@@ -20,7 +20,7 @@ from fsd_infer.rules import Exact, Rule
 from fsd_infer.trees.shape import of_device
 
 _MAX = 2**16
-# of each option its type in text and its range
+# for each option, the reader of its text and its range
 _OPTIONS: dict[str, tuple[Callable[[str], float | None], float, float]] = {
     "depth": (read_int, 0, _MAX),
     "spread": (read_float, 1, _MAX),
