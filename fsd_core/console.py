@@ -82,7 +82,7 @@ class TerminatedError(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Raise TerminatedError on SIGTERM within the block, unless somebody else handles it or this is a thread."""
+    """Raise TerminatedError on SIGTERM within the block, unless it is handled already or this is another thread."""
     usual = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
     def end(number: int, frame: Any) -> NoReturn:

@@ -152,7 +152,7 @@ def check_ranks(trainer: Trainer) -> None:
     """Raise DataError if the strategy does not support a callback, or starts processes that end in a hang."""
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         raise DataError(
-            "trainer.strategy: processes that are forked or spawned wait for ever where one should end. Use ddp."
+            "trainer.strategy: processes that are forked or spawned wait forever where one should end. Use ddp."
         )
     if isinstance(trainer.strategy, ShardedStrategy) and callbacks_of(trainer, WeightAveraging):
         raise DataError("strategy fsdp does not support weight averaging. Omit the callback, or use ddp.")

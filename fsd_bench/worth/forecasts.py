@@ -193,7 +193,7 @@ def _decode(
     options: Mapping[str, Any],
     progress: bool,
 ) -> _Decoded:
-    """Decode the prompts by the rule of each replay, which hears of the rounds. Return sums over the first one's.
+    """Decode the prompts by the rule of each replay, which gets the rounds. Return sums over the first one's.
 
     Raises:
         FsdError: the first rule's answers end with their first tokens.

@@ -140,7 +140,7 @@ def _exchange_by_exchange(
 
 
 class _Tokens:
-    """The ids of a text, and which characters each stands for if the tokenizer tells."""
+    """The ids of a text, and which characters each stands for, if the tokenizer gives offsets."""
 
     def __init__(self, tokenizer: Any, text: str) -> None:
         self.tokenizer, self.text = tokenizer, text

@@ -80,7 +80,7 @@ def read_rows(path: str | Path, check: RowCheck | None = None) -> Iterator[Examp
             yield Example(file, number, values)
 
 
-# file, number, and what parses the row; that one may raise DataError, and the next row can be read all the same
+# file, number, and what parses the row; that one may raise DataError, and the next row can still be read
 _Item = tuple[Path, int, Callable[[], Any]]
 
 

@@ -54,7 +54,7 @@ def record_rounds(decoder: CanGenerate, sizes: Sequence[Size], **options: Any) -
     Raises:
         FsdError: the decoder does not record rounds, or a size is too long for the target.
     """
-    target, start, told = decoder.target, time.perf_counter(), {**_OPTIONS, **options}
+    target, start, options = decoder.target, time.perf_counter(), {**_OPTIONS, **options}
     if target.recorder is None:
         raise FsdError(f"record needs CUDA graphs, which the target on {target.device} does not use: leave it out.")
     context = target.max_positions
@@ -62,7 +62,7 @@ def record_rounds(decoder: CanGenerate, sizes: Sequence[Size], **options: Any) -
         if context is not None and tokens > context:
             raise FsdError(f"record={rows}x{tokens}: {target.name} has a context of {context} tokens: give fewer.")
         prompts = [[0]] * rows
-        decoder.generate(prompts, max_new_tokens=tokens - 1, callbacks=[_StopAfterRounds()], **told)
+        decoder.generate(prompts, max_new_tokens=tokens - 1, callbacks=[_StopAfterRounds()], **options)
     named = ", ".join(f"{rows}x{tokens}" for rows, tokens in sizes)
     seconds, recorded = time.perf_counter() - start, target.recorded
     if recorded is None or recorded.refused is not None:

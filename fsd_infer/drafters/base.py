@@ -73,7 +73,7 @@ class Drafter(Renamed, ABC):
 
     @property
     def learner(self) -> Drafter:
-        """The drafter that lives as long as what a policy learns of its trees."""
+        """The drafter with which a policy's estimates are kept."""
         return self
 
     @property

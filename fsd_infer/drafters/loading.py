@@ -82,7 +82,7 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
 
 
 def check_name(drafter: object) -> None:
-    """Raise FsdError for a malformed name that begins with "self:", which can be told before the target is loaded."""
+    """Raise FsdError for a malformed name that begins with "self:", before the target is loaded."""
     if isinstance(drafter, str | Path) and str(drafter).startswith(PREFIX):
         FromTarget.parse(str(drafter).partition("+")[0])
 

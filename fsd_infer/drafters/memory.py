@@ -222,7 +222,7 @@ class MemoryDrafter(FreeDrafter):
         """Return an empty text for each user. Texts of the same user share what they match.
 
         Args:
-            users: their owners; None: the caller, "": nobody.
+            users: their owners; None: the caller, "": no owner.
             seeded: whether the request has a seed. Its stores begin empty and are not kept.
         """
         stores: dict[str, Store] = {} if seeded else self.stores

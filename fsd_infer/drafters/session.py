@@ -216,7 +216,7 @@ class DraftSession(Renamed, ABC):
             feedback = feedback[part.feedback_count :]
 
     def forecasts(self) -> list[list[float]]:
-        """Return what :meth:`learn` was last told of :attr:`.DraftTree.forecast`, [B][S + 1]; empty: nobody asks."""
+        """Return the last :attr:`.DraftTree.forecast` that :meth:`learn` got, [B][S + 1]; empty: none is requested."""
         return next((found for part in self.parts if (found := part.forecasts())), [])
 
     @property

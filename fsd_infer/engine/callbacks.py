@@ -1,4 +1,4 @@
-"""The loop's own callbacks, in the order in which they hear of a round.
+"""The loop's own callbacks, in the order in which they are called.
 
 :class:`Stopping` ends answers, :class:`PhaseTimer` times the phases, :class:`Recorder` keeps the records,
 :class:`Prefixes` keeps texts, a caller's callbacks follow, :class:`Streaming` among them, and then :class:`TreeUpdate`

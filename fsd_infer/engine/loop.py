@@ -4,7 +4,7 @@
 rule accepts. Each batch row has its own text length and accepted length; nothing is padded on the left.
 
 Where rounds are recorded the host is one round late: it launches a round before it reads the one before, and does its
-bookkeeping meanwhile. A row that a stop has ended runs along once more, and what it emits there is left out.
+bookkeeping meanwhile. A row that a stop has ended runs once more, and what it emits then is dropped.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
 
 
 def handle_report(tracker: RequestTracker, pending: PendingReport) -> None:
-    """Read a round on the host, teach the drafters that learn there, and tell the callbacks."""
+    """Read a round on the host, teach the drafters that learn there, and call the callbacks."""
     state, phase = tracker.state, pending.phase
     report, feedback = pending.report(tracker.finished(pending.prompt_indices))
     extensions = report.emitted

@@ -142,7 +142,7 @@ class RequestPlan:
         )
 
     def _draft_request(self, generator: torch.Generator | None, policy: TreePolicy | None) -> DraftRequest:
-        """Return what the drafter is told."""
+        """Return the request as drafters get it."""
         request, users = self.request, self.request.users
         return DraftRequest(
             batch=self.rows,

@@ -7,7 +7,7 @@ masked. When the rest fits a smaller bucket that is recorded, it moves there.
 What a drafter finds on the host goes to the recording before the launch (:meth:`.DraftSession.host_inputs`). Where the
 host computes something of the tree, for logits processors that read texts or rules that compare with other ones, the
 round is cut there into two recordings (:class:`.VerifiedTree`). Other drafters draft and read eagerly,
-before and after. A model whose forward reads values on the host cannot be recorded; a warning tells so once.
+before and after. A model whose forward reads values on the host cannot be recorded; a warning says so once.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class RoundRecorder:
     def _run(self, recorded: RecordedState) -> RoundTensors:
         round = RecordableRound(recorded.state)
         recording, asks_host = recorded.recording(round.key), recorded.state.asks_host
-        # the first one eagerly, if its shapes may not recur or nobody knows what rules ask
+        # the first one eagerly, if its shapes may not recur or it is not known what rules ask
         if recording.questions is None and (round.tree is not None or asks_host):
             result = self._eagerly(round, recording)
         else:

@@ -1,4 +1,4 @@
-"""The host's side of a request: its rows, their records, and the callbacks that hear of every round."""
+"""The host's side of a request: its rows, their records, and its callbacks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RequestTracker:
         records: records of all answers.
         prompts: [B] prompts of the request, and of rows that fill a bucket.
         prefixes: finds prompts in the prefix cache; None without one.
-        overlaps: whether the host reads a round after it has launched the next one. Else somebody needs it earlier.
+        overlaps: whether the host reads a round after it has launched the next one. Else something needs it earlier.
     """
 
     def __init__(self, plan: RequestPlan, state: DecodeState, timer: PhaseTimer) -> None:
@@ -47,9 +47,9 @@ class RequestTracker:
         if state.policy is not None:
             self.callbacks.append(TreeUpdate(state.policy))
         state.history, state.on_phase = self.history, self.on_phase
-        somebody_waits = any(callback.reads_tensors for callback in self.callbacks)
-        somebody_waits = somebody_waits or state.asks_host or state.session.needs_report
-        self.overlaps = state.live is not None and state.session.is_recordable and not somebody_waits
+        needs_report = any(callback.reads_tensors for callback in self.callbacks)
+        needs_report = needs_report or state.asks_host or state.session.needs_report
+        self.overlaps = state.live is not None and state.session.is_recordable and not needs_report
         for callback in self.callbacks:
             callback.on_start(state)
         phases = [callback.on_phase for callback in self.callbacks]  # after on_start, which may set it

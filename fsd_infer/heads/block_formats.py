@@ -7,7 +7,7 @@ They differ in where the options lie, in how layers are counted, and in what a s
 - **Slots.** A ``DFlashDraftModel`` fills its own position in. Heads of DeepSpec and DSpark heads of SpecForge estimate
   the next token, and Domino does by ``shift_label``. speculators say ``sample_from_anchor``.
 
-What cannot be told from the config is refused, since a wrong guess costs nearly all acceptance and shows nowhere.
+What the config leaves open is refused, since a wrong guess costs nearly all acceptance without an error.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class EagleConfig(PreTrainedConfig):
                 f"a head of layout eagle3 has a layer of type {' or '.join(EAGLE3_LAYERS)}, not "
                 f"{self.layer.get('model_type')!r:.60}."
             )
-        if self.feature_width == self.hidden_size:  # the head tells features from outputs by their width
+        if self.feature_width == self.hidden_size:  # the head distinguishes features from outputs by their width
             raise CheckpointError(f"hidden_size {self.hidden_size} equals the width of the features it is fed with.")
         if self.target_hidden_size != self.hidden_size and not (self.own_lm_head and self.own_embeddings):
             raise CheckpointError("a head of another width than its target's needs its own embeddings and LM head.")

@@ -91,7 +91,7 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
         )
     shapes = weights.shapes
     names = parameters_of(weights) - _OF_P_EAGLE
-    # speculators copies the target's M-RoPE into the config and trains on tokens' positions in the text all the same
+    # speculators copies the target's M-RoPE into the config and still trains on tokens' positions in the text
     described, tied = options.layer, flag(options.layer.get, "tie_word_embeddings")
     layer = _layer(described, shapes, "llama", not options.of_speculators, SLIDING if options.of_speculators else None)
     _check_computed(config, described)

@@ -82,7 +82,7 @@ def head_kind(directory: Path) -> str | None:
 
 
 def kind_in(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the kind of the head in a directory with that config, as :func:`kind_of` tells it or the tensors alone."""
+    """Return the kind of the head in a directory with that config, by :func:`kind_of` or by the tensors alone."""
     if (kind := kind_of(config)) in (OURS, OLD):
         return kind
     if not has_weights(directory):

@@ -62,7 +62,7 @@ def _in_directory(directory: Path, kinds: Container[str]) -> FoundHead | None:
     kind = kind_in(directory, config)
     if kind is None or kind not in kinds:
         return None
-    # of EAGLE's, whoever reads the head says what it lacks
+    # what an EAGLE head lacks is reported where it is read
     if kind not in EAGLES and not has_weights(directory) and not (directory / _singles(kind)[0]).is_file():
         pickles = sorted(file.name for file in directory.glob("*") if file.suffix in (".bin", ".pt", ".pth"))
         advice = weights_advice(directory, pickles[0] if pickles else PICKLES.get(kind, PICKLE))

@@ -29,20 +29,20 @@ def kind_of(config: Mapping[str, Any], names: Collection[str] = ()) -> str | Non
     """Return the kind of a draft head, or None for another model.
 
     Args:
-        config: its config.json, which of EAGLE's seldom tells.
+        config: its config.json, which is seldom specific for EAGLE's.
         names: names of its tensors, as far as known.
     """
     if config.get("model_type") == EagleConfig.model_type:
         return OURS
     if config.get("format") == OLD:
         return OLD
-    told = [config.get("architectures"), config.get("speculators_model_type"), config.get("model_type")]
-    classes = str(told).lower().replace("_", "").replace("-", "")
+    types = [config.get("architectures"), config.get("speculators_model_type"), config.get("model_type")]
+    classes = str(types).lower().replace("_", "").replace("-", "")
     found = [kind for word, kind in _CLASSES.items() if word in classes]
     found += [kind for key, kind in _KEYS.items() if key in config]
     if found:
         return found[0]
-    names, described = set(map(our_name, names)), str(told[:2]).lower()
+    names, described = set(map(our_name, names)), str(types[:2]).lower()
     if "mask_hidden" in names:
         return P_EAGLE
     if "eagle3" in described or D2T in names or any(name.endswith("hidden_norm.weight") for name in names):

@@ -114,8 +114,8 @@ class Options:
         if not isinstance(self.nested, Mapping) or not isinstance(self.layer, Mapping):
             raise CheckpointError(f"{part} or {_TOP} in its config.json is not an object.")
         self._parts = (self.nested, config, *([self.layer] if in_layer else []))
-        told = (config.get(name) for name in ("architectures", "speculators_model_type", "model_type"))
-        self.classes = " ".join(map(str, told))
+        names = (config.get(name) for name in ("architectures", "speculators_model_type", "model_type"))
+        self.classes = " ".join(map(str, names))
         self.of_speculators = "speculators_model_type" in config
 
     def get(self, name: str, default: Any = None) -> Any:

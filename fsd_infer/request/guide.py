@@ -120,7 +120,7 @@ class GuideProcessor:
         self._followers: dict[int | None, Follower] = {}
 
     def follower(self, row: int | None = None) -> Follower:
-        """Return the follower of one row of the request; None: of texts that nobody has assigned to rows."""
+        """Return the follower of one row of the request; None: that of texts without a row."""
         if row not in self._followers:
             self._followers[row] = Follower(self._matcher, self.vocab_size, self.eos, strict=row is not None)
         return self._followers[row]

@@ -183,7 +183,7 @@ def shaping(config: GenerationConfig | None) -> dict[str, Any]:
 
 
 def _neutral() -> dict[str, Any]:
-    """The fields of a configuration, with what ``generate`` fills in for those that nobody sets."""
+    """The fields of a configuration, with what ``generate`` fills in for those that are not set."""
     blank = GenerationConfig()
     return {**vars(blank), **getattr(blank, "_get_default_generation_params", dict)()}
 

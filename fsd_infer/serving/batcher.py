@@ -27,7 +27,7 @@ from fsd_infer.serving.text import AnswerText
 from fsd_infer.targets.image_inputs import ImageInput
 
 log = logging.getLogger(__name__)
-PATIENCE = 3.5  # seconds until requests are told that the server stops while their answers do not end
+PATIENCE = 3.5  # seconds after which unfinished requests get the error that the server is stopping
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class AnswerJob:
         return "abort" if self.stopped else None
 
     def show(self, text: str) -> bool:
-        """Tell what the text has grown by. Return whether nobody wants more."""
+        """Send what the text has grown by. Return whether the client has left."""
         new, self.text = text[len(self.text) :], text
         if new and not self.cancelled:
             self.tell(new, None)

@@ -73,7 +73,7 @@ def is_known(host: str, names: frozenset[str]) -> bool:
 class Gate:
     """Middleware that refuses requests for a Host of another name, and bodies of more than ``most`` bytes.
 
-    HEAD, by which proxies and monitors ask whether a server lives, is answered wherever GET is.
+    HEAD, by which proxies and monitors check that a server is up, is answered wherever GET is.
 
     Args:
         app: what answers the others.

@@ -17,13 +17,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fsd_core.errors import FsdError
 
-REQUEST_SECONDS = 30.0  # until a connection's request has come whole
+REQUEST_SECONDS = 30.0  # until a connection's request must be complete
 READ_SECONDS = 60.0  # until a client that does not read its answer is cut off
 GRACE_SECONDS = 5  # for running answers once the server is asked to stop
 
 
 class Connection(H11Protocol):
-    """A connection that ends if its request does not come whole in time, or its client does not read the answer."""
+    """A connection that ends if its request is not complete in time, or its client does not read the answer."""
 
     request_seconds, read_seconds = REQUEST_SECONDS, READ_SECONDS
     _late: asyncio.TimerHandle | None = None  # runs while a request comes
@@ -81,7 +81,7 @@ class Connection(H11Protocol):
         if self.transport.is_closing():
             return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            said = f"the request did not come whole within {self.request_seconds:g} seconds.".encode()
+            said = f"the request was not complete within {self.request_seconds:g} seconds.".encode()
             headers = [("content-type", "text/plain"), ("content-length", str(len(said))), ("connection", "close")]
             for part in (h11.Response(status_code=408, headers=headers), h11.Data(data=said), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(part) or b"")

@@ -44,7 +44,7 @@ class ImageInput:
 
     @cached_property
     def digest(self) -> int:
-        """A negative number that tells these images from others."""
+        """A negative number that identifies these images."""
         found = hashlib.sha256(repr(self.text).encode())
         for name, value in sorted(self.inputs.items()):
             if name not in OF_TEXT:

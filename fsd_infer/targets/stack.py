@@ -271,7 +271,7 @@ def hooked(modules: Iterable[nn.Module], hook: Callable[..., Any], before: bool 
     """Call a hook at every forward of these modules that this thread runs within the block. Others may run them, too.
 
     Args:
-        modules: whose forwards it hears of.
+        modules: those whose forwards call it.
         hook: called with (module, positional arguments, keywords, output); an output that it returns takes its place.
         before: call it before the forward instead, without the output.
     """

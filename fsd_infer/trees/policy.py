@@ -1,6 +1,6 @@
 """Choose the draft tree of every round on a CPU: ``tree="auto"``.
 
-A policy is asked for a shape before each round and told of the round after it. Drafters see the shape alone. A shape of
+A policy chooses a shape before each round and learns from the round after it. Drafters only see the shape. A shape of
 ``auto`` carries prices (:mod:`fsd_infer.trees.prices`), by which the drafter grows its tree, and which follow from what
 earlier rounds took and accepted (:mod:`fsd_infer.trees.estimates`).
 

@@ -62,7 +62,7 @@ class DraftTree(Renamed):
             from the row of ``q_scores``, verified or not; -1: none. None if no node was drawn, or all were.
         proposers: [B, N] index of the drafter part that proposed each node, the first of several; None if there is one
             part.
-        forecast: [B, S + 1] as of :func:`fsd_infer.trees.shape.forecast`; None: nobody asks.
+        forecast: [B, S + 1] see :func:`fsd_infer.trees.shape.forecast`; None: not requested.
         depth_bound: at least the depth of the deepest node, as far as the host knows; None: not known.
     """
 

@@ -193,7 +193,7 @@ class RunDirectory(Callback):
         self._asked |= trainer.received_sigterm  # before the first step
         if threading.current_thread() is threading.main_thread():
             # Lightning's handler of SIGTERM ends between accumulated batches, and with several processes it waits for
-            # the others within the handler, for ever
+            # the others within the handler, forever
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, self._interrupt)
 

@@ -277,10 +277,10 @@ class EndpointBackend:
 
     def _ended(self, ids: list[int], choice: dict[str, Any]) -> list[int]:
         """Append the tokens that end an answer; servers omit some or all of them."""
-        told = next((choice[field] for field in _ENDED_BY if type(choice.get(field)) is int), None)
+        last = next((choice[field] for field in _ENDED_BY if type(choice.get(field)) is int), None)
         ends = self.end_of_turn
-        if told is not None:
-            ends = ends[: ends.index(told) + 1] if told in ends else [told]
+        if last is not None:
+            ends = ends[: ends.index(last) + 1] if last in ends else [last]
         if not ends or ids and ids[-1] in {ends[-1], *self.end_of_turn[-1:], *self.eos_ids}:
             return ids
         there = next(count for count in range(len(ends), -1, -1) if ids[len(ids) - count :] == ends[:count])

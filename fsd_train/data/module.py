@@ -56,7 +56,7 @@ class AnswersDataModule(LightningDataModule):
         pin_memory: use pinned memory for asynchronous copies (default: with CUDA).
         seed: seed of the order of batches.
         strict: stop at the first row that cannot be used. False: such rows are skipped, named and listed in
-            skipped-rows.jsonl in the trainer's ``default_root_dir``; more than 5 % of them stop the run all the same.
+            skipped-rows.jsonl in the trainer's ``default_root_dir``; more than 5 % of them still stop the run.
 
     Attributes:
         row_check: account of the rows.

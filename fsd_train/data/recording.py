@@ -95,7 +95,7 @@ class FeatureWriter:
                 if held and (not isinstance(found, list) or sum(map(len, held.values())) >= SHARD_TOKENS):
                     save_shard(self.directory, held)
                     held = {}
-            except Exception as error:  # whatever it is, flush() must not wait for ever
+            except Exception as error:  # whatever it is, flush() must not wait forever
                 self._failure, held = error, {}
             if isinstance(found, threading.Event):
                 found.set()

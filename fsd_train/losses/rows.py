@@ -299,7 +299,7 @@ def chunked_rows(function: RowFunction, batch: DraftBatch, chunk_size: int | Non
 def mean_of_rows(function: RowFunction, batch: DraftBatch, chunk_size: int | None) -> tuple[Tensor, Tensor]:
     """Return Σ w·x / total of a row function with one value per row (:func:`.weighted_mean`), and the agreement [R].
 
-    One pass computes the mean and its gradients, since the weights are known beforehand.
+    One pass computes the mean and its gradients, since the weights are known in advance.
 
     Args:
         function, batch, chunk_size: see :func:`chunked_rows`, with K = 1.
@@ -324,7 +324,7 @@ def _apply(
         lm_weight, groups = None, [[block] for block in divided(batch.rows.ends, max(1, chunk_size // function.live))]
     else:  # of 4·chunk_size·Vd bytes a quarter is for the gradients of a group, three for its blocks
         lm_weight = batch.own_lm_head.weight
-        if not torch.is_grad_enabled():  # needs_input_grad is true of a parameter all the same
+        if not torch.is_grad_enabled():  # needs_input_grad is true of a parameter anyway
             lm_weight = lm_weight.detach()
         pieces = divided(batch.rows.ends, max(1, chunk_size * 3 // 4 // function.live))
         groups = grouped(pieces, chunk_size // lm_weight.element_size())

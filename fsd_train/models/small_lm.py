@@ -39,7 +39,7 @@ class LogitsHead(LMHead):
     """The target's LM head for features [..., H], and the identity for a drafter's logits [..., Vd].
 
     A small LM passes its logits to any loss as estimates, so that gradients reach all of its weights. The last
-    dimension tells features from logits.
+    dimension distinguishes features from logits.
     """
 
     def __call__(self, hidden: Tensor) -> Tensor:
