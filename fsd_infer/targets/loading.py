@@ -1,4 +1,4 @@
-"""Load a target: a built-in one, or a causal LM, with or without sight, that transformers loads from files."""
+"""Load a target: a built-in one, or a causal LM, for text alone or with images, from files that transformers reads."""
 
 from __future__ import annotations
 

@@ -16,9 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_core.errors import FsdError
-from fsd_core.registry import is_whole
-
 MIN_TOKENS = 16  # tokens of the shortest prefix: copying a shorter one costs more than it saves
 
 
@@ -59,15 +56,10 @@ class PrefixCache:
     """Recently decoded texts within a bound of memory; the least recently used are evicted first.
 
     Args:
-        max_bytes: most bytes of all keys, values and features, on the target's device.
-
-    Raises:
-        FsdError: ``max_bytes`` is not a positive whole number.
+        max_bytes: most bytes of all keys, values and features, on the target's device; at least 1.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        if not is_whole(max_bytes, 1):
-            raise FsdError(f"a prefix cache needs a whole number of bytes, at least 1, got {max_bytes!r:.60}.")
         self.max_bytes = max_bytes
         self.texts: list[Prefix] = []  # the most recently used last
 

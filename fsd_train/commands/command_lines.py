@@ -50,7 +50,6 @@ def _count(default: int | None, what: str) -> dict[str, Any]:
 _TARGET = {"help": "target: built-in name, directory or hub id"}
 _NAMED = {"help": "target: built-in name, directory or hub id (default: the one that the head names)"}
 _HUB_ID: dict[str, Any] = {"type": _hub_id, "metavar": "OWNER/NAME"}
-_STRICT = {"action": "store_true", "help": "stop at the first row that cannot be used, not only at 5 %% of them"}
 Options = dict[str, dict[str, Any]]
 
 _REGENERATE: Options = {
@@ -92,7 +91,7 @@ _REGENERATE: Options = {
     "--endpoint-model": {"metavar": "NAME", "help": "the server's name for the target (default: --target)"},
     "--concurrency": _count(64, "requests in flight at the endpoint"),
     "--no-request-seeds": {"action": "store_true", "help": "send no seeds, for servers that refuse them"},
-    "--strict": _STRICT,
+    "--strict": SHARED["--strict"],
     "--quiet": {"action": "store_true", "help": "show no progress bar"},
 }  # fmt: skip
 
@@ -114,7 +113,7 @@ _CACHE_FEATURES: Options = {
     },
     "--batch-tokens": _count(2048, "tokens per forward"),
     "--dtype": {"default": "bfloat16", "choices": ["bfloat16", "float32"], "help": "data type of the target"},
-    "--strict": _STRICT,
+    "--strict": SHARED["--strict"],
 }  # fmt: skip
 
 _EXPORT: Options = {
@@ -136,7 +135,7 @@ _EXPORT: Options = {
         **TARGET_KWARGS,
         "help": "further keywords to load the target with; a recipe's data.allow_control_tokens goes here, for --data",
     },
-    "--strict": _STRICT,
+    "--strict": SHARED["--strict"],
     "--overwrite": {**SHARED["--overwrite"], "help": "replace an existing directory of that name, once all is written"},
 }
 
@@ -152,7 +151,7 @@ _PUBLISH: Options = {
         "default": "data/quickstart_prompts.jsonl", "metavar": "FILE",
         "help": "prompts for measuring the acceptance length",
     },
-    "--strict": _STRICT,
+    "--strict": SHARED["--strict"],
     "--curve": {"metavar": "FILE", "help": "picture of the training, as LossCurve writes it, to show on the card"},
     "--limit": _count(16, "number of prompts"),
     "--max-new-tokens": _count(64, "tokens of each answer"),
@@ -190,14 +189,14 @@ _DOCTOR: Options = {
     "--max-new-tokens": _count(48, "tokens of each decoded answer"),
     "--dtype": {"default": "bfloat16", "help": "data type that the head will run in"},
     "--url": {"help": "an OpenAI-compatible server with the same target and head to compare with"},
-    "--strict": _STRICT,
+    "--strict": SHARED["--strict"],
     "--json": {"metavar": "FILE", "help": "also write the findings to this file"},
     "--overwrite": SHARED["--overwrite"],
 }
 
 _ESTIMATE: Options = {
     "--config": {"required": True, "metavar": "RECIPE", "help": "recipe of a head"},
-    "--strict": _STRICT,
+    "--strict": SHARED["--strict"],
     "--on-paper": {"action": "store_true", "help": "read only the target's config: memory, and the least time on GPUs"},
     "--target": {"metavar": "NAME", "help": "another target, on paper: llama-3.1-8b, llama-3.1-70b, a directory"},
 }

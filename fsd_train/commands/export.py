@@ -149,16 +149,17 @@ def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return record_of(record_of(config.get("training")).get("hyperparameters"))
 
 
-def target_of(config: Mapping[str, Any]) -> str | None:
-    """Return the target that a head's config names, or None."""
-    name = options_of(config).get("target") or config.get("target_model")
-    return name if isinstance(name, str) else None
+def target_of(directory: Path, given: str | None) -> str:
+    """Return the target's name, as given or as the head's config has it. Raises DataError if neither does."""
+    config = read_config(directory)
+    name = given or options_of(config).get("target") or config.get("target_model")
+    if not isinstance(name, str):
+        raise DataError(f"{directory} does not name its target. Give --target.")
+    return name
 
 
 def _export_head(source: Path, args: argparse.Namespace) -> int:
-    name = args.target or target_of(read_config(source))
-    if name is None:
-        raise DataError(f"{args.source} does not name its target. Give --target.")
+    name = target_of(source, args.target)
     if args.data is None and args.to is not None:
         return _export_to(EagleHead.from_pretrained(source), name, args)
     kwargs = {**(options_of(read_config(source)).get("target_kwargs") or {}), **(args.target_kwargs or {})}

@@ -64,10 +64,7 @@ def main(args: argparse.Namespace) -> int:
     if kind in (None, OLD):
         found = "not a head" if kind is None else "a head in the format of an earlier version"
         raise DataError(f"{directory} is {found}. Write it with `fsd-train export` first.")
-    name = args.target or target_of(read_config(directory))
-    if name is None:
-        raise DataError(f"{directory} does not name its target. Give --target.")
-    target = Target.from_pretrained(name)
+    target = Target.from_pretrained(target_of(directory, args.target))
     head = EagleHead.from_pretrained(directory, target, dtype=target.dtype)
     measurement = measured(head, target, args)
     card = card_of(head, target, kind == OURS, measurement, args)
