@@ -28,34 +28,20 @@ KL_COEFS = (8, 4, 2, 1.5, 1, 0.7, 0.5)
 RULES = (
     *(f"tilted:{coef:g}" for coef in KL_COEFS),
     *(f"tilted:{coef:g}:min_p=0" for coef in KL_COEFS),
-    *(
-        "typical:exact_ngram_size=3",
-        "relaxed:exact_ngram_size=3",
-        "fuzzy:js:0.2:exact_ngram_size=3",
-        "fuzzy:js:0.3:exact_ngram_size=3",
-        "fuzzy:js:0.4:exact_ngram_size=3",
-    ),
-    *("tilted", "tilted:2:toll=1", "tilted:1:toll=1"),
-    *(
-        "asd:exact_ngram_size=3",
-        "asd:gap=0.5:exact_ngram_size=3",
-        "mars:0.5:exact_ngram_size=3",
-        "mars:exact_ngram_size=3",
-    ),
-    *("fly:exact_ngram_size=3", "cactus:0.25", "cactus:0.5", "lenient:0.5", "cascade-token:0.3"),
-)
-MATCHING = (
-    "tilted:match_temperature=0.2",
-    "tilted:match_temperature=0.3",
-    "tilted:match_temperature=0.5",
-    "tilted:match_temperature=0.8",
-)  # at temperature 0
-EXACT = {  # on drafts drawn so
+    "typical:exact_ngram_size=3", "relaxed:exact_ngram_size=3",
+    "fuzzy:js:0.2:exact_ngram_size=3", "fuzzy:js:0.3:exact_ngram_size=3", "fuzzy:js:0.4:exact_ngram_size=3",
+    "tilted", "tilted:2:toll=1", "tilted:1:toll=1",
+    "asd:exact_ngram_size=3", "asd:gap=0.5:exact_ngram_size=3",
+    "mars:0.5:exact_ngram_size=3", "mars:exact_ngram_size=3",
+    "fly:exact_ngram_size=3", "cactus:0.25", "cactus:0.5", "lenient:0.5", "cascade-token:0.3",
+)  # fmt: skip
+MATCHING = tuple(f"tilted:match_temperature={value}" for value in (0.2, 0.3, 0.5, 0.8))  # at temperature 0
+EXACT = {  # the exact rule by how drafts are drawn
     Draws.NONE: Exact(draw=False),
     Draws.TREE: Exact(block=False),
     Draws.CHAIN: Exact(block=True),
 }
-DEPTH = 12  # of the chain that is decoded with
+DEPTH = 12  # tokens of the chain to decode with
 LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12)
 STOP = 0.3
 DEEP_TREE = TreeShape(depth=8, width=4, nodes=24)

@@ -20,7 +20,7 @@ from fsd_infer.trees.tree import DraftTree, leaf_visit_scores, select_nodes
 
 Cell = tuple[Rule, TreeShape]
 Part = tuple[Rule, tuple[int, ...]]  # a rule, and the nodes of the whole tree that it walks on
-# node that emits the token, token, nats, whether only another distribution lets it through, whether it is a draft
+# node that emits the token, token, nats, whether only a lossy distribution emits it, whether it is a draft
 Emitted = tuple[int, int, float, bool, bool]
 
 
@@ -103,7 +103,7 @@ class ExactRound:
     def narrowed(self, parts: Sequence[Sequence[int]]) -> tuple[RoundInput, list[int]]:
         """Return the round on each of these parts, a row each, at temperature 0 over a reduced vocabulary.
 
-        The vocabulary holds the drafts and the likeliest tokens. That is enough for rules that read only regrets and
+        The vocabulary holds the drafts and the likeliest tokens. That is enough for rules that read only gaps and
         texts. The second value maps its ids to the target's.
         """
         kept = sorted({*self.tokens, *self.drawn})  # so that ties resolve as in the whole vocabulary
@@ -159,9 +159,7 @@ def looks_ahead(rule: Rule, sampled: bool) -> bool:
 
 @dataclass
 class Tally:
-    """Sums over the replayed rounds of one rule on one shape: rounds, tokens, nats, tokens of another distribution,
-    trees.
-    """
+    """Sums over the replayed rounds of one rule on one shape. ``lossy``: tokens that only its distribution emits."""
 
     rounds: int = 0
     tokens: int = 0
@@ -202,9 +200,7 @@ class Replay:
             tally.nodes += len(cuts[cell])
 
     def steps(self, seen: ExactRound, nodes: Sequence[int], emitted: Sequence[Emitted]) -> list[tuple[float, bool]]:
-        """Return (nats, whether only another distribution lets it through) of each token that the round emits on
-        ``nodes``.
-        """
+        """Return (nats, whether only a lossy distribution emits it) of each token that the round emits on ``nodes``."""
         kept, steps = set(nodes), list[tuple[float, bool]]()
         for node, token, nats, lossy, drafted in emitted:
             leaf = kept.isdisjoint(seen.children.get(node, ()))

@@ -17,7 +17,7 @@ class RuleOnShape:
     Attributes:
         tau: tokens per target forward.
         nats: nats per token, as rules count them.
-        lossy: share of tokens that only another distribution than the target's lets through.
+        lossy: share of tokens that only the lossy distribution emits.
         depth, nodes: mean depth and size of the trees, the root counted.
         seconds: seconds per round, by this run's clock.
     """
@@ -63,7 +63,7 @@ class Forecast:
     """What rules are worth with a drafter.
 
     Attributes:
-        rows: exact first, then from the cheapest rule per token to the dearest.
+        rows: exact first, then by nats per token, the lowest first.
         drafts: statistics of the drafter's first choices, see :meth:`.FirstChoiceStats.summary`.
         yardsticks: by temperature, nats per token that the target's own samples spend, counted as at temperature 0.
         decoded: shape of the run with exact.
