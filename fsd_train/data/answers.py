@@ -44,9 +44,7 @@ class Item(TypedDict):
     input_ids: Tensor
     loss_mask: Tensor
     features: NotRequired[Tensor]  # [M, F], if cached
-    images: NotRequired[
-        dict[str, Tensor]
-    ]  # inputs of the target other than ids; with features, those that place tokens
+    images: NotRequired[dict[str, Tensor]]  # other inputs of the target; with features, those that place tokens
     digest: NotRequired[str]  # of the images
 
 
