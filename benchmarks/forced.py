@@ -131,7 +131,7 @@ def force(decoder: FuzzyDecoder, prompt: str, score: Callable[[str], float], mos
     for each, text, more in zip(asked, begun, rest, strict=True):
         whole = [*text, *more][:most] if each["token"] != decoder.tokenizer.eos_token_id else text
         each["score"] = score(decoder.tokenizer.decode(whole, skip_special_tokens=True))
-        closed = [place for place, token in enumerate(answer[: each["at"]], 1) if ends[token]]
+        closed = [index for index, token in enumerate(answer[: each["at"]], 1) if ends[token]]
         each["sentence"] = each["at"] - (closed[-1] if closed else 0)
         each["kinds"] = [kind_of(decoder.tokenizer.decode([each[name]])) for name in ("choice", "token")]
         del each["place"], each["token"], each["choice"]

@@ -233,9 +233,9 @@ class Oracle:
         return count
 
     def _read(self, text: list[int], start: int, end: int) -> None:
-        for place in range(start, end):
-            for size in range(1, min(self.longest, place) + 1):
-                self.after.setdefault(tuple(text[place - size : place]), set()).add(text[place])
+        for index in range(start, end):
+            for size in range(1, min(self.longest, index) + 1):
+                self.after.setdefault(tuple(text[index - size : index]), set()).add(text[index])
 
     def _followers(self, text: list[int], place: int) -> set[int]:
         contexts = (tuple(text[max(place - size, 0) : place]) for size in range(self.longest, 0, -1))

@@ -128,8 +128,8 @@ def draft_figures(mib: int) -> dict[str, float]:
         drafts, tokens = [], []
         for ids, _ in zip(texts(0), range(60)):
             matcher = TextMatcher(list(stores))
-            for place, token in enumerate(ids):
-                if place > 40 and place % 3 == 0:
+            for index, token in enumerate(ids):
+                if index > 40 and index % 3 == 0:
                     begun = time.perf_counter()
                     best_first(matcher, matcher.look_up(), matcher.tokens[-1], NODES, DEPTH, MIN_ACCEPT_PROB)
                     drafts.append(1e3 * (time.perf_counter() - begun))

@@ -42,7 +42,7 @@ def write_interleaved(source: Path, file: Path, each: int) -> Path:
             if row["category"] in categories:
                 by_kind[kind].append(row["turns"][0])
     asked = {kind: spread(texts, each) for kind, texts in by_kind.items()}
-    rows = [{"category": kind, "prompt": texts[place]} for place in range(each) for kind, texts in asked.items()]
+    rows = [{"category": kind, "prompt": texts[index]} for index in range(each) for kind, texts in asked.items()]
     write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
     return file
 

@@ -85,7 +85,7 @@ class EngineMethod(Method):
         ]
         if self.traced:
             for answer, record, of_row in zip(answers, generation.records, rounds, strict=True):
-                spent: list[list[float]] = [[place, round(nats, 5)] for place, nats in enumerate(record.spent) if nats]
+                spent: list[list[float]] = [[index, round(nats, 5)] for index, nats in enumerate(record.spent) if nats]
                 sources = "".join(str(int(source)) for source in record.sources)
                 answer.trace = AnswerTimeline(of_row, sources, spent)
         phases = {**stats.phases, "rest": max(seconds - stats.seconds, 0.0)}

@@ -87,9 +87,9 @@ def rouge_l(answer: str, reference: str) -> float:
     lengths = [0] * (len(other) + 1)  # of the longest common subsequence of the words read so far and other[:i]
     for word in own:
         before = 0
-        for place, wanted in enumerate(other, start=1):
-            above = lengths[place]
-            lengths[place] = before + 1 if word == wanted else max(above, lengths[place - 1])
+        for index, wanted in enumerate(other, start=1):
+            above = lengths[index]
+            lengths[index] = before + 1 if word == wanted else max(above, lengths[index - 1])
             before = above
     return 2 * lengths[-1] / (len(own) + len(other)) if lengths[-1] else 0.0
 

@@ -208,7 +208,7 @@ def _bearer(key: str | None) -> Callable[[requests.PreparedRequest], requests.Pr
 def _root(error: BaseException) -> BaseException:
     """Return the first error below the libraries. An FsdError in the chain belongs to the caller."""
     chain = list(causes(error, implicit=True))
-    end = next((place for place, cause in enumerate(chain) if place and isinstance(cause, FsdError)), len(chain))
+    end = next((index for index, cause in enumerate(chain) if index and isinstance(cause, FsdError)), len(chain))
     return chain[end - 1]
 
 

@@ -36,5 +36,5 @@ def forecast_rules(options: SweepOptions, progress: bool = False) -> list[str]:
     if not rules:
         raise FsdError(f"nothing to calibrate: {verdict(found)} Name rules to calibrate some anyway.")
     last = min(len(rules), MAX_CANDIDATES) - 1
-    kept = [rules[place * (len(rules) - 1) // max(last, 1)] for place in range(last + 1)]
+    kept = [rules[index * (len(rules) - 1) // max(last, 1)] for index in range(last + 1)]
     return [f"{row.rule}@{row.best.shape.text}" for row in kept]

@@ -131,7 +131,7 @@ def _parameter(name: str, names: Sequence[str]) -> str:
         return ""
     parts = [one.partition("@")[0].split(":") for one in names]
     own = name.partition("@")[0].split(":")
-    return ":".join(part for place, part in enumerate(own) if len({other[place] for other in parts}) > 1)
+    return ":".join(part for index, part in enumerate(own) if len({other[index] for other in parts}) > 1)
 
 
 def _family(family: str) -> str:

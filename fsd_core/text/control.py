@@ -168,7 +168,7 @@ def _names(tokenizer: Any) -> tuple[re.Pattern[str], dict[str, str], dict[str, s
     kept = vars(tokenizer)
     if _KEPT not in kept:
         names = sorted({name for name in special_names(tokenizer).values() if name.strip()}, key=len, reverse=True)
-        codes = {name: chr(_FIRST + place) for place, name in enumerate(names)} | {_ESCAPE: _LITERAL}
+        codes = {name: chr(_FIRST + index) for index, name in enumerate(names)} | {_ESCAPE: _LITERAL}
         shown = {code: name for name, code in codes.items()}
         kept[_KEPT] = re.compile("|".join(map(re.escape, codes))), codes, shown
     return kept[_KEPT]

@@ -188,7 +188,7 @@ def _turn_end(tokenizer: Any, ids: Sequence[int], special: set[int]) -> int:
     They are the first special tokens in a row, up to eos. An opening of the next turn that a template always writes
     comes after the end.
     """
-    end = next((place for place, token in enumerate(ids) if token in special), -1) + 1
+    end = next((index for index, token in enumerate(ids) if token in special), -1) + 1
     if 0 < end < len(ids) and ids[end] in special:
         opening = render(tokenizer, [{"role": "user", "content": WORD}], False).partition(WORD)[0]
         goes_on = special.difference(encode_rendered(tokenizer, opening))

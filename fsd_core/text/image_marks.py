@@ -28,8 +28,8 @@ def mark_of(number: int) -> str:
 def joined_parts(parts: Sequence[str | int]) -> str:
     """Return the text of parts; those that are numbers are images."""
     made: list[str] = []
-    for place, part in enumerate(parts):
-        if place and isinstance(part, str) and isinstance(parts[place - 1], str):
+    for index, part in enumerate(parts):
+        if index and isinstance(part, str) and isinstance(parts[index - 1], str):
             made.append(_PART)
         made.append(part if isinstance(part, str) else mark_of(part))
     return "".join(made)

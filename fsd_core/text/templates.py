@@ -80,7 +80,7 @@ def _probed(tokenizer: Any, template: str) -> TemplateForm:
     parted, dropped = set(), set()
     for role, turns in _PROBES.items():
         last = len(turns) - 1 if role != "system" else 0
-        as_parts = [_in_parts(turn) if place == last else turn for place, turn in enumerate(turns)]
+        as_parts = [_in_parts(turn) if index == last else turn for index, turn in enumerate(turns)]
         said = [_writes(tokenizer, template, conversation) for conversation in (turns, as_parts)]
         if said[1] and not said[0]:
             parted.add(role)

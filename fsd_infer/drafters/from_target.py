@@ -123,11 +123,11 @@ def with_layers(target: Target, numbers: Sequence[int], name: str) -> Target:
     text.num_hidden_layers = len(numbers)
     layers: Any = layer_list(model.get_decoder(), count)
     kept = [layers[number] for number in numbers]
-    layers._modules = {str(place): layer for place, layer in enumerate(kept)}
-    for place, layer in enumerate(kept):
+    layers._modules = {str(index): layer for index, layer in enumerate(kept)}
+    for index, layer in enumerate(kept):
         for part in layer.modules():
             if isinstance(getattr(part, "layer_idx", None), int):
-                part.layer_idx = place
+                part.layer_idx = index
     return Target(model, target.tokenizer, name)
 
 

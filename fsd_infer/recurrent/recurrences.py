@@ -179,9 +179,9 @@ class Selective:
         real = (torch.arange(x.shape[1], device=x.device) < counts[:, None])[..., None]
         decay, added = self._discrete((step * real, x, b, c))
         outputs = []
-        for place in range(x.shape[1]):
-            state = decay[:, place] * state + added[:, place]
-            outputs.append(torch.einsum("bcn,bn->bc", state, c[:, place]))
+        for index in range(x.shape[1]):
+            state = decay[:, index] * state + added[:, index]
+            outputs.append(torch.einsum("bcn,bn->bc", state, c[:, index]))
         return torch.stack(outputs, 1), state
 
     def _discrete(self, inputs: Inputs) -> tuple[Tensor, Tensor]:

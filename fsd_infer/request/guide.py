@@ -224,7 +224,7 @@ class Follower:
 
     def check(self, answer: list[int]) -> None:
         """Raise FsdError unless an answer is within the grammar and, if it has an end, the grammar may end there."""
-        ends = [place for place, token in enumerate(answer) if token in self.eos]
+        ends = [index for index, token in enumerate(answer) if token in self.eos]
         self._read(answer[: min(ends, default=len(answer))])
         if ends and not (self.matcher.is_accepting() or self.matcher.is_stopped()):
             raise FsdError("the answer ends where the guide does not.")

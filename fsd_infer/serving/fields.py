@@ -269,18 +269,18 @@ class ChatCompletionRequest(CompletionRequest):
     def _results_follow_calls(cls, messages: list[ChatMessage]) -> list[ChatMessage]:
         calls: list[dict[str, Any]] = []  # those that messages of the role tool may answer
         before = ""
-        for place, message in enumerate(messages):
+        for index, message in enumerate(messages):
             ids = [str(call.get("id") or "") for call in calls]
             if message.role != "tool":  # clients may write one message per call
                 calls = [*(calls if before == message.role == "assistant" else ()), *message.tool_calls]
             elif not calls:
                 raise ValueError(
-                    f"messages[{place}]: a message of the role tool answers a call: put the assistant's message with "
+                    f"messages[{index}]: a message of the role tool answers a call: put the assistant's message with "
                     "its tool_calls before it."
                 )
             elif all(ids) and message.tool_call_id is not None and message.tool_call_id not in ids:
                 raise ValueError(
-                    f"messages[{place}].tool_call_id: no call before it has the id {message.tool_call_id!r:.80}. "
+                    f"messages[{index}].tool_call_id: no call before it has the id {message.tool_call_id!r:.80}. "
                     f"Their ids are {', '.join(sorted(ids)):.80}."
                 )
             before = message.role

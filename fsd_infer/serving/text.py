@@ -83,7 +83,7 @@ class _Watch:
 def _marks(names: Iterable[str], stops: Sequence[str]) -> dict[str, str]:
     """Return a lone surrogate, which no text holds, for the name of each special token that stop texts hold."""
     called = sorted({name for name in names if name and any(name in stop for stop in stops)})
-    return {name: chr(0xD800 + place) for place, name in enumerate(called)}
+    return {name: chr(0xD800 + index) for index, name in enumerate(called)}
 
 
 def _with_marks(stop: str, marks: Mapping[str, str]) -> str:

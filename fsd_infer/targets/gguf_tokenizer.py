@@ -177,7 +177,7 @@ def _is_sentencepiece(facts: dict[str, Any]) -> bool:
 
 def _tokens(facts: dict[str, Any]) -> list[str]:
     """Return the vocabulary. Raise ValueError for duplicate tokens, and for shorter lists of scores or types."""
-    tokens = [token or f"[EMPTY_{place}]" for place, token in enumerate(facts["tokenizer.ggml.tokens"])]
+    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(facts["tokenizer.ggml.tokens"])]
     if len(set(tokens)) < len(tokens):
         twice = next(token for token, count in Counter(tokens).items() if count > 1)
         raise ValueError(f"token {twice!r:.40} is there twice")

@@ -60,7 +60,7 @@ class ImageInput:
 
     def ends(self, prompt: Sequence[int]) -> int:
         """Return the number of tokens up to the last placeholder; what follows is text."""
-        return max(place for place, token in enumerate(prompt) if token in self.placeholders) + 1
+        return max(index for index, token in enumerate(prompt) if token in self.placeholders) + 1
 
 
 def placeholders_of(config: Any) -> frozenset[int]:

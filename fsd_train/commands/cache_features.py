@@ -58,8 +58,8 @@ def main(args: argparse.Namespace) -> int:
     chosen = [number for number in range(len(rows)) if rows.answer_share(number) >= args.min_answer_share]
     sequences = [rows.texts[number] for number in chosen]
     images = {
-        place: (seen.digest, partial(rows.image_inputs, number))
-        for place, number in enumerate(chosen)
+        index: (seen.digest, partial(rows.image_inputs, number))
+        for index, number in enumerate(chosen)
         if (seen := rows.seen[number]) is not None
     }
     tokens = sum(map(len, sequences))

@@ -51,11 +51,11 @@ class Doctor:
         target.capture_layers([number for number in sorted(near) if 0 <= number < count])
         self.rows: list[CheckedRow] = []
         self.feeding = self.feeding_kind(target, self.head, self.rows)
-        for place, values in enumerate(rows, start=1):
-            for ids, mask in encode_row(values, target.tokenizer, f"row {place}"):
+        for index, values in enumerate(rows, start=1):
+            for ids, mask in encode_row(values, target.tokenizer, f"row {index}"):
                 wanted = torch.tensor([mask])
                 if len(ids) <= self.max_length and bool(supervised(wanted[0], 1).any()):
-                    check_id(max(ids), f"row {place}", target.vocab_size)
+                    check_id(max(ids), f"row {index}", target.vocab_size)
                     given = torch.tensor([ids], device=target.device)
                     self.rows.append(CheckedRow(values, given, wanted.to(target.device), target.features(given)))
         if not self.rows:
@@ -247,4 +247,4 @@ def runs_of(sources: Sequence[int]) -> list[int]:
 
 def accepted_shares(runs: Sequence[int], drafted: int) -> list[float]:
     """Return the shares of rounds that accepted draft 1, 2, … of ``drafted``, from :func:`runs_of`."""
-    return [sum(run > place for run in runs) / max(len(runs), 1) for place in range(drafted)]
+    return [sum(run > index for run in runs) / max(len(runs), 1) for index in range(drafted)]

@@ -48,7 +48,7 @@ def expanded(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         run, every = _text(given, "output_dir"), _whole(given, "save_steps", SAVE_STEPS)
         batches = [trainer[ACCUMULATE] for each in made if (trainer := each.get("trainer", {})).get(ACCUMULATE)]
         defaults["trainer"] = _run_options(run, every, _whole({ACCUMULATE: [1, *batches][-1]}, ACCUMULATE))
-        first = next(place for place, recipe in enumerate(recipes) if "output_dir" in recipe)
+        first = next(index for index, recipe in enumerate(recipes) if "output_dir" in recipe)
         for trainer in (each["trainer"] for each in made[: first + 1] if "callbacks" in each.get("trainer", {})):
             trainer["callbacks"] = _joined(defaults["trainer"]["callbacks"], trainer["callbacks"])
     elif "save_steps" in given:
@@ -193,16 +193,16 @@ def _joined(defaults: list[dict[str, Any]], own: list[Any]) -> list[Any]:
 def _move(recipes: Sequence[Mapping[str, Any]], made: list[dict[str, Any]]) -> None:
     """Move what recipes before a later output_dir write to the directory of their run; warn of other directories."""
     runs = set[str]()
-    for place, recipe in enumerate(recipes):
+    for index, recipe in enumerate(recipes):
         if "output_dir" in recipe:
             run, stays = _text(recipe, "output_dir"), list[str]()
-            for earlier in made[:place]:
+            for earlier in made[:index]:
                 if "trainer" in earlier:
                     earlier["trainer"] = _moved(earlier["trainer"], runs, run, stays)
             if stays:
                 log.warning("output_dir is now %s, but these stay where the recipe has them: %s", run, ", ".join(stays))
             runs.add(run)
-        if isinstance(root := made[place].get("trainer", {}).get("default_root_dir"), str):
+        if isinstance(root := made[index].get("trainer", {}).get("default_root_dir"), str):
             runs.add(root)
 
 

@@ -48,7 +48,7 @@ def main() -> None:
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the length of the common beginning."""
-    return next((place for place, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
+    return next((index for index, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
 
 
 def counted(llm: Any, drafted: int) -> list[int]:

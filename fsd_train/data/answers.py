@@ -146,7 +146,7 @@ class AnswersDataset(Dataset[Item]):
 
     def cached(self, store: FeatureStore) -> AnswersDataset:
         """Return a dataset of the rows whose features are cached, with their features."""
-        return self._some([place for place, key in enumerate(self.keys) if key in store], store)
+        return self._some([index for index, key in enumerate(self.keys) if key in store], store)
 
     def within(self, vocab_size: int, check: RowCheck) -> AnswersDataset:
         """Return a dataset of the rows without token ids outside this vocabulary; ``check`` takes account of others."""
@@ -156,7 +156,7 @@ class AnswersDataset(Dataset[Item]):
         for where, token in bad.items():
             with check.using(where):
                 check_id(token, where, vocab_size)
-        return self._some([place for place, (_, where) in enumerate(self.tops) if where not in bad], self.store)
+        return self._some([index for index, (_, where) in enumerate(self.tops) if where not in bad], self.store)
 
     def _some(self, places: Sequence[int], store: FeatureStore | None) -> AnswersDataset:
         tops = [self.tops[place] for place in places] if self.tops else []
@@ -297,7 +297,7 @@ def _placed(
     if not kept:
         return []
     ids, mask, seen = kept[0]
-    first = next((place for place, turn in enumerate(asked, start=1) if turn["role"] == "user"), len(asked))
+    first = next((index for index, turn in enumerate(asked, start=1) if turn["role"] == "user"), len(asked))
     # all turns of a conversation go to the same dataset, in one row or in several
     key: Any = [(turn["role"], turn["content"]) for turn in asked[:first]] or ids[: mask.index(1)]
     key = key if seen is None else [*key, *seen.digests[:1]]  # many images have the same question

@@ -188,7 +188,7 @@ class EndpointBackend:
         self.max_new_tokens, self.seed = max_new_tokens, seed
         self.concurrency, self.group = concurrency, group
         self.eos_ids, ends = end_ids(tokenizer, generation_config), end_of_turn(tokenizer)
-        last = next((place for place, token in enumerate(ends) if token in self.eos_ids), len(ends))
+        last = next((index for index, token in enumerate(ends) if token in self.eos_ids), len(ends))
         self.end_of_turn = ends[: last + 1]  # a server stops there
 
     def answer(self, batches: Sequence[Sequence[RegenerationRequest]], done: set[str]) -> Iterator[list[Completion]]:
@@ -198,7 +198,7 @@ class EndpointBackend:
         requests in flight, not even the end of the interpreter.
         """
         jobs = [job for batch in batches for job in batch if job.id not in done]
-        order = {job.id: place for place, job in enumerate(jobs)}
+        order = {job.id: index for index, job in enumerate(jobs)}
         todo: SimpleQueue[RegenerationRequest] = SimpleQueue()
         for job in jobs:
             todo.put(job)

@@ -173,7 +173,7 @@ class AnswersDataModule(LightningDataModule):
             assert rows is not None, "setup() has not run"
             rows.check_lengths(positions)
             used = name == "training" or len(rows) and getattr(self.trainer, "limit_val_batches", 1)
-            if used and not any(int(rows.supervised(place)[0]) for place in range(len(rows))):
+            if used and not any(int(rows.supervised(index)[0]) for index in range(len(rows))):
                 raise DataError(
                     f"no {name} row has two tokens of an answer in a row, and a drafter learns the second. Add longer "
                     "answers, or raise data.max_length."

@@ -86,7 +86,7 @@ def encode_row_with_images(
             made = [*reader.conversation(turns, sources, complete, options, max_length)]
         kept: list[Sequenced] = []
         for ids, mask, seen in made:
-            end = max((place + 1 for place, answers in enumerate(mask[:max_length]) if answers), default=0)
+            end = max((index + 1 for index, answers in enumerate(mask[:max_length]) if answers), default=0)
             if end and (seen is None or end < len(ids)):  # so that no image is cut
                 seen = reader.seen(ids[:end], sources)
             kept.append((ids[:end], mask[:end], seen))

@@ -89,6 +89,6 @@ def warn_of_differences(files: Sequence[str | Path], tokenizer: Any) -> None:
 def _parting(pair: tuple[list[int], list[int]], tokenizer: Any) -> str:
     """Return the text of the first ids from a little before they leave the second."""
     ids, others = pair
-    same = next((place for place, (a, b) in enumerate(zip(ids, others)) if a != b), min(len(ids), len(others)))
+    same = next((index for index, (a, b) in enumerate(zip(ids, others)) if a != b), min(len(ids), len(others)))
     text = str(tokenizer.decode(ids[max(same - 4, 0) :]))
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
