@@ -88,14 +88,15 @@ class DecodedTau(Curves):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if not getattr(getattr(trainer, "datamodule", None), "validation_set", None):
-            share = getattr(getattr(trainer, "datamodule", None), "validation_fraction", 0)
+        data = getattr(trainer, "datamodule", None)
+        if getattr(data, "validation_set", None):
+            return
+        if share := getattr(data, "validation_fraction", 0):
             raise DataError(
                 f"DecodedTau needs validation prompts, but validation_fraction {share} holds out none of one prompt. "
                 "Add rows, set data.validation_files, or omit the callback."
-                if share
-                else "DecodedTau needs validation rows. Set data.validation_fraction or data.validation_files."
             )
+        raise DataError("DecodedTau needs validation rows. Set data.validation_fraction or data.validation_files.")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._numbered(trainer, pl_module.target)  # type: ignore[arg-type]  # fails now if no prompt fits
