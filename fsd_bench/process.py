@@ -49,18 +49,18 @@ class ProcessMethod(Method):
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         self.name = name
-        self._said = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         start = time.perf_counter()
         try:
             self._process: subprocess.Popen[str] | None = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True, encoding="utf-8",
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, encoding="utf-8",
                 env={**os.environ, **(environment or {})},
             )  # fmt: skip
         except OSError as error:
             self._process = None
             raise FsdError(f"method {name!r}: {command[0]} cannot be started ({error}).") from error
-        said = f"notice: method {name!r} waits for its process, which says {{}} on a line when it is ready."
-        timer = threading.Timer(PATIENCE, print, (said,), {"file": sys.stderr})
+        notice = f"notice: method {name!r} waits for its process, which says {{}} on a line when it is ready."
+        timer = threading.Timer(PATIENCE, print, (notice,), {"file": sys.stderr})
         timer.daemon = True
         timer.start()
         try:
@@ -102,7 +102,7 @@ class ProcessMethod(Method):
         finally:
             process.wait()
             process.stdout.close()
-            self._said.close()
+            self._log.close()
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self._process is not None and self._process.stdin is not None
@@ -118,9 +118,9 @@ class ProcessMethod(Method):
         line = self._process.stdout.readline()
         if not line:
             status = self._process.wait()
-            self._said.seek(0)
-            said = [text.strip() for text in self._said if text.strip()] or ["it wrote nothing to standard error."]
-            raise FsdError(f"method {self.name!r}: its process ended with status {status}: {said[-1]}")
+            self._log.seek(0)
+            lines = [text.strip() for text in self._log if text.strip()] or ["it wrote nothing to standard error."]
+            raise FsdError(f"method {self.name!r}: its process ended with status {status}: {lines[-1]}")
         answer = parse_json(
             line.encode(), f"method {self.name!r}", "Its process must answer in lines of JSON.", FsdError
         )

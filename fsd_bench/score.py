@@ -291,8 +291,8 @@ def last_letter(answer: str) -> str | None:
 
 
 def _is_text(answer: str, text: str) -> bool:
-    said = re.split(r"ANSWER:", answer, flags=re.IGNORECASE)[-1]
-    own, wanted = (" ".join(part.split()).strip(" .*").casefold() for part in (said, text))
+    final = re.split(r"ANSWER:", answer, flags=re.IGNORECASE)[-1]
+    own, wanted = (" ".join(part.split()).strip(" .*").casefold() for part in (final, text))
     return own == wanted
 
 

@@ -72,8 +72,8 @@ class ServerMethod(Method):
                     if choice.get("finish_reason"):
                         reasons[at] = choice["finish_reason"]
             except (AttributeError, IndexError, TypeError, ValueError) as error:
-                said = f"server {self.server.url} sent no event of the OpenAI API: {error!r:.200}."
-                raise ServerError(said) from error
+                message = f"server {self.server.url} sent no event of the OpenAI API: {error!r:.200}."
+                raise ServerError(message) from error
         seconds = time.perf_counter() - start
         if "abort" in reasons:  # as vLLM and ours say it
             raise ServerError(f"server {self.server.url} aborted an answer: is it stopping?")

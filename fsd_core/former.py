@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 class FormerName:
@@ -98,6 +98,6 @@ def former_names(module: str, **names: str) -> Callable[[str], Any]:
 
 def say(old: str, new: str, stacklevel: int = 4) -> None:
     """Warn, once, that a name is a former one and what to write instead."""
-    if old not in _said:
-        _said.add(old)
+    if old not in _warned:
+        _warned.add(old)
         warnings.warn(f"{old} works until fsd-toolkit 0.2: {new}.", FutureWarning, stacklevel=stacklevel)

@@ -49,7 +49,7 @@ _sessions: Any = import_module(get_session.__module__)
 _http: Any = import_module(HTTPError.__module__.partition(".")[0])
 _NAME = re.compile(r"\w[\w.+=-]{0,199}", re.ASCII)  # of a file in a folder, which cannot lead out of it
 _SHA1, _SHA256 = (re.compile(rf"[0-9a-f]{{{digits}}}").fullmatch for digits in (40, 64))
-_TOLD: set[str] = set()  # repositories for which a log line said that no directory has their name
+_REPORTED: set[str] = set()  # repositories for which a log line said that no directory has their name
 _NAMES = ("ETag", "X-Linked-ETag", "X-Repo-Commit", "X-Xet-Hash")  # headers that the client uses as such names
 _INFO = re.compile(r"/api/(models|datasets)/[^/]+/[^/]+(/revision/.*)?")
 
@@ -298,8 +298,8 @@ def load_whole(source: str | os.PathLike[str], load: Callable[[], Loaded], **hub
     if not isinstance(name, str) or not is_hub_id(name):
         return load()
     folder = _folder(name, **hub)
-    if not folder.exists() and name not in _TOLD:
-        _TOLD.add(name)
+    if not folder.exists() and name not in _REPORTED:
+        _REPORTED.add(name)
         print(f"[{name}] no directory here, nothing in the cache: asking the Hub", file=sys.stderr, flush=True)
     known = set(_blobs(folder))
     with guarded():

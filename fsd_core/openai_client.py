@@ -186,11 +186,11 @@ class Server:
                 reply = send()  # the server had closed an idle connection
             if reply.status_code == 200:
                 return reply
-            said = " ".join(reply.content.decode("utf-8", "replace").split())[:2000]
+            detail = " ".join(reply.content.decode("utf-8", "replace").split())[:2000]
         except requests.RequestException as error:
             raise ServerError(f"server {self.url} cannot be reached ({_reason(error)}): is it running?") from error
         raise ServerError(
-            f"server {self.url} refused {self._base}{path} with status {reply.status_code}: {said}", reply.status_code
+            f"server {self.url} refused {self._base}{path} with status {reply.status_code}: {detail}", reply.status_code
         )
 
 

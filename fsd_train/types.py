@@ -75,16 +75,16 @@ def in_words(message: str) -> str:
     keyed = _KEYED.match(message.strip())
     if keyed is None:
         return message
-    key, said = keyed.groups()
-    if _KEYED.match(said):
-        return f"{key}.{in_words(said)}"
-    reasons = re.split(r"(?:^| )- ", said.partition(" Given value type: ")[0])
+    key, message = keyed.groups()
+    if _KEYED.match(message):
+        return f"{key}.{in_words(message)}"
+    reasons = re.split(r"(?:^| )- ", message.partition(" Given value type: ")[0])
     own = [reason for reason in reasons if reason and not reason.startswith(_OF_TYPE)]
     if own:
         reason = re.sub(r"^Not of type \w+: ", "", own[0]).rstrip(".")
         return f"{key}{'.' if re.match(r'[a-z_.]+: ', reason) else ': '}{reason}."
-    kinds = [f"one of {words}" if words else _KINDS.get(kind, _CLASS) for kind, words in _KIND.findall(said)]
-    value = _VALUE.search(said)
+    kinds = [f"one of {words}" if words else _KINDS.get(kind, _CLASS) for kind, words in _KIND.findall(message)]
+    value = _VALUE.search(message)
     if not kinds or value is None:
         return message
     return f"{key}: expected {' or '.join(dict.fromkeys(kinds))}, got {value[1]}."

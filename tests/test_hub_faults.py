@@ -128,7 +128,7 @@ def test_a_hub_that_is_not_there(
         hub.url = f"http://127.0.0.1:{free.getsockname()[1]}"
     hub.serve_this_process(monkeypatch, tmp_path / "empty")
     monkeypatch.setattr("datasets.config.HF_ENDPOINT", hub.url)
-    monkeypatch.setattr("fsd_core.hub._TOLD", set())
+    monkeypatch.setattr("fsd_core.hub._REPORTED", set())
     text = said(LOADS[kind], "runs/mytarget")
     assert sum(waits) < 5
     if kind in ("rows", "digest"):

@@ -103,7 +103,7 @@ def _placed(source: Any, folder: Path) -> Any:
 def _marked_turns(turns: Sequence[Any], waiting: list[Any], taken: list[Any]) -> list[Any]:
     """Return turns with marks; images go from ``waiting`` and from parts to ``taken``."""
     with_parts = any(_is_image(part) for turn in turns for part in _parts(turn))
-    places = 0 if with_parts else sum(len(_PLACE.findall(_said(turn))) for turn in turns)
+    places = 0 if with_parts else sum(len(_PLACE.findall(_text_of(turn))) for turn in turns)
     if places and places != len(waiting):
         raise DataError(f"the texts have <image> {places} times, and the row has {len(waiting)} images.")
     result = []
@@ -112,9 +112,9 @@ def _marked_turns(turns: Sequence[Any], waiting: list[Any], taken: list[Any]) ->
             if role_of(turn) != "user":
                 raise DataError(f"turn {number} ({role_of(turn)}) has an image. Only turns of users show images.")
             turn = {**turn, "content": _marked_parts(turn["content"], waiting, taken)}
-        elif waiting and not with_parts and _said(turn):
+        elif waiting and not with_parts and _text_of(turn):
             first = len(taken)
-            parts = _at_places(_said(turn), first) if places else [*range(len(waiting)), _said(turn)]
+            parts = _at_places(_text_of(turn), first) if places else [*range(len(waiting)), _text_of(turn)]
             taken += [waiting.pop(0) for part in parts if isinstance(part, int)]
             turn = {**turn, "content" if turn.get("from") is None else "value": joined_parts(parts)}
         result.append(turn)
@@ -123,7 +123,7 @@ def _marked_turns(turns: Sequence[Any], waiting: list[Any], taken: list[Any]) ->
     return result
 
 
-def _said(turn: Any) -> str:
+def _text_of(turn: Any) -> str:
     """Return a user's text; "" of other turns."""
     if not isinstance(turn, Mapping) or role_of(turn) != "user":
         return ""

@@ -23,7 +23,7 @@ MAX_SKIPPED = 0.05  # share of the rows
 LISTING = "skipped-rows.jsonl"  # in the directory of an output; an output that is a file gets it as suffix
 _MAX_COMPARED = 1000  # rows that are read after the last one needed, to see whether few of them are bad
 _HOPELESS = 100  # rows without a usable one, after which the rest is not read
-_MAX_SAID = 5  # reasons and fields named on the terminal
+_MAX_REPORTED = 5  # reasons and fields named on the terminal
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|-?\d+")  # parts of a reason that differ from row to row
 # where a row comes from and how its answer was made: no one has to read it
@@ -115,7 +115,7 @@ class RowCheck:
         self.read = 0
         self.bad: list[BadRow] = []
         self.unread: Counter[str] = Counter()
-        self._told = 0  # how many of ``bad`` were logged
+        self._reported = 0  # how many of ``bad`` were logged
         self._last: int | None = None  # row, if enough were found
 
     @contextmanager
@@ -180,30 +180,30 @@ class RowCheck:
                     break
         return kept
 
-    def finish(self, listing: Path | None = None, speak: bool = True) -> None:
+    def finish(self, listing: Path | None = None, report: bool = True) -> None:
         """Say on standard error which rows are skipped, and write them to ``listing``, once for each new state.
 
         Args:
             listing: a JSON Lines file with ``row`` ("file:number") and ``reason``. A file of an earlier run is removed
                 if no row is skipped.
-            speak: False: neither print nor write, as the other processes of a run.
+            report: False: neither print nor write, as the other processes of a run.
 
         Raises:
             DataError: too many rows cannot be used.
         """
-        if speak and listing is not None and not self.bad:
+        if report and listing is not None and not self.bad:
             listing.unlink(missing_ok=True)
-        if len(self.bad) == self._told:
+        if len(self.bad) == self._reported:
             return
-        if speak and listing is not None:
+        if report and listing is not None:
             listing.parent.mkdir(parents=True, exist_ok=True)
             rows = [json.dumps({"row": row.where, "reason": row.reason}) + "\n" for row in self.bad]
             write_text(listing, "".join(rows))
         if self.too_many:
             raise self._error(listing)
-        self._told = len(self.bad)
-        if speak:
-            print("\n".join(self._said(listing)), file=sys.stderr)
+        self._reported = len(self.bad)
+        if report:
+            print("\n".join(self._lines(listing)), file=sys.stderr)
 
     def _error(self, listing: Path | None = None) -> DataError:
         (where, reason), count = self.bad[0], len(self.bad)
@@ -211,27 +211,27 @@ class RowCheck:
         listed = "" if listing is None or count == 1 else f"; {listing} lists them"
         return DataError(f"{where}: {reason.rstrip('.')}.{more}{listed}.")
 
-    def _said(self, listing: Path | None) -> list[str]:
+    def _lines(self, listing: Path | None) -> list[str]:
         kinds = Counter(row.kind for row in self.bad)
         firsts = {row.kind: row for row in reversed(self.bad)}
         listed = "" if listing is None else f"; {listing} lists them"
         lines = [f"warning: skipped {len(self.bad)} of {self.read} rows, which cannot be used{listed}"]
-        for kind, count in kinds.most_common(_MAX_SAID):
+        for kind, count in kinds.most_common(_MAX_REPORTED):
             where, reason = firsts[kind]
             lines.append(f"  {count} x {where}: {reason}")
-        if len(kinds) > _MAX_SAID:
-            lines.append(f"  and {len(kinds) - _MAX_SAID} more reasons")
+        if len(kinds) > _MAX_REPORTED:
+            lines.append(f"  and {len(kinds) - _MAX_REPORTED} more reasons")
         return lines
 
     def name_unread(self, known: Iterable[str] = ()) -> None:
-        """Say once, on standard error, which fields nothing reads, except turns' fields and `tools` in ``known``."""
+        """Print once, on standard error, which fields nothing reads, except turns' fields and `tools` in ``known``."""
         read = {TOOLS} & {*known}
         ends = tuple(f"[].{name}" for name in known)
         found = Counter({n: count for n, count in self.unread.items() if n not in read and not n.endswith(ends)})
         self.unread.clear()
         if found:
-            named = ", ".join(f"`{name}` ({count} rows)" for name, count in found.most_common(2 * _MAX_SAID))
-            more = f" and {len(found) - 2 * _MAX_SAID} more" if len(found) > 2 * _MAX_SAID else ""
+            named = ", ".join(f"`{name}` ({count} rows)" for name, count in found.most_common(2 * _MAX_REPORTED))
+            more = f" and {len(found) - 2 * _MAX_REPORTED} more" if len(found) > 2 * _MAX_REPORTED else ""
             print(f"notice: nothing reads the fields {named}{more} (docs/training.md)", file=sys.stderr)
 
 

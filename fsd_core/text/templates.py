@@ -81,10 +81,10 @@ def _probed(tokenizer: Any, template: str) -> TemplateForm:
     for role, turns in _PROBES.items():
         last = len(turns) - 1 if role != "system" else 0
         as_parts = [_in_parts(turn) if index == last else turn for index, turn in enumerate(turns)]
-        said = [_writes(tokenizer, template, conversation) for conversation in (turns, as_parts)]
-        if said[1] and not said[0]:
+        writes = [_writes(tokenizer, template, conversation) for conversation in (turns, as_parts)]
+        if writes[1] and not writes[0]:
             parted.add(role)
-        elif said == [False, False]:
+        elif writes == [False, False]:
             dropped.add(role)
     thought = next((name for name in THOUGHTS if re.search(rf"""[.'"]{name}\b""", template)), None)
     calls: list[dict[str, Any]] = [

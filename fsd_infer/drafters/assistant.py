@@ -176,21 +176,21 @@ def _text_model(target: Target) -> Any:
 def _sources(head: Any, target: Target) -> list[KeyValueSource]:
     """Return the target's layers whose keys the assistant reads. Raises ModelLoadError if it cannot."""
     own, theirs = head.config.get_text_config(), target.config
-    said = f"this Gemma-4 assistant cannot draft for {target.name}"
+    refusal = f"this Gemma-4 assistant cannot draft for {target.name}"
     if not (hasattr(theirs, "num_kv_shared_layers") and hasattr(theirs, "per_layer_config")):
-        raise ModelLoadError(f"{said}: it reads the keys of a Gemma-4 target, and this one is {theirs.model_type}.")
+        raise ModelLoadError(f"{refusal}: it reads the keys of a Gemma-4 target, and this one is {theirs.model_type}.")
     check_sizes("this Gemma-4 assistant", head.backbone_hidden_size, own.vocab_size, target)
     keep_own = theirs.layer_types[: theirs.num_hidden_layers - theirs.num_kv_shared_layers]
     found = []
     for kind in sorted(set(own.layer_types)):
         last = max((i for i, its_kind in enumerate(keep_own) if its_kind == kind), default=0)
         if last == 0:
-            raise ModelLoadError(f"{said}: none of the target's layers but the first keeps keys of {kind}.")
+            raise ModelLoadError(f"{refusal}: none of the target's layers but the first keeps keys of {kind}.")
         mine, its = own.per_layer_config[own.layer_types.index(kind)], theirs.per_layer_config[last]
         sizes = [(part.num_key_value_heads, part.head_dim) for part in (mine, its)]
         if sizes[0] != sizes[1]:
             raise ModelLoadError(
-                f"{said}: for {kind} it reads {sizes[0]} key heads and widths, the target has {sizes[1]}."
+                f"{refusal}: for {kind} it reads {sizes[0]} key heads and widths, the target has {sizes[1]}."
             )
         found.append(KeyValueSource(kind, last, own.sliding_window if kind == "sliding_attention" else None))
     return found

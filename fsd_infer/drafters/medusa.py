@@ -26,7 +26,7 @@ from torch.nn.functional import silu
 from fsd_core.errors import CheckpointError
 from fsd_infer.drafters.steps import HEADS, StepDrafter, filled
 from fsd_infer.heads.kinds import HYDRA, MEDUSA
-from fsd_infer.heads.stored_parts import check_draft_ids, check_said, check_uncomputed, flag, our_name
+from fsd_infer.heads.stored_parts import check_draft_ids, check_sizes_agree, check_uncomputed, flag, our_name
 from fsd_infer.heads.weights import AGAIN, INTEGERS, MEDUSA_FILE, SINGLE, Weights, check_sizes
 from fsd_infer.targets.checks import QUANTISED
 from fsd_infer.targets.target import Target
@@ -193,7 +193,7 @@ def _draft_ids(config: Mapping[str, Any], weights: Weights, rows: int, vocabular
     if _TOKEN_MAP not in weights.shapes:
         raise CheckpointError(f"it drafts over {kept!r:.60} of {vocabulary} ids and has no {_TOKEN_MAP} of them.")
     ids = weights.read(_TOKEN_MAP, INTEGERS).flatten().long()
-    check_said(config.get, truncated_vocab_size=len(ids))
+    check_sizes_agree(config.get, truncated_vocab_size=len(ids))
     check_draft_ids(ids.sort().values, vocabulary)
     if rows not in (len(ids), vocabulary):
         raise CheckpointError(

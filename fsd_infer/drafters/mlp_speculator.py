@@ -24,7 +24,7 @@ from fsd_core.errors import CheckpointError
 from fsd_core.registry import is_whole
 from fsd_infer.drafters.steps import HEADS, StepDrafter, filled
 from fsd_infer.heads.kinds import MLP_SPECULATOR
-from fsd_infer.heads.stored_parts import check_said, check_uncomputed, flag, our_name
+from fsd_infer.heads.stored_parts import check_sizes_agree, check_uncomputed, flag, our_name
 from fsd_infer.heads.weights import Weights, check_sizes
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
@@ -109,7 +109,7 @@ class MLPSpeculatorDrafter(StepDrafter):
         check_sizes(f"the MLP speculator in {directory}", size, vocabulary, target)
         check_uncomputed(config.get)
         inner = config.get("inner_dim") or config.get("emb_dim")  # 0 stands for the same
-        check_said({**config, "inner_dim": inner}.get, vocab_size=vocabulary, emb_dim=size, inner_dim=width)
+        check_sizes_agree({**config, "inner_dim": inner}.get, vocab_size=vocabulary, emb_dim=size, inner_dim=width)
         tied, scaled = (flag(config.get, name) for name in ("tie_weights", "scale_input"))
         if tied:
             names = _without_repeats(weights, names, count)

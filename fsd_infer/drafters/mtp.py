@@ -32,7 +32,7 @@ from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.steps import HEADS
 from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.heads.kinds import MTP
-from fsd_infer.heads.mtp import MtpFiles, find_mtp, said_layers
+from fsd_infer.heads.mtp import MtpFiles, find_mtp, stated_layers
 from fsd_infer.heads.mtp_layouts import Layout
 from fsd_infer.heads.stored_parts import EMBEDDINGS, LM_HEAD
 from fsd_infer.targets.masks import windowed
@@ -65,8 +65,8 @@ class MtpHead(nn.Module):
         config = copy.deepcopy(target.config)
         for name, value in layout.config.items():
             if hasattr(config, name):
-                said = getattr(config, f"mtp_{name}", None)
-                setattr(config, name, said or (value * count if isinstance(value, list) else value))
+                own = getattr(config, f"mtp_{name}", None)
+                setattr(config, name, own or (value * count if isinstance(value, list) else value))
         last: Any = target.decoder.layers[-1]  # type: ignore[index]
         self.layers = nn.ModuleList(MtpLayer(last, layout, config, index) for index in range(count))
         self.layout, self.width, self.tables = layout, target.hidden_size, [dict[str, Tensor]() for _ in range(count)]
@@ -165,9 +165,9 @@ def read_layers(target: Target, directory: Path | None = None, finite: bool = Tr
     """
     files = find_mtp(target, directory)
     if files is None:
-        said = f", although its config says that it has {said_layers(target)}" if said_layers(target) else ""
+        stated = f", although its config says that it has {stated_layers(target)}" if stated_layers(target) else ""
         raise ModelLoadError(
-            f"{target.name} has no MTP layer in its files{said}. Name another drafter, or load the checkpoint as "
+            f"{target.name} has no MTP layer in its files{stated}. Name another drafter, or load the checkpoint as "
             "published."
         )
     files.weights.finite = finite

@@ -29,7 +29,7 @@ from fsd_infer.heads.stored_parts import (
     SLIDING,
     Options,
     agreed,
-    check_said,
+    check_sizes_agree,
     check_uncomputed,
     layer_count,
     our_name,
@@ -107,7 +107,7 @@ def _described(
         )
     vocabulary = options.whole("vocab_size", target.vocab_size, 1)
     ids = read_draft_ids(weights, vocabulary)
-    check_said(options.get, draft_vocab_size=vocabulary if ids is None else len(ids))
+    check_sizes_agree(options.get, draft_vocab_size=vocabulary if ids is None else len(ids))
     own_embeds = EMBEDDINGS in names and not shares_table(weights, EMBEDDINGS, target)
     own_head = LM_HEAD in names and (ids is not None or not shares_table(weights, LM_HEAD, target))
     _check_width(layer["hidden_size"], own_embeds, own_head, target)
@@ -123,9 +123,9 @@ def _described(
 
 def _fills_in(options: Options, names: Collection[str]) -> bool:
     """Whether slots estimate the tokens at their own positions."""
-    said, shifted, classes = options.flag("sample_from_anchor"), options.flag("shift_label"), options.classes
-    if said is not None:
-        return not said
+    stated, shifted, classes = options.flag("sample_from_anchor"), options.flag("shift_label"), options.classes
+    if stated is not None:
+        return not stated
     if options.of_speculators and "dspark" in classes.lower():
         raise CheckpointError(
             "a DSpark head of speculators must say sample_from_anchor, whose default differs between programs: add "
@@ -196,8 +196,8 @@ def _attention(options: Options, count: int) -> tuple[tuple[int | None, ...], tu
         raise CheckpointError(f"layer_types in config.json are not those of {count} full or sliding layers.")
     named = [kind == "sliding_attention" for kind in types]
     slides = named if any(named) or not options.flag("use_swa") else [True] * count
-    said = "sliding_window" if options.get("swa_window_size") is None else "swa_window_size"
-    window = options.whole(said, least=1) if any(slides) else None
+    key = "sliding_window" if options.get("swa_window_size") is None else "swa_window_size"
+    window = options.whole(key, least=1) if any(slides) else None
     forced = agreed("causal", (options.flag(name) for name in ("causal", "is_causal")))
     both = options.flag("sliding_window_non_causal") or "MuseGlimmerAssistant" in options.classes
     causal = tuple(slide and not both if forced is None else forced for slide in named)
@@ -215,11 +215,11 @@ def _correction(options: Options, width: int, shapes: Mapping[str, tuple[int, ..
     elif _MARKOV in shapes:
         gated, recurrent = ("markov_head.gate_proj.weight" in shapes), ("markov_head.joint_proj.weight" in shapes)
         kind = "rnn" if recurrent else "gated" if gated else "vanilla"
-        said = str(options.get("markov_head_type", kind)).lower()
-        if said != kind:
-            raise CheckpointError(f"markov_head_type is {said!r:.60}, and its tensors are those of a {kind} head.")
+        stated = str(options.get("markov_head_type", kind)).lower()
+        if stated != kind:
+            raise CheckpointError(f"markov_head_type is {stated!r:.60}, and its tensors are those of a {kind} head.")
         result = {"correction": kind, "rank": shapes[_MARKOV][1]}
-        check_said(options.get, markov_rank=result["rank"])
+        check_sizes_agree(options.get, markov_rank=result["rank"])
     elif options.get("markov_rank") or options.get("projector_type") == "domino":
         raise CheckpointError("its config.json names a correction whose tensors are missing.")
     if _CONFIDENCE in shapes:

@@ -25,7 +25,7 @@ from fsd_infer.heads.stored_parts import (
     Options,
     StoredHead,
     agreed,
-    check_said,
+    check_sizes_agree,
     check_uncomputed,
     flag,
     layer_count,
@@ -65,10 +65,13 @@ def eagle_head(config: Mapping[str, Any], weights: Weights, target: Target | Non
     names = parameters_of(weights) - _OF_P_EAGLE - (set() if own else {EMBEDDINGS})
     if shares_table(weights, LM_HEAD, target):
         names.remove(LM_HEAD)
-    said = agreed("bias", (flag(config.get, name, None) for name in ("bias", "fusion_bias")))  # None: the tensors tell
-    bias = bool(said) if "fc.bias" not in names else said is None or bool(said) or bool(weights.read("fc.bias").any())
+    bias = agreed("bias", (flag(config.get, name, None) for name in ("bias", "fusion_bias")))
+    if bias is None:  # the tensors tell
+        bias = "fc.bias" in names
+    elif not bias and "fc.bias" in names:
+        bias = bool(weights.read("fc.bias").any())
     vocabulary, embed_size = _table(described, shapes, layer["hidden_size"])
-    check_said(config.get, draft_vocab_size=vocabulary)
+    check_sizes_agree(config.get, draft_vocab_size=vocabulary)
     sizes = {"hidden_size": layer["hidden_size"], "vocab_size": vocabulary, "embed_size": embed_size}
     count = layer_count(described.get("num_hidden_layers"), names)
     made: dict[str, Any] = {"layout": "eagle", "num_layers": count, "fc_bias": bias, "own_embeddings": own}
@@ -97,11 +100,11 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
     _check_computed(config, described)
     made: dict[str, Any] = {name: options.flag(name, False) for name in EAGLE3_FLAGS}
     leaving = options.nested.get(AUX_IDS) or None
-    fused, said = config.get(AUX_IDS) or leaving, options.get("target_hidden_size")
-    made["target_hidden_size"], count = _fused_width(shapes, fused, said, layer["hidden_size"])
+    fused, stated = config.get(AUX_IDS) or leaving, options.get("target_hidden_size")
+    made["target_hidden_size"], count = _fused_width(shapes, fused, stated, layer["hidden_size"])
     vocabulary, _ = _table(described, shapes, layer["hidden_size"])
     ids = read_draft_ids(weights, vocabulary)
-    check_said(config.get, draft_vocab_size=vocabulary if ids is None else len(ids))
+    check_sizes_agree(config.get, draft_vocab_size=vocabulary if ids is None else len(ids))
     draft_ids = None if ids is None or len(ids) == vocabulary else ids.sort().values
     order = None if ids is None or bool((ids.diff() > 0).all()) else ids.argsort()
     head = EagleConfig(
@@ -151,7 +154,7 @@ def _fused_width(shapes: Mapping[str, tuple[int, ...]], ids: Any, width: Any, hi
         shapes: shapes of the tensors.
         ids: ids of the fused layers, as the config lists them, if it does.
         width: as the config says, if it does.
-        hidden_size: H, of the head; where nothing is said, the target's is the same.
+        hidden_size: H, of the head; also the target's where no width is stated.
     """
     fused = shapes.get("fc.weight", ())
     count = len(ids) if isinstance(ids, list) else 0
@@ -181,11 +184,11 @@ def _check_computed(config: Mapping[str, Any], described: Mapping[str, Any]) -> 
 
 def _table(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], width: int) -> tuple[Any, int]:
     """Return (V, width of the embeddings) from the tensors or the config."""
-    table, said, drafted = shapes.get(EMBEDDINGS), config.get("vocab_size"), shapes.get(T2D, ())
+    table, stated, drafted = shapes.get(EMBEDDINGS), config.get("vocab_size"), shapes.get(T2D, ())
     if table is None:
-        return drafted[0] if said is None and len(drafted) == 1 else said, width
-    if len(table) != 2 or said not in (None, table[0]):
-        rows = "a table" if said is None else f"a table of {said!r:.60} rows (vocab_size)"
+        return drafted[0] if stated is None and len(drafted) == 1 else stated, width
+    if len(table) != 2 or stated not in (None, table[0]):
+        rows = "a table" if stated is None else f"a table of {stated!r:.60} rows (vocab_size)"
         raise CheckpointError(f"{EMBEDDINGS} is of shape {list(table)}, not {rows}. {AGAIN}")
     return table[0], table[1]
 

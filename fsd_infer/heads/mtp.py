@@ -65,10 +65,12 @@ class MtpFiles:
         numbers = {number for number, _ in self._stored if number is not None} or {0}
         first = self._first = min(_own_layers(target), max(numbers)) if layout.follows else 0
         there = max(numbers) + 1 - first
-        said = there if layout.names is OWN_DIRECTORY else said_layers(target) or there
-        self.count = min(said, layout.most or said)
+        stated = there if layout.names is OWN_DIRECTORY else stated_layers(target) or there
+        self.count = min(stated, layout.most or stated)
         if there > self.count:
-            why = f"its config says {said}" if said < there else f"{self.count} is read in {target.config.model_type}"
+            why = (
+                f"its config says {stated}" if stated < there else f"{self.count} is read in {target.config.model_type}"
+            )
             logger.warning(
                 "%s has %d MTP layers in its files, and %s: those after are left out.", target.name, there, why
             )
@@ -258,7 +260,7 @@ def _beginning(target: Target) -> str:
     return next((found[1] for name in names if (found := _FIRST_LAYER.match(name))), "model.")
 
 
-def said_layers(target: Target) -> int | None:
+def stated_layers(target: Target) -> int | None:
     """Return how many MTP layers the target's config says that it has; None: it says nothing, or none."""
     given = (getattr(target.config, name, None) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
     return next((count for count in given if isinstance(count, int) and count > 0), None)

@@ -144,12 +144,12 @@ def flag(option: Callable[[str], Any], name: str, default: bool | None = False) 
     return default if value is None else bool(value)
 
 
-def agreed(name: str, said: Iterable[Any]) -> Any:
+def agreed(name: str, stated: Iterable[Any]) -> Any:
     """Return the value of an option that a config may state in several places; None: in none.
 
     Raises CheckpointError if the places differ.
     """
-    values = [value for value in said if value is not None]
+    values = [value for value in stated if value is not None]
     for value in values:
         if value != values[0]:
             raise CheckpointError(
@@ -158,22 +158,22 @@ def agreed(name: str, said: Iterable[Any]) -> Any:
     return values[0] if values else None
 
 
-def check_said(option: Callable[[str], Any], **sizes: int) -> None:
+def check_sizes_agree(option: Callable[[str], Any], **sizes: int) -> None:
     """Raise CheckpointError for a config that states other sizes than these of tensors; ``option`` returns one."""
     for name, size in sizes.items():
-        if (said := option(name)) not in (None, size):
+        if (stated := option(name)) not in (None, size):
             raise CheckpointError(
-                f"{name} is {said!r:.60} in its config.json, and {size} by its tensors: use config and weights of one "
-                "export."
+                f"{name} is {stated!r:.60} in its config.json, and {size} by its tensors: use config and weights of "
+                "one export."
             )
 
 
 def check_uncomputed(option: Callable[[str], Any]) -> None:
     """Raise CheckpointError for a config with options that no head computes here; ``option`` returns one by name."""
     for name, harmless in _HARMLESS.items():
-        if (said := option(name)) not in harmless:
+        if (stated := option(name)) not in harmless:
             raise CheckpointError(
-                f"its config.json has {name} {said!r:.60}, which is not known here. Use another head."
+                f"its config.json has {name} {stated!r:.60}, which is not known here. Use another head."
             )
 
 
@@ -192,20 +192,20 @@ def _ropes(config: Mapping[str, Any], rope_of: str | None) -> dict[str, Any]:
             of_types = [rope[rope_of]]
         if any(options != of_types[0] for options in of_types):
             raise CheckpointError(f"{name} differs between types of layers, and all turn alike here. Use another head.")
-        outer = {key: said for key, said in rope.items() if said is not None and not isinstance(said, Mapping)}
-        if of_types and any(of_types[0].get(key) != said for key, said in outer.items()):
+        outer = {key: value for key, value in rope.items() if value is not None and not isinstance(value, Mapping)}
+        if of_types and any(of_types[0].get(key) != value for key, value in outer.items()):
             raise CheckpointError(f"{name} says other rotary options than those of its types of layers: {rope!r:.80}.")
         rope = dict(of_types[0] if of_types else rope)
         old = rope.pop("type", None)
         kind = rope.get("rope_type") or old
         parts.append({**rope, "rope_type": "default" if kind == "mrope" else kind})
     made = {name: agreed(name, (part.get(name) for part in parts)) for part in parts for name in part}
-    said, used = config.get("rope_theta"), made.get("rope_theta")
-    if None not in (said, used) and said != used:
+    stated, used = config.get("rope_theta"), made.get("rope_theta")
+    if None not in (stated, used) and stated != used:
         logger.warning(
-            "the head turns by rope_theta %s, as in its rope parameters; elsewhere its config says %s.", used, said
+            "the head turns by rope_theta %s, as in its rope parameters; elsewhere its config says %s.", used, stated
         )
-    made["rope_theta"] = said if used is None else used
+    made["rope_theta"] = stated if used is None else used
     return {name: value for name, value in made.items() if value is not None}
 
 
@@ -242,18 +242,18 @@ def plain_layer(config: Mapping[str, Any], kind: str, mrope: bool = True, rope_o
     return layer
 
 
-def layer_count(said: Any, names: Collection[str]) -> int:
+def layer_count(stated: Any, names: Collection[str]) -> int:
     """Return the number of decoder layers by the tensors' names.
 
-    Raises CheckpointError if the config's number ``said`` differs (None: not stated), or for layers unknown here.
+    Raises CheckpointError if the config's number ``stated`` differs (None: not stated), or for layers unknown here.
     """
     for part, what in _UNREAD.items():
         if odd := next((name for name in names if part in name), None):
             raise CheckpointError(f"its layers have {what} ({odd}), unknown here. Use a head with Llama's layers.")
     numbers = {int(found[1]) for name in names if (found := re.match(r"layers\.(\d{1,3})\.", name))}
     count = len(numbers)
-    if numbers != set(range(count)) or not count or said not in (None, count):
-        raise CheckpointError(f"it names {said!r:.60} layers, but the weights hold layers {sorted(numbers)}.")
+    if numbers != set(range(count)) or not count or stated not in (None, count):
+        raise CheckpointError(f"it names {stated!r:.60} layers, but the weights hold layers {sorted(numbers)}.")
     return count
 
 

@@ -96,8 +96,8 @@ def reason(text: str) -> str:
         return "it is nested more than 127 levels deep."
     lines = [line for line in text.strip().splitlines() if line]
     explained = [line for line in lines[1:] if line.startswith("error:")]
-    said = [line if len(line) <= 300 else f"{line[:150]} ... {line[-150:]}" for line in [*lines[:1], *explained[:1]]]
-    return " ".join(said).replace("NoExtensionBias", "no token may follow.") or "unknown reason"
+    shown = [line if len(line) <= 300 else f"{line[:150]} ... {line[-150:]}" for line in [*lines[:1], *explained[:1]]]
+    return " ".join(shown).replace("NoExtensionBias", "no token may follow.") or "unknown reason"
 
 
 class Child:

@@ -258,9 +258,9 @@ class Follower:
     def _refuse_failure(self) -> None:
         """Raise FsdError if the matcher has failed, and begin again with another one."""
         if self.matcher.is_error():
-            said = reason(self.matcher.get_error())
+            cause = reason(self.matcher.get_error())
             self.matcher, self._taken = self._first.deep_copy(), []
-            raise FsdError(f"the guide cannot go on after this text: {said}")
+            raise FsdError(f"the guide cannot go on after this text: {cause}")
 
 
 def _masked(scores: Tensor, bits: Any) -> Tensor:

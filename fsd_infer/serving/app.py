@@ -43,8 +43,8 @@ class Metrics:
 
     def __init__(self, batcher: Batcher) -> None:
         self.registry = CollectorRegistry()
-        said = "Answers by outcome, and refused requests."
-        self.requests = Counter("fsd_requests", said, ["outcome"], registry=self.registry)
+        description = "Answers by outcome, and refused requests."
+        self.requests = Counter("fsd_requests", description, ["outcome"], registry=self.registry)
         self.tokens = Counter("fsd_new_tokens", "Tokens of answers.", registry=self.registry)
         self.forwards = Counter("fsd_target_forwards", "Verifying forwards of the target.", registry=self.registry)
         self.nats = Counter("fsd_divergence_nats", "Nats that lossy rules spent.", registry=self.registry)

@@ -58,8 +58,8 @@ class PenaltyProcessor:
         self.penalties, self.start = penalties, start
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        said = input_ids[:, self.start :]
-        counts = torch.zeros_like(scores).scatter_add_(1, said, torch.ones_like(said, dtype=scores.dtype))
+        answers = input_ids[:, self.start :]
+        counts = torch.zeros_like(scores).scatter_add_(1, answers, torch.ones_like(answers, dtype=scores.dtype))
         return scores - self.penalties.frequency * counts - self.penalties.presence * (counts > 0)
 
 

@@ -81,9 +81,9 @@ class Connection(H11Protocol):
         if self.transport.is_closing():
             return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            said = f"the request was not complete within {self.request_seconds:g} seconds.".encode()
-            headers = [("content-type", "text/plain"), ("content-length", str(len(said))), ("connection", "close")]
-            for part in (h11.Response(status_code=408, headers=headers), h11.Data(data=said), h11.EndOfMessage()):
+            body = f"the request was not complete within {self.request_seconds:g} seconds.".encode()
+            headers = [("content-type", "text/plain"), ("content-length", str(len(body))), ("connection", "close")]
+            for part in (h11.Response(status_code=408, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(part) or b"")
         self.transport.close()
 

@@ -48,10 +48,10 @@ def explain(error: RequestValidationError) -> tuple[str, str | None]:
         expected = TYPES[first["type"]] if where != "stop" else "a string or an array of strings"
         got = KINDS.get(type(first["input"]), "null")
         return f"Invalid type for '{where}': expected {expected}, but got {got} instead.", where
-    said = first["msg"]
+    message = first["msg"]
     for pydantic, ours in WORDS.items():
-        said = said.replace(pydantic, ours)
-    return f"Invalid value for '{where}': {said}, but got {json.dumps(first['input'], default=repr):.80}.", where
+        message = message.replace(pydantic, ours)
+    return f"Invalid value for '{where}': {message}, but got {json.dumps(first['input'], default=repr):.80}.", where
 
 
 def explain_refusal(request: Request, error: HTTPException) -> str:

@@ -157,12 +157,12 @@ def check_no_mtp(facts: Mapping[str, Any], tensors: Collection[str], source: Any
         source: the file's name for errors.
     """
     family = facts.get("general.architecture")
-    said = facts.get(f"{family}.nextn_predict_layers", 0)
+    stated = facts.get(f"{family}.nextn_predict_layers", 0)
     found = sorted({name.split(".nextn.")[0] for name in tensors if ".nextn." in name})
-    if said or found:
+    if stated or found:
         where = f" ({', '.join(found)})" if found else ""
         raise ModelLoadError(
-            f"{source} holds MTP layers{where}, {family}.nextn_predict_layers is {said!r:.40}. They are read from "
+            f"{source} holds MTP layers{where}, {family}.nextn_predict_layers is {stated!r:.40}. They are read from "
             "safetensors alone: give the model's checkpoint, whose MTP layers draft (--drafter mtp), or a file of the "
             "model without them."
         )

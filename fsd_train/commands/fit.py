@@ -42,7 +42,7 @@ from fsd_train.types import in_words
 log = logging.getLogger(__name__)
 
 CPU_PROCESSES = 8  # devices that a CPU of fewer cores may be asked for, to try a run out
-MAX_SAID = 800  # characters shown of a library's message
+MAX_SHOWN = 800  # characters shown of a library's message
 _TUNER = "lightning.pytorch.tuner"  # of Lightning's callbacks LearningRateFinder and BatchSizeFinder
 HEAD = ("--model", "fsd_train.models.EagleModule")  # class of a model section without class_path
 # beginnings of Lightning's messages that ask for no action and have no setting and no category of their own
@@ -58,7 +58,7 @@ class RecipeParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         # the parser of the section that holds an unknown option names the section
         kind = ValueError if message.startswith("Option ") else FsdError
-        raise kind(in_words(one_line(message))[:MAX_SAID]) from ex
+        raise kind(in_words(one_line(message))[:MAX_SHOWN]) from ex
 
 
 class TrainCLI(LightningCLI):
@@ -300,7 +300,7 @@ def config_errors() -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name is not None:
             raise  # the command line names the package to install
-        raise_ours(error, DataError(f"the configuration: {in_words(one_line(str(error)))[:MAX_SAID]}"))
+        raise_ours(error, DataError(f"the configuration: {in_words(one_line(str(error)))[:MAX_SHOWN]}"))
 
 
 @contextmanager
@@ -314,7 +314,7 @@ def run_errors() -> Iterator[None]:
         cure = "Install a C++ compiler, or set model.compile to false."
         raise_ours(error, FsdError(f"torch.compile failed ({one_line(str(error))[:300]}). {cure}"))
     except (MisconfigurationException, ImportError, ValueError) as error:
-        raise_ours(error, DataError(one_line(str(error))[:MAX_SAID]))
+        raise_ours(error, DataError(one_line(str(error))[:MAX_SHOWN]))
     except Exception as error:
         if isinstance(error, torch.distributed.DistError) or any(name in str(error) for name in ("gloo", "NCCL")):
             raise FsdError(
@@ -323,8 +323,10 @@ def run_errors() -> Iterator[None]:
             ) from error
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         of_callbacks = str(frame.f_globals.get("__name__")).startswith(("lightning.pytorch.callbacks", _TUNER))
-        said = DataError(f"trainer.callbacks: {one_line(str(error))[:MAX_SAID]}") if of_callbacks else None
-        raise_ours(error, said)
+        error_of_callbacks = (
+            DataError(f"trainer.callbacks: {one_line(str(error))[:MAX_SHOWN]}") if of_callbacks else None
+        )
+        raise_ours(error, error_of_callbacks)
 
 
 def raise_ours(error: Exception, otherwise: FsdError | None) -> NoReturn:

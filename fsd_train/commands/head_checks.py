@@ -81,8 +81,8 @@ class Doctor:
             template = Finding("template", True, f"{len(prompts)} prompts have the ids of decoding")
         else:
             template = Finding("template", None, "no row has its prompt both as messages and as ids")
-        said = [text for text in differences([row.values for row in self.rows], tokenizer) if "arguments" in text]
-        template = template if not said or template.ok is False else Finding("template", None, " ".join(said))
+        warnings = [text for text in differences([row.values for row in self.rows], tokenizer) if "arguments" in text]
+        template = template if not warnings or template.ok is False else Finding("template", None, " ".join(warnings))
         masked = sum(int(row.mask.sum()) for row in self.rows)
         ended = sum(int(row.ids[0][row.mask[0].bool()][-1]) in eos for row in self.rows)
         share = masked / sum(row.ids.shape[1] for row in self.rows)

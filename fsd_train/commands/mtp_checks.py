@@ -17,7 +17,7 @@ from fsd_infer.drafters.eagle import EagleDrafter
 from fsd_infer.drafters.mtp import MtpDrafter, MtpHead, read_layers
 from fsd_infer.heads.hub import find
 from fsd_infer.heads.kinds import MTP
-from fsd_infer.heads.mtp import MTP_ADVICE, MtpFiles, find_mtp, said_layers
+from fsd_infer.heads.mtp import MTP_ADVICE, MtpFiles, find_mtp, stated_layers
 from fsd_infer.heads.mtp_layouts import LAYOUTS
 from fsd_infer.heads.stored_parts import LM_HEAD
 from fsd_infer.targets.target import Target
@@ -59,8 +59,8 @@ def check_files(target: Target, directory: Path | None) -> tuple[list[Finding], 
     except FsdError as error:
         return [Finding("layout", False, str(error).removesuffix(MTP_ADVICE), _ANEW)], None
     if files is None:
-        said = said_layers(target)
-        says = f"{target.name} has no MTP layer in its files" + (f", and its config says {said}" if said else "")
+        stated = stated_layers(target)
+        says = f"{target.name} has no MTP layer in its files" + (f", and its config says {stated}" if stated else "")
         fix = "give the checkpoint as published: some exports drop these tensors"
         return [Finding("layout", False, says, fix)], None
     findings = [_describe(files), _check_tensors(target, files), _check_types(files)]

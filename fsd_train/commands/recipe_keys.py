@@ -217,5 +217,5 @@ def check_nulls(section: str, kind: type, values: Mapping[str, Any] | Any) -> No
     for name, parameter in declared.items():
         default = parameter.default
         if values.get(name, "") is None and default not in (None, inspect.Parameter.empty):
-            said = "" if callable(default) else f", which means {default}"
-            raise FsdError(f"{section}.{name} is null: give a value, or leave it out{said}.")
+            default_text = "" if callable(default) else f", which means {default}"
+            raise FsdError(f"{section}.{name} is null: give a value, or leave it out{default_text}.")

@@ -271,10 +271,10 @@ def read_answers(
     return train, held
 
 
-def conclude(check: RowCheck, tokenizer: Any, listing: Path | None = None, speak: bool = True) -> None:
+def conclude(check: RowCheck, tokenizer: Any, listing: Path | None = None, report: bool = True) -> None:
     """Say which rows are skipped and which fields nothing reads. Raises DataError as :class:`.RowCheck`."""
-    check.finish(listing, speak)
-    if speak:
+    check.finish(listing, report)
+    if report:
         check.name_unread([WEIGHT, *fields_of(tokenizer)])
 
 

@@ -130,7 +130,7 @@ class AnswersDataModule(LightningDataModule):
     def _conclude(self, tokenizer: Any = None) -> None:
         root = getattr(self.trainer, "default_root_dir", None)
         first = getattr(self.trainer, "is_global_zero", True)  # of several processes
-        conclude(self.row_check, tokenizer, None if root is None else Path(root) / LISTING, speak=first)
+        conclude(self.row_check, tokenizer, None if root is None else Path(root) / LISTING, report=first)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the facts that determine the order of training batches, for checkpoints."""

@@ -143,13 +143,13 @@ def next_turns(
         response, reason = answers[job.id]
         (asked, given), *rest = job.rest
         if asked[0]["role"] == "tool" and job.given:
-            said = job.given
+            turns = job.given
         elif reason == "stop":
-            said = [{"role": "assistant", "content": response}]
+            turns = [{"role": "assistant", "content": response}]
         else:
             cut += 1
             continue
-        messages = [*job.messages, *said, *asked]
+        messages = [*job.messages, *turns, *asked]
         identity = f"{job.first_id}/{job.turn + 1}"
         found: tuple[list[int], SeenImages | None] | None = None
         with check.using(identity):

@@ -60,20 +60,20 @@ def differences(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> list[str]:
         pairs += [] if pair is None else [pair]
         options.update([asked] if asked else [])
     compared, differing = len(pairs), [pair for pair in pairs if pair[0] != pair[1]]
-    said = []
+    warnings = []
     if differing:
         theirs, made = (_parting(pair, tokenizer) for pair in (differing[0], differing[0][::-1]))
-        said.append(
+        warnings.append(
             f"{len(differing)} of {compared} prompts are not what this target's chat template makes of their messages: "
             f"{theirs!r}, in serving {made!r}. Regenerate the answers, or serve with the template and system prompt of "
             "the data."
         )
-    said += [
+    warnings += [
         f"{count} rows were made with the template arguments {text}: serve with the same (chat_template_kwargs), or "
         "the head meets prompts that it was not trained on."
         for text, count in options.items()
     ]
-    return said
+    return warnings
 
 
 def warn_of_differences(files: Sequence[str | Path], tokenizer: Any) -> None:
@@ -82,8 +82,8 @@ def warn_of_differences(files: Sequence[str | Path], tokenizer: Any) -> None:
         return
     check = RowCheck()
     rows = [row.values for path in files for row in itertools.islice(read_rows(find(path), check), LOOKED_AT)]
-    for said in differences(rows, tokenizer):
-        log.warning(said)
+    for warning in differences(rows, tokenizer):
+        log.warning(warning)
 
 
 def _parting(pair: tuple[list[int], list[int]], tokenizer: Any) -> str:

@@ -62,10 +62,10 @@ def row_loss(name: str) -> Callable[[Distributions], type[OneRowLoss]]:
                 raise DataError(f"loss {name!r} has no gradient: compute its values from log_q.")
             return values
 
-        said = f"{(function.__doc__ or function.__name__).strip()}\n\n    A loss of one value per row, see OneRowLoss."
+        doc = f"{(function.__doc__ or function.__name__).strip()}\n\n    A loss of one value per row, see OneRowLoss."
         facts = {
             "name": name, "function": RowFunction.of_one(checked),
-            "__doc__": said, "__module__": function.__module__,
+            "__doc__": doc, "__module__": function.__module__,
         }  # fmt: skip
         kind: type[OneRowLoss] = type(function.__name__, (OneRowLoss,), facts)
         LOSSES.register(name)(kind)
