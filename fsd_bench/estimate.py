@@ -235,12 +235,12 @@ def by_device(planned: Planned, exact: TreeShape, lossy: TreeShape) -> list[list
 
     def cells(hardware: Hardware, count: int) -> list[str]:
         parts = [planned.plain(), planned.round(exact), planned.round(lossy, True)]
-        bounds = [f"{1e3 * seconds(each, hardware, count):.2f}" for each in parts]
-        plain, *rounds = [planned.expected(each, hardware, count) for each in parts]
+        bounds = [f"{1e3 * seconds(part, hardware, count):.2f}" for part in parts]
+        plain, *rounds = [planned.expected(part, hardware, count) for part in parts]
         compared = [
             cell
-            for each, bound in zip(rounds, bounds[1:])
-            for cell in (f"{1e3 * each:.2f}", bound, f"{each / plain:.2f}")
+            for part, bound in zip(rounds, bounds[1:])
+            for cell in (f"{1e3 * part:.2f}", bound, f"{part / plain:.2f}")
         ]
         return [f"{1e3 * plain:.2f}", bounds[0], f"{planned.batch / plain:.0f}", *compared]
 

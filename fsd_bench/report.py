@@ -223,8 +223,8 @@ def estimate_text(planned: Planned, exact: TreeShape, lossy: TreeShape) -> str:
     parts, work = planned.memory(exact), planned.round(exact)
     lines = [f"{part.name}: {size(part.bytes)} = {part.how}" for part in parts]
     lines.append(f"memory in total: {size(sum(part.bytes for part in parts))}\n")
-    for each in work:
-        operations = f", {each.times * each.operations / 1e9:.1f} GFLOP"
-        lines.append(f"round, {each.name}: {size(each.times * each.bytes)}{operations} = {each.how}")
-    sources = "; ".join(f"{each.name}: {each.source}" for each in HARDWARE)
+    for case in work:
+        operations = f", {case.times * case.operations / 1e9:.1f} GFLOP"
+        lines.append(f"round, {case.name}: {size(case.times * case.bytes)}{operations} = {case.how}")
+    sources = "; ".join(f"{device.name}: {device.source}" for device in HARDWARE)
     return "\n".join([*lines, "", table(COLUMNS, by_device(planned, exact, lossy)), "", sources])

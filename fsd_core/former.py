@@ -23,7 +23,7 @@ class FormerName:
     def __get__(self, instance: Any, owner: type) -> Any:
         if instance is None:
             raise AttributeError(f"{owner.__name__} has no {self.old!r}")
-        defining = [each for each in owner.__mro__ if self.old in vars(each) and each is not self.owner]
+        defining = [base for base in owner.__mro__ if self.old in vars(base) and base is not self.owner]
         # a class that still defines the former name is here because of super().old: go on above it
         source: Any = super(defining[-1], instance) if defining else instance
         value = getattr(source, self.new)

@@ -93,7 +93,7 @@ def check_classes(ours: Mapping[str, Any], theirs: Mapping[str, Any], source: st
         source: name of the checkpoint in errors.
     """
     for name in ("optimizer", "lr_scheduler"):
-        classes = [str(each[name].get("class_path")) for each in (theirs, ours) if isinstance(each.get(name), Mapping)]
+        classes = [str(side[name].get("class_path")) for side in (theirs, ours) if isinstance(side.get(name), Mapping)]
         if len(set(classes)) > 1:
             raise CheckpointError(
                 f"{source} holds the state of {classes[0]}, which {classes[1]} cannot go on from. Resume it with the "
@@ -134,7 +134,7 @@ def check_order(trainer: Trainer, ours: dict[str, Any], theirs: dict[str, Any]) 
     """
     # checkpoints of earlier versions do not say how many batches were accumulated
     factors = ("replicas", "accumulated") if "accumulated" in theirs else ("replicas",)
-    before, now = (math.prod(each.get(name, 1) for name in factors) for each in (theirs, ours))
+    before, now = (math.prod(sizes.get(name, 1) for name in factors) for sizes in (theirs, ours))
     if before != now and trainer.is_global_zero:
         log.warning(
             "%s had %d %s, and resumes with %d. Keep devices x accumulate_grad_batches.", source_of(trainer), before,
@@ -159,8 +159,8 @@ def source_of(trainer: Trainer | None) -> str:
 def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Return the names of the settings that both have and that differ."""
     texts = [
-        {name: json.dumps(value, sort_keys=True, default=repr) for name, value in each.items()}
-        for each in (ours, theirs)
+        {name: json.dumps(value, sort_keys=True, default=repr) for name, value in config.items()}
+        for config in (ours, theirs)
     ]
     return sorted(name for name in ours.keys() & theirs.keys() if texts[0][name] != texts[1][name])
 

@@ -268,9 +268,9 @@ def learned(rule: Tilted, allowed: float, found: Mapping[Rule, Sequence[RuleOnSh
 def _between(less: RuleOnShape, more: RuleOnShape, nats: float) -> RuleOnShape:
     share = (nats - less.nats) / (more.nats - less.nats)
     numbers = {
-        each.name: (1 - share) * getattr(less, each.name) + share * getattr(more, each.name)
-        for each in fields(RuleOnShape)
-        if each.name != "shape"
+        field.name: (1 - share) * getattr(less, field.name) + share * getattr(more, field.name)
+        for field in fields(RuleOnShape)
+        if field.name != "shape"
     }
     return replace(less, **numbers)
 

@@ -55,7 +55,7 @@ class ForecastRow:
     speed: float
 
     def per_cost(self, cost: float) -> float:
-        return max(each.per_cost(cost) for each in self.shapes)
+        return max(shape.per_cost(cost) for shape in self.shapes)
 
 
 @dataclass

@@ -92,7 +92,7 @@ def _probed(tokenizer: Any, template: str) -> TemplateForm:
         {"role": "assistant", "content": "", "tool_calls": [_CALLED]},
     ]
     written = _writes(tokenizer, template, calls), _writes(tokenizer, template, calls[:1], tools=[_TOOL])
-    drops = [each is False for each in written]
+    drops = [text is False for text in written]
     return TemplateForm(frozenset(parted), frozenset(dropped), thought, drops_calls=drops[0], drops_tools=drops[1])
 
 

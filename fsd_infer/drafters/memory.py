@@ -277,7 +277,7 @@ class MemorySession(FreeSession):
         users = [None] * len(first_tokens) if request.users is None else request.users
         self.matchers = drafter.matchers(users, request.seeded)
         indexes = {id(matcher.index) for matcher in self.matchers}
-        self._reads_other_texts = len(indexes) < len(self.matchers) or any(each.stores for each in self.matchers)
+        self._reads_other_texts = len(indexes) < len(self.matchers) or any(matcher.stores for matcher in self.matchers)
         for matcher, token in zip(self.matchers, first_tokens.tolist(), strict=True):
             matcher.append(token)
 

@@ -103,7 +103,7 @@ class MLPSpeculatorDrafter(StepDrafter):
                 f"n_predict of the MLP speculator in {directory} must be a whole number from 1 to {_MOST_STEPS}, got "
                 f"{count!r:.60}."
             )
-        if [len(each) for each in first] != [2, 2, 1, 2]:
+        if [len(shape) for shape in first] != [2, 2, 1, 2]:
             raise CheckpointError(f"the MLP speculator in {directory} lacks a tensor of its first step.")
         (vocabulary, width), size = first[0], first[1][1]
         check_sizes(f"the MLP speculator in {directory}", size, vocabulary, target)

@@ -126,14 +126,14 @@ class Translation:
         if model.tokenizer is None or target.tokenizer is None:
             raise VocabularyMismatchError("translating between two vocabularies needs the tokenizers of both models.")
         self.names = model.name, target.name
-        ours, theirs = (Vocabulary(each.tokenizer, each.vocab_size) for each in (model, target))
+        ours, theirs = (Vocabulary(side.tokenizer, side.vocab_size) for side in (model, target))
         self.ours, self.theirs = ours, theirs
         pairs = {theirs.first[raw]: token for raw, token in ours.first.items() if raw in theirs.first}
         self.special = _special_pairs(ours, theirs)
         pairs |= self.special
         shared = sorted(pairs)
         self.ids, self.own = (
-            torch.tensor(each, dtype=torch.long).to(model.device) for each in (shared, [pairs[t] for t in shared])
+            torch.tensor(ids, dtype=torch.long).to(model.device) for ids in (shared, [pairs[t] for t in shared])
         )
         self.own_of = torch.zeros(target.vocab_size, dtype=torch.long, device=model.device)
         self.own_of[self.ids] = self.own

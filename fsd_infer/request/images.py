@@ -240,13 +240,13 @@ class _Hidden:
         ids: list[list[int]] = []
         spans: list[list[tuple[int, int]]] = []
         bos = self._tokenizer.bos_token
-        for each in [text] if isinstance(text, str) else text:
-            self.last = each
-            with_special = not (bos and each.startswith(bos))
+        for part in [text] if isinstance(text, str) else text:
+            self.last = part
+            with_special = not (bos and part.startswith(bos))
             if getattr(self._tokenizer, "is_fast", False):
-                row, places = encode_with_offsets(self._tokenizer, each, with_special)
+                row, places = encode_with_offsets(self._tokenizer, part, with_special)
             else:
-                row, places = encode_hidden(self._tokenizer, each, with_special), []
+                row, places = encode_hidden(self._tokenizer, part, with_special), []
             ids.append(row)
             spans.append(places)
         return _Read({"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}, spans)

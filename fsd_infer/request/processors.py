@@ -46,7 +46,7 @@ _OF_TEXT = frozenset(
 
 def temperature_of(processors: LogitsProcessorList | None) -> float:
     """Return the temperature among the processors; 1 if there is none."""
-    return next((float(each.temperature) for each in processors or [] if hasattr(each, "temperature")), 1.0)
+    return next((float(warper.temperature) for warper in processors or [] if hasattr(warper, "temperature")), 1.0)
 
 
 class TreeProcessors:
@@ -81,7 +81,7 @@ class TreeProcessors:
         A processor's values are numbers and tensors; another object is only equal to itself.
         """
         held = self._free if self.contextual else self.processors
-        return self.contextual, tuple((type(each), *_values(vars(each))) for each in held)
+        return self.contextual, tuple((type(processor), *_values(vars(processor))) for processor in held)
 
     def context_free(self, logits: Tensor) -> Tensor:
         """Process scores [..., V] by the context-free processors alone."""

@@ -102,15 +102,15 @@ class Reply:
         new = job.logprobs[self._told[index] : end]
         self._told[index] += len(new)
         if self.is_chat:
-            return {"content": [_chat_entry(each) for each in new], "refusal": None}
+            return {"content": [_chat_entry(token) for token in new], "refusal": None}
         offsets = []
-        for each in new:
+        for token in new:
             offsets.append(self._offsets[index])
-            self._offsets[index] += len(each.piece.text)
+            self._offsets[index] += len(token.piece.text)
         return {
-            "tokens": [_text(each.piece) for each in new],
-            "token_logprobs": [_finite(each.value) for each in new],
-            "top_logprobs": [_by_text(each) for each in new],
+            "tokens": [_text(token.piece) for token in new],
+            "token_logprobs": [_finite(token.value) for token in new],
+            "top_logprobs": [_by_text(token) for token in new],
             "text_offset": offsets,
         }
 

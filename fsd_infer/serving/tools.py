@@ -176,7 +176,7 @@ class CallReader:
             found = list(_values(body))
         except (ValueError, RecursionError):
             return []
-        calls = [value for each in found for value in (each if isinstance(each, list) else [each])]
+        calls = [value for item in found for value in (item if isinstance(item, list) else [item])]
         made = [self._call(call) for call in calls]
         return [] if None in made else [call for call in made if call is not None]
 

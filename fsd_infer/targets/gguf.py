@@ -112,8 +112,8 @@ def load_gguf(
         else:
             lost[stored.kind.name] += len(stored.shape) == 2 and stored.kind.name not in _WHOLE
             value = nn.Parameter(_expanded(stored, order, source).to(dtype), requires_grad=False)
-        for each in (layer, model.lm_head) if tied else (layer,):
-            setattr(each, kind, value)
+        for part in (layer, model.lm_head) if tied else (layer,):
+            setattr(part, kind, value)
     decoder = model.model
     decoder.rotary_emb = type(decoder.rotary_emb)(config=made)  # computes its buffers, which are still on "meta"
     model.generation_config = GenerationConfig(**_generation_config(config))
@@ -275,8 +275,8 @@ def _llama_3(factors: torch.Tensor, config: dict[str, Any]) -> dict[str, Any]:
     scaling = {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA_3}
     plain = dict(config["rope_parameters"])
     inverse = [
-        ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.for_model(**{**config, "rope_parameters": plain | each}), "cpu")[0]
-        for each in (scaling, scaling | {"factor": 1.0})
+        ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.for_model(**{**config, "rope_parameters": plain | options}), "cpu")[0]
+        for options in (scaling, scaling | {"factor": 1.0})
     ]
     if factors.shape != inverse[0].shape or not torch.allclose(inverse[1] / inverse[0], factors, rtol=1e-3):
         raise ValueError("rotary factors that are not Llama 3's")

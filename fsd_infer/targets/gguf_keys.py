@@ -277,4 +277,4 @@ def _is_number(value: Any) -> bool:
 
 def _is_neutral(name: str, value: Any, table: Mapping[str, tuple[Any, ...]]) -> bool:
     """Whether a key changes nothing at this value, or a table does not hold it."""
-    return name not in table or all(each in table[name] for each in (value if isinstance(value, list) else [value]))
+    return name not in table or all(item in table[name] for item in (value if isinstance(value, list) else [value]))

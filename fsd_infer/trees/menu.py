@@ -76,7 +76,7 @@ class MenuPolicy(TreePolicy):
     def time(self, seconds: Sequence[float]) -> None:
         super().time(seconds)
         if self.learns:
-            self.costs = [each / max(min(seconds), 1e-9) for each in seconds]
+            self.costs = [cost / max(min(seconds), 1e-9) for cost in seconds]
 
     def _expected_drafts(self, index: int) -> float:
         """Return the drafts that a row is expected to accept in a tree of that shape of the menu."""

@@ -263,8 +263,8 @@ class PricePolicy(TreePolicy):
         Drawn drafts are verified whatever they cost, and trees of trials need not pay; others are as large as pays.
         """
         is_chosen = growth.prices.min_nodes == 1
-        for each in (self.gain, self.state.gain):
-            each.learn(gain if is_chosen else max(gain, 0.0), sum(growth.prices.uncovered))
+        for average in (self.gain, self.state.gain):
+            average.learn(gain if is_chosen else max(gain, 0.0), sum(growth.prices.uncovered))
         self.state.draft_cost.learn(self.state.costs.drafting(growth.depths, growth.expanded), 1.0)
 
     def _learn_acceptance(self, growth: PricedGrowth, accepted: Sequence[int]) -> None:

@@ -46,7 +46,7 @@ class ExportHead(Callback):
         step = trainer.global_step
         if self.every_n_train_steps and step % self.every_n_train_steps == 0 and step != self._last:
             self._last = step
-            saved = [each.best_model_path or each.last_model_path for each in callbacks_of(trainer, ModelCheckpoint)]
+            saved = [saver.best_model_path or saver.last_model_path for saver in callbacks_of(trainer, ModelCheckpoint)]
             with averaged(trainer, pl_module):
                 self.write(trainer, pl_module, unsaved=bool(saved) and not any([*saved, trainer.ckpt_path]))
 

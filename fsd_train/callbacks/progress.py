@@ -143,7 +143,7 @@ def advice(trainer: Trainer) -> list[str]:
     """Return a warning for each setting that does not fit the run."""
     warnings = []
     steps = float(trainer.estimated_stepping_batches)
-    warmup = max((getattr(each.scheduler, "warmup_steps", 0) for each in trainer.lr_scheduler_configs), default=0)
+    warmup = max((getattr(config.scheduler, "warmup_steps", 0) for config in trainer.lr_scheduler_configs), default=0)
     if warmup >= steps:
         warnings.append(
             f"the warm-up has {warmup} steps and the run {steps:.0f}, so the learning rate never peaks. Lower "
@@ -159,12 +159,12 @@ def advice(trainer: Trainer) -> list[str]:
             f"the run has {epochs:.0f} epochs. Lower trainer.max_steps to about {enough} for {MAX_EPOCHS}, or add "
             "answers."
         )
-    following = [each for each in trainer.callbacks if str(getattr(each, "monitor", "")).startswith("val_")]  # type: ignore[attr-defined]
+    following = [callback for callback in trainer.callbacks if str(getattr(callback, "monitor", "")).startswith("val_")]  # type: ignore[attr-defined]
     batches = steps * trainer.accumulate_grad_batches
     known = trainer.num_val_batches  # empty before the first validation
     comes = trainer.enable_validation and (not known or sum(known) > 0) and batches >= (trainer.val_check_batch or 0)
     if following and not comes:
-        named = ", ".join(f"{type(each).__name__} of {each.monitor}" for each in following)
+        named = ", ".join(f"{type(callback).__name__} of {callback.monitor}" for callback in following)
         warnings.append(
             f"no validation comes in this run, and without it {named} does nothing. Hold out rows, and see to "
             "trainer.limit_val_batches and trainer.val_check_interval."

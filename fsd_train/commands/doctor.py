@@ -105,10 +105,9 @@ def some_rows(args: argparse.Namespace, target: Target) -> list[dict[str, Any]]:
 
 def show(findings: Sequence[Finding]) -> str:
     """Format the table."""
-    words, width = {True: "ok", False: "WRONG", None: "-"}, max(len(each.check) for each in findings)
+    words, width = {True: "ok", False: "WRONG", None: "-"}, max(len(finding.check) for finding in findings)
     lines = [f"{'check':{width}}  {'':5}  found"]
-    for each in findings:
-        lines.append(
-            f"{each.check:{width}}  {words[each.ok]:5}  {each.says}" + (f". Fix: {each.fix}" if each.fix else "")
-        )
+    for finding in findings:
+        fix = f". Fix: {finding.fix}" if finding.fix else ""
+        lines.append(f"{finding.check:{width}}  {words[finding.ok]:5}  {finding.says}{fix}")
     return "\n".join(lines)

@@ -182,10 +182,10 @@ def on_paper(recipe: Recipe, name: str | None = None) -> str:
     parts = step_memory(facts, head, batch, "cuda", cached=recipe.data.get("features") is not None)
     work = step_work(recipe, facts.target, head)
     lines = [(f"memory: {part.name}", size(part.bytes), part.how) for part in parts]
-    for each in work:
-        amount = each.times * each.operations
-        lines.append((f"step: {each.name}", f"{amount / 1e12:.1f} TFLOP" if amount else size(each.bytes),
-                      f"{each.times} x {each.how}"))  # fmt: skip
+    for case in work:
+        amount = case.times * case.operations
+        lines.append((f"step: {case.name}", f"{amount / 1e12:.1f} TFLOP" if amount else size(case.bytes),
+                      f"{case.times} x {case.how}"))  # fmt: skip
     columns = ["device", "count", "seconds a step, at least", "likely", f"{recipe.steps} steps, at least", "likely"]
 
     def cells(hardware: Hardware, count: int) -> list[str]:

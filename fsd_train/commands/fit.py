@@ -90,9 +90,9 @@ class TrainCLI(LightningCLI):
         check_nulls("data", AnswersDataModule, sections["data"])
         check_nulls("model", class_of(self.config["model.class_path"]), self.config["model.init_args"])
         callbacks = sections["trainer"].get("callbacks")
-        for each in callbacks if isinstance(callbacks, list) else []:
-            if each["class_path"].startswith("fsd_"):  # null may mean something to others
-                check_nulls("trainer.callbacks", class_of(each["class_path"]), each.get("init_args") or {})
+        for callback in callbacks if isinstance(callbacks, list) else []:
+            if callback["class_path"].startswith("fsd_"):  # null may mean something to others
+                check_nulls("trainer.callbacks", class_of(callback["class_path"]), callback.get("init_args") or {})
         if self.config.get("ckpt_path") != AUTO:
             check_checkpoint(self.config.get("ckpt_path"))  # before anything is loaded
 
@@ -184,7 +184,7 @@ def main(argv: Sequence[str]) -> int:
 def _is_complete(path: str, trainer: Trainer) -> bool:
     """Return whether a checkpoint has all steps of the run already, and say so."""
     steps = int(read_checkpoint(path)["global_step"]) if Path(path).is_file() else 0
-    heads = [Path(each.directory) for each in callbacks_of(trainer, ExportHead) if each.directory is not None]
+    heads = [Path(export.directory) for export in callbacks_of(trainer, ExportHead) if export.directory is not None]
     if not 0 < trainer.max_steps <= steps or not all(head.exists() for head in heads):  # the end writes the heads
         return False
     log.info("%s has %d steps: nothing is left to train. Raise trainer.max_steps, or start again with "
@@ -323,10 +323,8 @@ def run_errors() -> Iterator[None]:
             ) from error
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         of_callbacks = str(frame.f_globals.get("__name__")).startswith(("lightning.pytorch.callbacks", _TUNER))
-        error_of_callbacks = (
-            DataError(f"trainer.callbacks: {one_line(str(error))[:MAX_SHOWN]}") if of_callbacks else None
-        )
-        raise_ours(error, error_of_callbacks)
+        message = f"trainer.callbacks: {one_line(str(error))[:MAX_SHOWN]}"
+        raise_ours(error, DataError(message) if of_callbacks else None)
 
 
 def raise_ours(error: Exception, otherwise: FsdError | None) -> NoReturn:

@@ -159,7 +159,7 @@ class Doctor:
         with torch.no_grad():
             text = TextMask((embeds.shape[1],), embeds.device)
             (outputs,) = unroll(head, embeds, inputs, text, 1, torch.arange(0))
-            if not all(bool(each.isfinite().all()) for each in (inputs, outputs, head.readout(outputs))):
+            if not all(bool(tensor.isfinite().all()) for tensor in (inputs, outputs, head.readout(outputs))):
                 return Finding("dtype", False, f"overflows in {name}", "run it in bfloat16 (or float32)")
         same = float((self.feeding.drafted()[0] == feeding.drafted(dtype=dtype)[0]).float().mean())
         says = f"in {name} {same:.1%} of the first drafts equal those of float32"

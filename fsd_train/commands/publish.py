@@ -140,9 +140,9 @@ def upload(
 def without_paths(value: Any) -> Any:
     """Reduce absolute paths in a JSON value to their last part, to publish nothing about the machine."""
     if isinstance(value, dict):
-        return {key: without_paths(each) for key, each in value.items()}
+        return {key: without_paths(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [without_paths(each) for each in value]
+        return [without_paths(item) for item in value]
     return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 

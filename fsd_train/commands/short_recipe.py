@@ -46,10 +46,10 @@ def expanded(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     defaults: dict[str, Any] = {"trainer": {}}
     if "output_dir" in given:
         run, every = _text(given, "output_dir"), _whole(given, "save_steps", SAVE_STEPS)
-        batches = [trainer[ACCUMULATE] for each in made if (trainer := each.get("trainer", {})).get(ACCUMULATE)]
+        batches = [trainer[ACCUMULATE] for recipe in made if (trainer := recipe.get("trainer", {})).get(ACCUMULATE)]
         defaults["trainer"] = _run_options(run, every, _whole({ACCUMULATE: [1, *batches][-1]}, ACCUMULATE))
         first = next(index for index, recipe in enumerate(recipes) if "output_dir" in recipe)
-        for trainer in (each["trainer"] for each in made[: first + 1] if "callbacks" in each.get("trainer", {})):
+        for trainer in (recipe["trainer"] for recipe in made[: first + 1] if "callbacks" in recipe.get("trainer", {})):
             trainer["callbacks"] = _joined(defaults["trainer"]["callbacks"], trainer["callbacks"])
     elif "save_steps" in given:
         raise FsdError("save_steps needs output_dir: give both, or a ModelCheckpoint in trainer.callbacks.")
@@ -57,7 +57,7 @@ def expanded(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         defaults["model"] = {"lr_scheduler": {"class_path": SCHEDULE}}
     layers = [defaults, *made]
     # the parser would give each callback the arguments of what stands at its place in an earlier list
-    for trainer in [each["trainer"] for each in layers if "callbacks" in each.get("trainer", {})][:-1]:
+    for trainer in [layer["trainer"] for layer in layers if "callbacks" in layer.get("trainer", {})][:-1]:
         del trainer["callbacks"]
     return layers
 
@@ -184,7 +184,7 @@ def _joined(defaults: list[dict[str, Any]], own: list[Any]) -> list[Any]:
         named = callback.get("class_path") if isinstance(callback, Mapping) else callback
         return str(named).rpartition(".")[2]
 
-    return [*(each for each in defaults if kind(each) not in set(map(kind, own))), *own]
+    return [*(default for default in defaults if kind(default) not in set(map(kind, own))), *own]
 
 
 # directories of a run that moves ------------------------------------------------------------------------------------
@@ -209,9 +209,9 @@ def _move(recipes: Sequence[Mapping[str, Any]], made: list[dict[str, Any]]) -> N
 def _moved(value: Any, runs: set[str], run: str, stays: list[str], key: str = "") -> Any:
     """Return options with the paths in any of ``runs`` in ``run`` instead; add other paths of PLACES to ``stays``."""
     if isinstance(value, Mapping):
-        return {name: _moved(each, runs, run, stays, str(name)) for name, each in value.items()}
+        return {name: _moved(item, runs, run, stays, str(name)) for name, item in value.items()}
     if isinstance(value, list):
-        return [_moved(each, runs, run, stays) for each in value]
+        return [_moved(item, runs, run, stays) for item in value]
     if key not in PLACES or not isinstance(value, str):
         return value
     for old in runs:

@@ -264,7 +264,7 @@ def read_answers(
     border = validation_fraction
     if border and len(points) > 1:
         border = max(border, math.nextafter(min(points), 1.0))  # at least one is held out
-    parts = [[each for each in placed if (each[0] < border) is held] for held in (False, True)]
+    parts = [[row for row in placed if (row[0] < border) is held] for held in (False, True)]
     if not parts[0]:
         raise DataError(f"{named}: all {len(placed)} rows were held out. Lower validation_fraction, or add rows.")
     train, held = (_dataset(part, max(top for _, _, top in placed), reader) for part in parts)
@@ -293,7 +293,7 @@ def _placed(
         check_id(top, row.where, vocab_size)
     # the questions, as text if possible, because ids depend on the target
     asked = row_questions(row.values, row.where)
-    kept = [each for each in sequences if any(each[1][:max_length])]
+    kept = [sequence for sequence in sequences if any(sequence[1][:max_length])]
     if not kept:
         return []
     ids, mask, seen = kept[0]

@@ -222,7 +222,7 @@ class EndpointBackend:
             failure = error
         finally:
             list(_drain(todo))  # no thread begins another one
-        ready += [each for each in _drain(landed) if isinstance(each, Completion)]
+        ready += [result for result in _drain(landed) if isinstance(result, Completion)]
         if ready:
             yield sorted(ready, key=lambda answer: order[answer.job.id])
         if failure is not None:

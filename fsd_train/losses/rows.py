@@ -165,7 +165,7 @@ class _RowValues(torch.autograd.Function):
         values_grad, _, total_grad = grads  # [K, R], scalar
         if ctx.one_pass:
             factor = values_grad[0, :, None] if ctx.by_row else total_grad
-            found = [(factor * each).to(each.dtype) for each in ctx.saved_tensors]
+            found = [(factor * saved).to(saved.dtype) for saved in ctx.saved_tensors]
         else:
             batch, function, groups = ctx.second_pass
             found = _evaluate(batch, function, groups, values_grad, ctx.trains_lm_head)[2]

@@ -41,7 +41,7 @@ class MuonAdamW(Optimizer):
         lr, weight_decay = float(lr), float(weight_decay)
         matrices: list[Tensor] = []
         others: list[Tensor] = []
-        for group in (each if isinstance(each, dict) else {"params": [each]} for each in params):
+        for group in (param if isinstance(param, dict) else {"params": [param]} for param in params):
             for parameter in group["params"]:
                 if isinstance(parameter, DTensor):
                     raise DataError("Muon needs whole matrices, but fsdp shards them. Use AdamW, or ddp.")

@@ -91,7 +91,7 @@ def _by_span(
             visible = pad(visible, (0, k.shape[2] - visible.shape[1]))
             visible = pad(visible, (0, 0, 0, q.shape[2] - count), value=True)
         if softcap is None and sinks is None and not _is_small(q, k):
-            k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
+            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
             causal = visible is None
             out = scaled_dot_product_attention(q, k, v, visible, dropout, is_causal=causal, scale=scaling)
         else:
@@ -110,7 +110,7 @@ def _size_multiple(*tensors: Tensor) -> int:
     There, torch compiles a product for each new size, which takes longer than the product itself. Under autocast some
     of the tensors are in fp32, and the products in half precision.
     """
-    half = tensors[0].device.type == "cpu" and any(each.dtype != torch.float32 for each in tensors)
+    half = tensors[0].device.type == "cpu" and any(tensor.dtype != torch.float32 for tensor in tensors)
     return ROUND if half else 1
 
 

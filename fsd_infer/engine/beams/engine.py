@@ -195,7 +195,7 @@ class _Beams:
         """Take all possible steps; drop the nodes that no beam needs any more, and finished searches."""
         for search in self.searches:
             search.advance(self.look)
-        frontier.likely = [[each.likely for each in search.successors] for search in self.searches]
+        frontier.likely = [[successor.likely for successor in search.successors] for search in self.searches]
         room = self.slots - self.planner.nodes - self.beams  # for the nodes of the next round
         pruned = [search.prune(room) for search in self.searches]
         nodes, grown = [left for left, _ in pruned], [count for _, count in pruned]
