@@ -45,8 +45,8 @@ class ModelOptions:
         known = {one.name: values[one.name] for one in fields(cls) if one.name in values}
         tree, renamed = known.get("tree"), {name: values[name] for name in FORMER & values.keys()}
         runtime = former.runtime_options(known.get("runtime", renamed), warn=False)
-        made = {"tree": TreeShape(**tree) if isinstance(tree, dict) else tree, "runtime": RuntimeConfig(**runtime)}
-        return cls(**{**known, **made})
+        parsed = {"tree": TreeShape(**tree) if isinstance(tree, dict) else tree, "runtime": RuntimeConfig(**runtime)}
+        return cls(**{**known, **parsed})
 
     def check(self) -> None:
         """Raise FsdError for options that can be refused before anything is loaded."""

@@ -244,12 +244,12 @@ def add_commands(
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command, add_options, help in commands:
         name, described = command.__name__.replace("_", "-"), f"{help[0].upper()}{help[1:]}."
-        made = subparsers.add_parser(
+        subparser = subparsers.add_parser(
             name, help=help, description=described, parents=[common], formatter_class=HelpFormatter
         )
-        made.set_defaults(function=command)
+        subparser.set_defaults(function=command)
         if add_options is not None:
-            add_options(made)
+            add_options(subparser)
 
 
 def picked(args: argparse.Namespace, names: str) -> dict[str, Any]:

@@ -199,8 +199,8 @@ def _decode(
 def _tried(rules: Sequence[str | Rule], usual: bool, temperature: float) -> dict[Rule, str]:
     """Return the rules that can be forecast, exact first, with their names. ``usual``: as of :func:`forecast`."""
     listed = ["exact", *(RULES if usual else ()), *(MATCHING if usual and not temperature else ()), *rules]
-    made = {parse_rule(rule): rule if isinstance(rule, str) else rule.name for rule in listed}
-    return {rule: name for rule, name in made.items() if temperature == 0 or not rule.greedy_only}
+    names = {parse_rule(rule): rule if isinstance(rule, str) else rule.name for rule in listed}
+    return {rule: name for rule, name in names.items() if temperature == 0 or not rule.greedy_only}
 
 
 def _replays(rules: Iterable[Rule], deep: TreeDrafter, eos: frozenset[int], temperature: float) -> dict[Exact, Replay]:

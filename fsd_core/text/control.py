@@ -66,7 +66,7 @@ def encode_with_offsets(tokenizer: Any, text: str, add_special_tokens: bool = Fa
     if _ESCAPE not in text:
         return ids, offsets
     place = next((place for place, (_, b) in enumerate(offsets) if b), len(ids))  # after what the tokenizer puts first
-    made_ids, made = ids[:place], offsets[:place]
+    out_ids, out_offsets = ids[:place], offsets[:place]
     start = 0
     for part, is_special in _parts(tokenizer, text):
         end, first = start + len(part), place
@@ -76,10 +76,10 @@ def encode_with_offsets(tokenizer: Any, text: str, add_special_tokens: bool = Fa
         if not is_special and _ESCAPE in part:
             own, found_at = _as_text(tokenizer, part, own)
             spans = [(start + a, start + b) for a, b in found_at]
-        made_ids += own
-        made += spans
+        out_ids += own
+        out_offsets += spans
         start = end
-    return made_ids + ids[place:], made + offsets[place:]
+    return out_ids + ids[place:], out_offsets + offsets[place:]
 
 
 def render_marked(

@@ -27,12 +27,12 @@ def mark_of(number: int) -> str:
 
 def joined_parts(parts: Sequence[str | int]) -> str:
     """Return the text of parts; those that are numbers are images."""
-    made: list[str] = []
+    texts: list[str] = []
     for index, part in enumerate(parts):
         if index and isinstance(part, str) and isinstance(parts[index - 1], str):
-            made.append(_PART)
-        made.append(part if isinstance(part, str) else mark_of(part))
-    return "".join(made)
+            texts.append(_PART)
+        texts.append(part if isinstance(part, str) else mark_of(part))
+    return "".join(texts)
 
 
 def split_parts(text: str) -> list[str | int]:
@@ -117,15 +117,15 @@ def expanded(
     pieces = text.split(tokens.mark) if numbers else [text]
     if len(pieces) != len(numbers) + 1:
         raise DataError(f"the chat template writes {len(pieces) - 1} images of {len(numbers)}.")
-    made = START if tokens.begins else ""
-    moves, place = [(0, len(made))], 0  # from which character on a text moves, and by how many
+    out = START if tokens.begins else ""
+    moves, place = [(0, len(out))], 0  # from which character on a text moves, and by how many
     for piece, number in zip(pieces, [*numbers, None]):
-        made, place = made + piece, place + len(piece)
+        out, place = out + piece, place + len(piece)
         if number is not None:
-            made, place = made + tokens.texts[number], place + len(tokens.mark)
-            moves.append((place, len(made) - place))
+            out, place = out + tokens.texts[number], place + len(tokens.mark)
+            moves.append((place, len(out) - place))
     moved = [tuple(at + next(by for first, by in reversed(moves) if first <= at) for at in span) for span in spans]
-    return made, moved  # type: ignore[return-value]
+    return out, moved  # type: ignore[return-value]
 
 
 def begins_as_processors_do(tokenizer: Any, text: str) -> bool:

@@ -64,25 +64,25 @@ def take_images(row: Mapping[str, Any], folder: Path) -> tuple[RowFields, list[A
     Raises:
         DataError: more or fewer images than places for them, images in turns of others, or no turn of a user.
     """
-    made = RowFields(dict(row))
+    fields = RowFields(dict(row))
     if isinstance(row, RowFields):
-        made.seen = row.seen
+        fields.seen = row.seen
     waiting = [source for name in IMAGES for source in _column(row.get(name))]
     check_unmarked(dict(row))
-    made.update(dict.fromkeys(IMAGES))
+    fields.update(dict.fromkeys(IMAGES))
     taken: list[Any] = []
-    talk = next((name for name in _TALKS if isinstance(made.get(name), list)), None)
+    talk = next((name for name in _TALKS if isinstance(fields.get(name), list)), None)
     if talk is not None:
-        made[talk] = _marked_turns(made[talk], waiting, taken)
+        fields[talk] = _marked_turns(fields[talk], waiting, taken)
     else:
-        field = next((name for name in TEXTS if isinstance(made.get(name), str)), None)
+        field = next((name for name in TEXTS if isinstance(fields.get(name), str)), None)
         if field is None:
             raise DataError("images go with messages, conversations or the text of a prompt, and the row has none.")
-        [turn] = _marked_turns([{"role": "user", "content": made[field]}], waiting, taken)
-        made[field] = turn["content"]
+        [turn] = _marked_turns([{"role": "user", "content": fields[field]}], waiting, taken)
+        fields[field] = turn["content"]
     if len(taken) > MAX_IMAGES:
         raise DataError(f"the row has {len(taken)} images. Give at most {MAX_IMAGES}.")
-    return made, [_placed(source, folder) for source in taken]
+    return fields, [_placed(source, folder) for source in taken]
 
 
 def _column(value: Any) -> list[Any]:

@@ -265,10 +265,10 @@ def _rules() -> list[tuple[str, str]]:
     shared = [_field(field) for field in dataclasses.fields(LossyRule)]
     listed = [(f"each lossy rule takes {', '.join(shared)}", SHARED)]
     for name in RULES:
-        made: Any = RULES.get(name)
-        fields = [text for field in dataclasses.fields(made) if (text := _field(field)) not in shared]
-        measured = f" Measured: {made.measured}." if made.measured else ""
-        listed.append((f"{name}({', '.join(fields)})" if fields else name, first_paragraph(made) + measured))
+        rule: Any = RULES.get(name)
+        fields = [text for field in dataclasses.fields(rule) if (text := _field(field)) not in shared]
+        measured = f" Measured: {rule.measured}." if rule.measured else ""
+        listed.append((f"{name}({', '.join(fields)})" if fields else name, first_paragraph(rule) + measured))
     return listed
 
 

@@ -23,26 +23,26 @@ def request_options(
     config: Any, callbacks: Sequence[Callback], options: dict[str, Any]
 ) -> tuple[Any, Sequence[Callback], dict[str, Any]]:
     """Return the arguments of ``generate`` with former names translated."""
-    made = dict(options)
+    result = dict(options)
     if isinstance(config, (str, Rule, list, tuple)):
         say("a rule as second argument", "give it by name, rule=...")
-        config, made["rule"] = None, config
+        config, result["rule"] = None, config
     for old, new in _RENAMED.items():
-        if old in made:
+        if old in result:
             say(old, f"it is now {new}")
-            made[new] = made.pop(old)
-    if "schema" in made:
+            result[new] = result.pop(old)
+    if "schema" in result:
         say("schema", 'it is now guide={"json": schema}')
-        schema = made.pop("schema")
-        if schema is not None and made.get("guide") is not None:
+        schema = result.pop("schema")
+        if schema is not None and result.get("guide") is not None:
             raise FsdError("schema is short for a guide: give one of the two.")
-        made |= {} if schema is None else {"guide": {"json": schema}}
-    functions = {name: made.pop(name) for name in _FUNCTIONS if name in made}
+        result |= {} if schema is None else {"guide": {"json": schema}}
+    functions = {name: result.pop(name) for name in _FUNCTIONS if name in result}
     for name in functions:
         say(name, "watch the request with a Callback, see fsd_infer.engine.callbacks.Streaming")
     if any(function is not None for function in functions.values()):
         callbacks = [_Functions(**functions), *callbacks]
-    return config, callbacks, made
+    return config, callbacks, result
 
 
 def former_images(options: dict[str, Any]) -> Any:

@@ -36,11 +36,11 @@ class PromptEncoder:
         self, prompts: Any, padding: int | None, apply_chat_template: bool | None
     ) -> tuple[list[list[int]], list[ImageInput | None]]:
         """Return each prompt's ids, and its images if it has any; arguments as of :meth:`.FuzzyDecoder.generate`."""
-        made = [self.encode(prompt, apply_chat_template) for prompt in listed(prompts, padding)]
+        encoded = [self.encode(prompt, apply_chat_template) for prompt in listed(prompts, padding)]
         if isinstance(prompts, Mapping) and "input_ids" in prompts:  # what a tokenizer or a processor returns
-            image_input = prepared_image_input(self.target, prompts, [ids for ids, _ in made])
-            made = made if image_input is None else [(made[0][0], image_input)]
-        return [ids for ids, _ in made], [image_input for _, image_input in made]
+            image_input = prepared_image_input(self.target, prompts, [ids for ids, _ in encoded])
+            encoded = encoded if image_input is None else [(encoded[0][0], image_input)]
+        return [ids for ids, _ in encoded], [image_input for _, image_input in encoded]
 
     def encode(self, prompt: Prompt, apply_chat_template: bool | None = None) -> Encoded:
         """Return a prompt's ids, and its images if it has any; arguments as of :meth:`.FuzzyDecoder.encode`."""
@@ -201,13 +201,13 @@ def encode_with_images(
     """
     processor, tokenizer, sources = processor_of(target), target.tokenizer, sources or Sources()
     if isinstance(prompt, str) and chat is False:
-        ids, made = encode_marked(processor, prompt, [sources.open(image) for image in images])
+        ids, inputs = encode_marked(processor, prompt, [sources.open(image) for image in images])
     elif isinstance(prompt, str) or isinstance(prompt, Sequence) and all(isinstance(turn, Mapping) for turn in prompt):
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        ids, made = encode_shown(processor, tokenizer, *split_images(turns, images, sources), options)
+        ids, inputs = encode_shown(processor, tokenizer, *split_images(turns, images, sources), options)
     else:
         raise FsdError("images go with text or messages, and this prompt is token ids.")
-    return ids, image_input_of(target.name, target.model.config, made, ids)
+    return ids, image_input_of(target.name, target.model.config, inputs, ids)
 
 
 def prepared_image_input(

@@ -231,8 +231,8 @@ def _rules(
         return parse_rules(resolved(rule, drafter, target, temperature)), with_tree(drafter, config.tree)
     if config.tree is not None:
         raise FsdError("rule 'calibrated' brings a tree with it: leave tree out, or name a rule.")
-    made, drafter = calibrated(drafter, target, temperature)
-    return [made], drafter
+    calibrated_rule, drafter = calibrated(drafter, target, temperature)
+    return [calibrated_rule], drafter
 
 
 def _check_watchers(config: FuzzyConfig, request: Request, beams: int, streamer: Any) -> None:

@@ -75,8 +75,8 @@ class FromTarget:
             FsdError: a layer that the target lacks.
             ModelLoadError: a target whose layers cannot be left out or whose weights cannot be rounded.
         """
-        made = target if self.layers is None else with_layers(target, self.layers, name)
-        return made if self.bits is None else with_rounded_weights(made, self.bits, name)
+        model = target if self.layers is None else with_layers(target, self.layers, name)
+        return model if self.bits is None else with_rounded_weights(model, self.bits, name)
 
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:

@@ -91,7 +91,7 @@ class MtpHead(nn.Module):
         Returns:
             [B, M, K · H] each layer's g.
         """
-        width, made = self.width, list[Tensor]()
+        width, outputs = self.width, list[Tensor]()
         rotary = positions if cache is None else cache.rotary(positions)
         angles = {kind: self._angles(kind, embeds.to(states.dtype), rotary) for kind in set(self._kinds)}
         is_text = states.shape[-1] > len(self.layers) * width
@@ -100,10 +100,10 @@ class MtpHead(nn.Module):
             part = index if is_text else max(index - 1, 0)
             state = states[..., part * width : (part + 1) * width]
             if is_text and index:
-                state = torch.cat([state[:, :1], made[-1][:, :-1]], 1)
+                state = torch.cat([state[:, :1], outputs[-1][:, :-1]], 1)
             mask = self._layer_mask(index, attention_mask, positions, cache)
-            made.append(layer(embeds, state, mask, cache, position_ids=positions, **angles[self._kinds[index]]))
-        return torch.cat(made, -1)
+            outputs.append(layer(embeds, state, mask, cache, position_ids=positions, **angles[self._kinds[index]]))
+        return torch.cat(outputs, -1)
 
     def _angles(self, kind: str, x: Tensor, positions: Tensor) -> dict[str, Any]:
         rotary = self._rotary[0]

@@ -199,12 +199,12 @@ class RoundRecorder:
         if not graphs and not self._record(graphs, state, first, round.inputs):
             return self._eagerly(round, recording)
         random_state = self.generator.get_state() if asks_host and len(graphs) == 1 else None
-        made = graphs[0].replay(round.inputs, keeps_values=round.tree is None)
+        replayed = graphs[0].replay(round.inputs, keeps_values=round.tree is None)
         state.on_phase("target")
         if not asks_host:
-            whole: RoundTensors = made
+            whole: RoundTensors = replayed
             return whole
-        verified: VerifiedTree = made
+        verified: VerifiedTree = replayed
         asked = verified.with_answers(state)
         for question in recording.questions or ():
             asked.answer(question)

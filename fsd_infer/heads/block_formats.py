@@ -71,12 +71,12 @@ def read_block_head(directory: Path, config: Mapping[str, Any], target: Target) 
     """
     weights = Weights(directory, partial(our_name, more=_RENAMED))
     names = parameters_of(weights)
-    made, order, ids = _described(Options(config, "dflash_config"), weights, names, target)
-    check_sizes(f"the block head in {directory}", made.target_size, made.vocab_size, target)
+    block_config, order, ids = _described(Options(config, "dflash_config"), weights, names, target)
+    check_sizes(f"the block head in {directory}", block_config.target_size, block_config.vocab_size, target)
     # transformers may fail in any way on another program's values
     with foreign_errors(CheckpointError, "its config.json does not describe a decoder layer ({why})."):
         with torch.device("meta"):
-            head = BlockHead(made)
+            head = BlockHead(block_config)
         head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config)
     dropped = {name for name in (EMBEDDINGS, LM_HEAD) if name not in head.state_dict()}  # the target's are used
     fill(head, weights, {name: name for name in names - dropped}, target.dtype)
@@ -112,13 +112,13 @@ def _described(
     own_head = LM_HEAD in names and (ids is not None or not shares_table(weights, LM_HEAD, target))
     _check_width(layer["hidden_size"], own_embeds, own_head, target)
     windows, causal = _attention(options, count)
-    made = BlockConfig(
+    config = BlockConfig(
         layer, count, tuple(sorted(stored)), size, vocabulary, options.whole("block_size", least=2, most=_LONGEST),
         _mask_token(options, vocabulary), _fills_in(options, names), windows, causal,
         weights.shapes[LM_HEAD][0] if own_head else None, own_embeds, _softcap(options),
         **_correction(options, layer["hidden_size"], weights.shapes),
     )  # fmt: skip
-    return made, stored, ids
+    return config, stored, ids
 
 
 def _fills_in(options: Options, names: Collection[str]) -> bool:

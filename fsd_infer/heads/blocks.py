@@ -248,8 +248,8 @@ class BlockHead(nn.Module):
         read = slot
         if self.config.confidence == "state+token":
             read = torch.cat([slot, self.markov_head.markov_w1(tokens)], -1)
-        made: Tensor = self.confidence_head["proj"](read)
-        return made[..., 0].float()
+        logits: Tensor = self.confidence_head["proj"](read)
+        return logits[..., 0].float()
 
 
 def _heads(x: Tensor, width: int) -> Tensor:

@@ -74,8 +74,8 @@ def eagle_head(config: Mapping[str, Any], weights: Weights, target: Target | Non
     check_sizes_agree(config.get, draft_vocab_size=vocabulary)
     sizes = {"hidden_size": layer["hidden_size"], "vocab_size": vocabulary, "embed_size": embed_size}
     count = layer_count(described.get("num_hidden_layers"), names)
-    made: dict[str, Any] = {"layout": "eagle", "num_layers": count, "fc_bias": bias, "own_embeddings": own}
-    head = EagleConfig(**sizes, layer=layer, target=sizes, **made)
+    fields: dict[str, Any] = {"layout": "eagle", "num_layers": count, "fc_bias": bias, "own_embeddings": own}
+    head = EagleConfig(**sizes, layer=layer, target=sizes, **fields)
     names -= set() if bias else {"fc.bias"}  # zeros, which some programs need in the file
     return StoredHead(head, weights, {name: name for name in names})
 
@@ -98,10 +98,10 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
     described, tied = options.layer, flag(options.layer.get, "tie_word_embeddings")
     layer = _layer(described, shapes, "llama", not options.of_speculators, SLIDING if options.of_speculators else None)
     _check_computed(config, described)
-    made: dict[str, Any] = {name: options.flag(name, False) for name in EAGLE3_FLAGS}
+    fields: dict[str, Any] = {name: options.flag(name, False) for name in EAGLE3_FLAGS}
     leaving = options.nested.get(AUX_IDS) or None
     fused, stated = config.get(AUX_IDS) or leaving, options.get("target_hidden_size")
-    made["target_hidden_size"], count = _fused_width(shapes, fused, stated, layer["hidden_size"])
+    fields["target_hidden_size"], count = _fused_width(shapes, fused, stated, layer["hidden_size"])
     vocabulary, _ = _table(described, shapes, layer["hidden_size"])
     ids = read_draft_ids(weights, vocabulary)
     check_sizes_agree(config.get, draft_vocab_size=vocabulary if ids is None else len(ids))
@@ -117,8 +117,8 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
         fused_layers=_fused_layers(config.get(AUX_IDS), leaving, count, target),
         own_lm_head=LM_HEAD in names,
         own_embeddings=EMBEDDINGS in names and not shares_table(weights, EMBEDDINGS, target),
-        target={"hidden_size": made["target_hidden_size"], "vocab_size": vocabulary},
-        **made,
+        target={"hidden_size": fields["target_hidden_size"], "vocab_size": vocabulary},
+        **fields,
     )
     if target and head.own_embeddings and not head.own_lm_head and tied:
         raise CheckpointError(

@@ -109,9 +109,9 @@ def _multi_rotary(config: Any, rope: Mapping[str, Any]) -> nn.Module:
         raise ValueError(f"mrope_section is {section!r:.60}, not three whole numbers")
     if 2 * sum(section) != width:
         raise ValueError(f"mrope_section {section} adds up to {sum(section)}, not to half of head_dim, {width // 2}")
-    made: Any = copy.deepcopy(config)
-    made.rope_parameters = {**config.rope_parameters, "mrope_section": section}
-    return (Qwen3VLTextRotaryEmbedding if rope.get("mrope_interleaved") else Qwen2_5_VLRotaryEmbedding)(made)
+    copied: Any = copy.deepcopy(config)
+    copied.rope_parameters = {**config.rope_parameters, "mrope_section": section}
+    return (Qwen3VLTextRotaryEmbedding if rope.get("mrope_interleaved") else Qwen2_5_VLRotaryEmbedding)(copied)
 
 
 @torch.no_grad()

@@ -199,14 +199,14 @@ def _ropes(config: Mapping[str, Any], rope_of: str | None) -> dict[str, Any]:
         old = rope.pop("type", None)
         kind = rope.get("rope_type") or old
         parts.append({**rope, "rope_type": "default" if kind == "mrope" else kind})
-    made = {name: agreed(name, (part.get(name) for part in parts)) for part in parts for name in part}
-    stated, used = config.get("rope_theta"), made.get("rope_theta")
+    merged = {name: agreed(name, (part.get(name) for part in parts)) for part in parts for name in part}
+    stated, used = config.get("rope_theta"), merged.get("rope_theta")
     if None not in (stated, used) and stated != used:
         logger.warning(
             "the head turns by rope_theta %s, as in its rope parameters; elsewhere its config says %s.", used, stated
         )
-    made["rope_theta"] = stated if used is None else used
-    return {name: value for name, value in made.items() if value is not None}
+    merged["rope_theta"] = stated if used is None else used
+    return {name: value for name, value in merged.items() if value is not None}
 
 
 def plain_layer(config: Mapping[str, Any], kind: str, mrope: bool = True, rope_of: str | None = None) -> dict[str, Any]:

@@ -210,8 +210,8 @@ def encode_expanded(processor: Any, text: str, images: Sequence[Any]) -> tuple[s
     reader = copy.copy(processor)
     reader.tokenizer = _Hidden(processor.tokenizer)
     with foreign_errors(FsdError, f"the processor rejects the prompt's {len(images)} images: {{why}}"):
-        made = reader(text=[text], images=[list(images)] if images else None, return_tensors="pt")
-    return reader.tokenizer.last, made["input_ids"][0].tolist(), dict(made)
+        encoded = reader(text=[text], images=[list(images)] if images else None, return_tensors="pt")
+    return reader.tokenizer.last, encoded["input_ids"][0].tolist(), dict(encoded)
 
 
 class _Read(BatchEncoding):

@@ -135,11 +135,11 @@ def check_free(host: str, port: int) -> None:
 
 def server(app: FastAPI, host: str, port: int) -> uvicorn.Server:
     """Return a server that does not listen yet; port 0: any free one."""
-    made = uvicorn.Config(
+    config = uvicorn.Config(
         app, host=host, port=port, log_level="warning", http=Connection, ws="none",
         timeout_graceful_shutdown=GRACE_SECONDS,
     )  # fmt: skip
-    return _Server(made)
+    return _Server(config)
 
 
 def serve(app: FastAPI, host: str, port: int) -> None:

@@ -43,12 +43,12 @@ class Reply:
         choice: dict[str, Any] = {"text": text}
         self._shown[index] += len(text)
         if self.is_chat:
-            made = len(self._readers[index].made) if self._readers else 0
+            count = len(self._readers[index].made) if self._readers else 0
             text, calls = self._read(index, text, is_over)
             delta: dict[str, Any] = {} if index in self._begun else {"role": "assistant"}
             delta |= {"content": text} if text else {}
             if calls:
-                delta["tool_calls"] = [{"index": made + i, **_called(call)} for i, call in enumerate(calls)]
+                delta["tool_calls"] = [{"index": count + i, **_called(call)} for i, call in enumerate(calls)]
             choice = {"delta": delta}
         self._begun.add(index)
         return f"data: {json.dumps(self._envelope([choice | self._facts(index, is_over)], chunk=True))}\n\n"

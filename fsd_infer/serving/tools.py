@@ -131,9 +131,9 @@ class CallReader:
             body, closed, rest = self._parted(is_over)
             if not closed and not is_over and self._held.lstrip()[:1] in ("", "{", "["):
                 break
-            made = self._calls(body)
-            calls += made
-            if not made:  # a mention of the opening: a call may follow
+            found = self._calls(body)
+            calls += found
+            if not found:  # a mention of the opening: a call may follow
                 content, rest = content + self._opening, body + closed + rest
             self._held, self._opening = rest, None
         self.made += calls
@@ -177,8 +177,8 @@ class CallReader:
         except (ValueError, RecursionError):
             return []
         calls = [value for item in found for value in (item if isinstance(item, list) else [item])]
-        made = [self._call(call) for call in calls]
-        return [] if None in made else [call for call in made if call is not None]
+        read = [self._call(call) for call in calls]
+        return [] if None in read else [call for call in read if call is not None]
 
     def _call(self, value: Any) -> ToolCall | None:
         if not isinstance(value, dict) or value.get("name") not in self.names:

@@ -97,13 +97,13 @@ def load_gguf(
             )
         return _by_transformers(source, facts, dtype, attn_implementation), load_gguf_tokenizer(source, facts)
     config = _config(facts, tensors, source)
-    made = AutoConfig.for_model(**config)
-    model = _empty_model(made, dtype=dtype, attn_implementation=attn_implementation or "sdpa")
+    hf_config = AutoConfig.for_model(**config)
+    model = _empty_model(hf_config, dtype=dtype, attn_implementation=attn_implementation or "sdpa")
     lost = Counter[str]()  # weights in types that the backend does not read
     for name, stored, order in _places(model, tensors, config, source):
         path, _, kind = name.rpartition(".")
         layer = model.get_submodule(path)
-        tied = made.tie_word_embeddings and path == "model.embed_tokens"
+        tied = hf_config.tie_word_embeddings and path == "model.embed_tokens"
         holder = model.lm_head if tied else layer
         stays = kind == "weight" and isinstance(holder, (nn.Linear, nn.Embedding)) and reads_blocks is not None
         if stays and reads_blocks(int(stored.kind), *stored.shape):  # type: ignore[misc]
@@ -115,9 +115,9 @@ def load_gguf(
         for part in (layer, model.lm_head) if tied else (layer,):
             setattr(part, kind, value)
     decoder = model.model
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=made)  # computes its buffers, which are still on "meta"
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=hf_config)  # computes its buffers, which are still on "meta"
     model.generation_config = GenerationConfig(**_generation_config(config))
-    made._name_or_path = str(source)
+    hf_config._name_or_path = str(source)
     if reads_blocks is not None:
         _say_what_is_expanded(source.name, +lost, reads_blocks)
     return model, load_gguf_tokenizer(source, facts)

@@ -142,9 +142,9 @@ def write_tokenizer(facts: dict[str, Any], out_dir: Path, source: Path) -> None:
         )
     with foreign_errors(ModelLoadError, f"{source}: its vocabulary is incomplete or invalid ({{why}}).", most=200):
         tokens = _tokens(facts)
-        made = _sentencepiece(facts, tokens) if pre is None else _byte_level(facts, tokens, pre)
-        _finish(made, facts, tokens, begins=pre is None or pre.begins)
-    made.save(str(out_dir / "tokenizer.json"))
+        tokenizer = _sentencepiece(facts, tokens) if pre is None else _byte_level(facts, tokens, pre)
+        _finish(tokenizer, facts, tokens, begins=pre is None or pre.begins)
+    tokenizer.save(str(out_dir / "tokenizer.json"))
     settings, template = _settings(facts, tokens)
     if isinstance(template, str):  # in both places, because readers differ
         (out_dir / "chat_template.jinja").write_text(template, encoding="utf-8")

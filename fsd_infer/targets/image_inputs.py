@@ -129,8 +129,9 @@ class ImagePrompt:
     def positions(self) -> Tensor:
         """The tokens' positions as ``generate`` prepares them: [1, P], or of M-RoPE [3, 1, P]."""
         given = {**self.inputs, "input_ids": self.tokens, "attention_mask": torch.ones_like(self.tokens)}
-        made: Tensor = self.model._prepare_position_ids_for_generation(self.tokens, given)
-        return made[1:] if made.dim() == 3 and len(made) == 4 else made  # the first of four are places in the text
+        positions: Tensor = self.model._prepare_position_ids_for_generation(self.tokens, given)
+        has_text_row = positions.dim() == 3 and len(positions) == 4  # the first of four are positions in the text
+        return positions[1:] if has_text_row else positions
 
 
 def set_offset(cache: SlotCache, positions: Tensor) -> None:

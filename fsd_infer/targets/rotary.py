@@ -96,14 +96,14 @@ class DynamicRope:
         lengths = lengths.where(lengths > self.fixed_length, self.fixed_length)
         if not self._every:
             lengths = lengths.clamp_max(self.fixed_length + 1)
-        made = [part.clone() for part in _parts(like)]
+        outputs = [part.clone() for part in _parts(like)]
         for length in lengths.unique().tolist():
             self.reset()
             mine = lengths == length
             asked = torch.cat([positions[mine], positions.new_tensor([length - 1])])  # the last one sets the length
-            for whole, part in zip(made, _parts(module.forward(x, asked[None], **kwargs)), strict=True):
+            for whole, part in zip(outputs, _parts(module.forward(x, asked[None], **kwargs)), strict=True):
                 whole[mine] = part[0, :-1]
-        return made[0] if isinstance(like, Tensor) else type(like)(made)
+        return outputs[0] if isinstance(like, Tensor) else type(like)(outputs)
 
 
 def _kinds(module: nn.Module) -> set[str]:

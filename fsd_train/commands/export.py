@@ -108,8 +108,8 @@ def main(args: argparse.Namespace) -> int:
         _choose_ids(module.head, module.target, args, module.always_drafted())
     if args.to == "target" and isinstance(module, MtpModule):
         with TemporaryDirectory() as place:
-            made = module.export(place)
-            return _into_target(made, args.target or module.target_name, args)
+            directory = module.export(place)
+            return _into_target(directory, args.target or module.target_name, args)
     if args.to is None or args.to == "speculators" and isinstance(module, (MtpModule, BlockModule)):
         with _written(args) as place:
             module.export(place, {"checkpoint": Path(args.source).name})

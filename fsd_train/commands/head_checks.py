@@ -203,11 +203,11 @@ class Doctor:
         """
         asked = [row.prompt() for row in self.rows[:prompts]]
         drafter = self.drafter(TreeShape(STEPS, 1, STEPS + 1))
-        made = FuzzyDecoder(self.target, drafter).generate(asked, max_new_tokens=tokens, temperature=0)
-        accepted = accepted_shares([run for record in made.records for run in runs_of(record.sources)], STEPS)
+        output = FuzzyDecoder(self.target, drafter).generate(asked, max_new_tokens=tokens, temperature=0)
+        accepted = accepted_shares([run for record in output.records for run in runs_of(record.sources)], STEPS)
         says = "accepted by position: " + " ".join(f"{share:.0%}" for share in accepted)
-        mistakes = Finding("drafts", None, drafts_text(made.stats.drafts.summary()))
-        return [Finding("decoding", None, says), mistakes], accepted, made.sequences
+        mistakes = Finding("drafts", None, drafts_text(output.stats.drafts.summary()))
+        return [Finding("decoding", None, says), mistakes], accepted, output.sequences
 
 
 def refuse_images(values: Mapping[str, Any]) -> None:

@@ -225,7 +225,7 @@ def _first_layer(target: Target, head: MtpHead) -> MtpHead:
     if len(head.layers) == 1:
         return head
     with torch.device("meta"):
-        made = MtpHead(target, head.layout)
-    made.layers[0].load_state_dict(head.layers[0].state_dict(), assign=True)
-    made.tables = head.tables[:1]
-    return made.requires_grad_(False)
+        single = MtpHead(target, head.layout)
+    single.layers[0].load_state_dict(head.layers[0].state_dict(), assign=True)
+    single.tables = head.tables[:1]
+    return single.requires_grad_(False)

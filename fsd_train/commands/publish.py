@@ -186,8 +186,8 @@ def group_of(name: str, decoder: FuzzyDecoder, prompts: Sequence[Any], options: 
         name, prompts; ``accepted``: share of rounds whose drafts 1 to k were all accepted, by k; ``tau``: tokens per
         target forward with up to k drafts, 1 plus the sum of those shares, by k.
     """
-    made = decoder.generate(list(prompts), **options)
-    accepted = accepted_shares([run for record in made.records for run in runs_of(record.sources)], DRAFTS)
+    output = decoder.generate(list(prompts), **options)
+    accepted = accepted_shares([run for record in output.records for run in runs_of(record.sources)], DRAFTS)
     taus = [1 + sum(accepted[: k + 1]) for k in range(DRAFTS)]
     return {"name": name, "prompts": len(prompts), "accepted": accepted, "tau": taus}
 

@@ -40,22 +40,23 @@ def expanded(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Raises:
         FsdError: a value of the wrong type.
     """
-    made = [_without_short_keys(recipe) for recipe in recipes]
-    _move(recipes, made)
+    written = [_without_short_keys(recipe) for recipe in recipes]
+    _move(recipes, written)
     given: dict[str, Any] = {key: value for recipe in recipes for key, value in recipe.items() if key in WRITTEN_OUT}
     defaults: dict[str, Any] = {"trainer": {}}
     if "output_dir" in given:
         run, every = _text(given, "output_dir"), _whole(given, "save_steps", SAVE_STEPS)
-        batches = [trainer[ACCUMULATE] for recipe in made if (trainer := recipe.get("trainer", {})).get(ACCUMULATE)]
+        batches = [trainer[ACCUMULATE] for recipe in written if (trainer := recipe.get("trainer", {})).get(ACCUMULATE)]
         defaults["trainer"] = _run_options(run, every, _whole({ACCUMULATE: [1, *batches][-1]}, ACCUMULATE))
         first = next(index for index, recipe in enumerate(recipes) if "output_dir" in recipe)
-        for trainer in (recipe["trainer"] for recipe in made[: first + 1] if "callbacks" in recipe.get("trainer", {})):
-            trainer["callbacks"] = _joined(defaults["trainer"]["callbacks"], trainer["callbacks"])
+        for trainer in [recipe.get("trainer", {}) for recipe in written[: first + 1]]:
+            if "callbacks" in trainer:
+                trainer["callbacks"] = _joined(defaults["trainer"]["callbacks"], trainer["callbacks"])
     elif "save_steps" in given:
         raise FsdError("save_steps needs output_dir: give both, or a ModelCheckpoint in trainer.callbacks.")
     if "warmup_ratio" in given:
         defaults["model"] = {"lr_scheduler": {"class_path": SCHEDULE}}
-    layers = [defaults, *made]
+    layers = [defaults, *written]
     # the parser would give each callback the arguments of what stands at its place in an earlier list
     for trainer in [layer["trainer"] for layer in layers if "callbacks" in layer.get("trainer", {})][:-1]:
         del trainer["callbacks"]
@@ -90,8 +91,8 @@ def written_out(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     for recipe in recipes.values():
         modules += _modules(recipe.get("import"))
     if given or len(recipes) > 1 or any(recipe.keys() & WRITTEN_OUT for recipe in recipes.values()):
-        defaults, *made, last, _ = expanded([*recipes.values(), given, _accumulated(argv)])
-        for place, layer, recipe in zip(recipes, made, recipes.values()):
+        defaults, *layers, last, _ = expanded([*recipes.values(), given, _accumulated(argv)])
+        for place, layer, recipe in zip(recipes, layers, recipes.values()):
             words[place] = _config(layer) if layer != recipe else words[place]
         place = max(recipes, default=-1) + 1
         words = [_config(defaults), *words[:place], _config(last), *words[place:]]
@@ -190,19 +191,19 @@ def _joined(defaults: list[dict[str, Any]], own: list[Any]) -> list[Any]:
 # directories of a run that moves ------------------------------------------------------------------------------------
 
 
-def _move(recipes: Sequence[Mapping[str, Any]], made: list[dict[str, Any]]) -> None:
+def _move(recipes: Sequence[Mapping[str, Any]], written: list[dict[str, Any]]) -> None:
     """Move what recipes before a later output_dir write to the directory of their run; warn of other directories."""
     runs = set[str]()
     for index, recipe in enumerate(recipes):
         if "output_dir" in recipe:
             run, stays = _text(recipe, "output_dir"), list[str]()
-            for earlier in made[:index]:
+            for earlier in written[:index]:
                 if "trainer" in earlier:
                     earlier["trainer"] = _moved(earlier["trainer"], runs, run, stays)
             if stays:
                 log.warning("output_dir is now %s, but these stay where the recipe has them: %s", run, ", ".join(stays))
             runs.add(run)
-        if isinstance(root := made[index].get("trainer", {}).get("default_root_dir"), str):
+        if isinstance(root := written[index].get("trainer", {}).get("default_root_dir"), str):
             runs.add(root)
 
 

@@ -85,13 +85,13 @@ def _own_tensors(source: Path, target: Target) -> dict[str, Tensor]:
     assert files is not None, "a directory was given"
     with torch.device("meta"):
         head = MtpHead(target, files.layout)
-    made = in_own_layout(target, files.read(0, head.layers[0].state_dict()))
-    if made is None:
+    tensors = in_own_layout(target, files.read(0, head.layers[0].state_dict()))
+    if tensors is None:
         raise ModelLoadError(
             f"checkpoints of {target.config.model_type} have no layout for MTP layers, so {source} stays next to its "
             "target: --drafter names its directory."
         )
-    return {name: value.contiguous() for name, value in made.items()}
+    return {name: value.contiguous() for name, value in tensors.items()}
 
 
 def _others(file: Path, without: set[str]) -> dict[str, Tensor]:

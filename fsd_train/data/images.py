@@ -152,17 +152,17 @@ class ImageReader:
             DataError: as there, or an image that cannot be read, or that no turn shows.
             ModelLoadError: the target has no processor.
         """
-        images, tokenizer, made = self._written(turns, sources, options)
+        images, tokenizer, processed = self._written(turns, sources, options)
         found = encode_conversation(tokenizer, turns, complete, options, max_length)
-        return [(ids, mask, self._seen(ids, images, sources, made)) for ids, mask in found]
+        return [(ids, mask, self._seen(ids, images, sources, processed)) for ids, mask in found]
 
     def prompt(
         self, turns: Sequence[Message], sources: Sequence[Any], options: _Options = None
     ) -> tuple[list[int], SeenImages]:
         """Return the ids of a prompt and its images; errors as of :meth:`conversation`."""
-        images, tokenizer, made = self._written(turns, sources, options)
+        images, tokenizer, processed = self._written(turns, sources, options)
         ids = encode_rendered(tokenizer, render(tokenizer, check_messages(turns), True, options))
-        return ids, self._seen(ids, images, sources, made)
+        return ids, self._seen(ids, images, sources, processed)
 
     def seen(self, ids: Sequence[int], sources: Sequence[Any]) -> SeenImages:
         """Return the images of a sequence of token ids, which has their placeholders. Raises DataError."""
@@ -182,9 +182,9 @@ class ImageReader:
         if not self._standing(ids):
             return None
         images = self._read_again(seen)
-        count, made = self._of_sequence(ids, images, self._processed(self.mark * len(images), images))
-        shown = _described(made, seen.sources[:count], seen.digests[:count])
-        return ImageInput(_first_inputs(made, shown, ids), self.placeholders)
+        count, processed = self._of_sequence(ids, images, self._processed(self.mark * len(images), images))
+        shown = _described(processed, seen.sources[:count], seen.digests[:count])
+        return ImageInput(_first_inputs(processed, shown, ids), self.placeholders)
 
     def _read_again(self, seen: SeenImages) -> list[Any]:
         """Return the images, opened. Raises DataError if one has changed since it was read first."""
@@ -225,39 +225,43 @@ class ImageReader:
             raise DataError(f"the processor of {self.name} writes the conversation otherwise than its parts.")
         return images, tokenizer, whole
 
-    def _seen(self, ids: Sequence[int], images: Sequence[Any], sources: Sequence[Any], made: _Processed) -> SeenImages:
+    def _seen(
+        self, ids: Sequence[int], images: Sequence[Any], sources: Sequence[Any], processed: _Processed
+    ) -> SeenImages:
         """Return those of the images whose placeholders are in a sequence. Raises DataError if the numbers differ."""
-        count, made = self._of_sequence(ids, images, made)
-        return _described(made, sources[:count], list(map(_digest, images[:count])))
+        count, processed = self._of_sequence(ids, images, processed)
+        return _described(processed, sources[:count], list(map(_digest, images[:count])))
 
-    def _of_sequence(self, ids: Sequence[int], images: Sequence[Any], made: _Processed) -> tuple[int, _Processed]:
+    def _of_sequence(self, ids: Sequence[int], images: Sequence[Any], processed: _Processed) -> tuple[int, _Processed]:
         """Return how many of the images a sequence has, and what the processor makes of these; errors of `_seen`."""
         wanted = [token for token in ids if token in self.placeholders]
         count = len(images)
-        if self._standing(made[1]) != wanted:  # the sequence ends before the last image, or the row's ids are of others
+        if self._standing(processed[1]) != wanted:  # it ends before the last image, or the row's ids are of others
             each = [len(self._standing(self._processed(self.mark, [image])[1])) for image in images]
             count = next((n for n, total in enumerate(accumulate(each), 1) if total == len(wanted)), 0)
-            made = self._processed(self.mark * count, images[:count]) if count else made
-        if not count or self._standing(made[1]) != wanted:
+            processed = self._processed(self.mark * count, images[:count]) if count else processed
+        if not count or self._standing(processed[1]) != wanted:
             raise DataError(
                 f"the row's ids have {len(wanted)} tokens that stand for images, which its {len(images)} images do "
                 "not take. Regenerate the answers with this target and these images."
             )
-        return count, made
+        return count, processed
 
     def _standing(self, ids: Sequence[int]) -> list[int]:
         return [token for token in ids if token in self.placeholders]
 
 
-def _first_inputs(made: _Processed, seen: SeenImages, ids: Sequence[int] | Tensor) -> dict[str, Tensor]:
+def _first_inputs(processed: _Processed, seen: SeenImages, ids: Sequence[int] | Tensor) -> dict[str, Tensor]:
     """Return the inputs of a first forward over a sequence: what the processor makes of images, and their places."""
-    others = {name: value for name, value in made[2].items() if name not in (*OF_TEXT, "input_ids", "attention_mask")}
+    others = {
+        name: value for name, value in processed[2].items() if name not in (*OF_TEXT, "input_ids", "attention_mask")
+    }
     return {**others, **seen.placing(list(map(int, ids)))}
 
 
-def _described(made: _Processed, sources: Sequence[Any], digests: Sequence[str]) -> SeenImages:
+def _described(processed: _Processed, sources: Sequence[Any], digests: Sequence[str]) -> SeenImages:
     """Return what is kept of images that the processor has read."""
-    read, values = made[1], made[2]
+    read, values = processed[1], processed[2]
     places = {
         name: value
         for name, value in values.items()

@@ -79,13 +79,13 @@ def encode_row_with_images(
     with _placed_errors(where):
         found = _encoded_ids(row, where)
         if found is not None:
-            made: list[Sequenced] = [(*found, None)]
+            sequences: list[Sequenced] = [(*found, None)]
         else:
             complete = row.get("finish_reason") in (None, "stop")
             turns, options = row_conversation(row, where), template_options(row)
-            made = [*reader.conversation(turns, sources, complete, options, max_length)]
+            sequences = [*reader.conversation(turns, sources, complete, options, max_length)]
         kept: list[Sequenced] = []
-        for ids, mask, seen in made:
+        for ids, mask, seen in sequences:
             end = max((index + 1 for index, answers in enumerate(mask[:max_length]) if answers), default=0)
             if end and (seen is None or end < len(ids)):  # so that no image is cut
                 seen = reader.seen(ids[:end], sources)

@@ -36,11 +36,11 @@ def prompt_pair(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list
     except DataError:
         return None
     try:
-        made = encode_chat(tokenizer, turns, options=asked)
+        served = encode_chat(tokenizer, turns, options=asked)
     except DataError:
-        made = []
+        served = []
     raw = len(turns) == 1 and ids == encode_text(tokenizer, turns[0]["content"])  # a prompt without a template
-    return None if raw else (ids, made)
+    return None if raw else (ids, served)
 
 
 def _asked_of_template(row: Mapping[str, Any]) -> str:
@@ -62,10 +62,10 @@ def differences(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> list[str]:
     compared, differing = len(pairs), [pair for pair in pairs if pair[0] != pair[1]]
     warnings = []
     if differing:
-        theirs, made = (_parting(pair, tokenizer) for pair in (differing[0], differing[0][::-1]))
+        theirs, ours = (_parting(pair, tokenizer) for pair in (differing[0], differing[0][::-1]))
         warnings.append(
             f"{len(differing)} of {compared} prompts are not what this target's chat template makes of their messages: "
-            f"{theirs!r}, in serving {made!r}. Regenerate the answers, or serve with the template and system prompt of "
+            f"{theirs!r}, in serving {ours!r}. Regenerate the answers, or serve with the template and system prompt of "
             "the data."
         )
     warnings += [

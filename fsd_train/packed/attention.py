@@ -143,8 +143,8 @@ def _plain_attention(
         each = sinks.to(scores.dtype).reshape(len(scores), shared, 1, 1).expand(-1, -1, query.shape[2], -1)
         scores = torch.cat([scores, each.reshape(*scores.shape[:2], 1)], dim=-1)
     weights = scores.softmax(-1, dtype=scores.dtype)[..., : key.shape[2]]
-    made = torch.dropout(weights, dropout, train=dropout > 0) @ value[0]  # MLA's values are narrower than its keys
-    return made.reshape(*query.shape[:-1], value.shape[-1])
+    output = torch.dropout(weights, dropout, train=dropout > 0) @ value[0]  # MLA's values are narrower than its keys
+    return output.reshape(*query.shape[:-1], value.shape[-1])
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -195,11 +195,11 @@ class TextMask(PackedMask):
     @cached_property
     def rotary(self) -> Tensor:
         """Where heads with M-RoPE place tokens: :attr:`positions`, or [3, 1, M] if images move the target's."""
-        made = {number: prompt.positions for number, prompt in self.shown.items()}
-        if not any(places.dim() == 3 for places in made.values()):
+        positions = {number: prompt.positions for number, prompt in self.shown.items()}
+        if not any(places.dim() == 3 for places in positions.values()):
             return self.positions
         parts = list(self.positions.expand(3, 1, -1).split(list(self.lengths), dim=-1))
-        for number, places in made.items():
+        for number, places in positions.items():
             parts[number] = places.view(-1, 1, places.shape[-1]).expand(3, 1, -1)
         return torch.cat(parts, dim=-1)
 
