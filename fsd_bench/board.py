@@ -62,12 +62,12 @@ class BoardRow:
 
 def read_rows(file: Path) -> list[BoardRow]:
     """Read a record's rows. Raises DataError for a file that is neither of the two kinds, or damaged."""
-    found = read_json(file, ADVICE)
+    record = read_json(file, ADVICE)
     rows: list[BoardRow] = []
     with misshapen(file, ADVICE):
-        if isinstance(found, dict):
-            of_record = {"methods", "settings"} <= found.keys()
-            rows = list(_of_record(file.name, found) if of_record else _of_server(file.name, found))
+        if isinstance(record, dict):
+            of_record = {"methods", "settings"} <= record.keys()
+            rows = list(_of_record(file.name, record) if of_record else _of_server(file.name, record))
         for row in rows:
             json.dumps(asdict(typed(asdict(row), BoardRow)), allow_nan=False)
     if not rows:

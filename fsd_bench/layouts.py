@@ -129,9 +129,9 @@ def hle(row: Values) -> dict[str, Any]:
     asked = (
         LETTER if choice else "Reason step by step. End with a line that says ANSWER: and your answer, nothing else."
     )
-    found = {"letters": LETTERS} if choice else {}
+    fields = {"letters": LETTERS} if choice else {}
     return {
-        "prompt": f"{_need(row, 'question')}\n\n{asked}", "answer": str(_need(row, "answer")).strip(), **found,
+        "prompt": f"{_need(row, 'question')}\n\n{asked}", "answer": str(_need(row, "answer")).strip(), **fields,
         "scored_by": "letter" if choice else "text", "category": str(row.get("category") or "hle"),
     }  # fmt: skip
 
@@ -180,8 +180,8 @@ def private_tests(text: str) -> list[dict[str, Any]]:
     except ValueError:
         pass
     try:
-        found = _Texts(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load()
-        return list(json.loads(found))
+        tests = _Texts(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load()
+        return list(json.loads(tests))
     except (ValueError, TypeError, zlib.error, pickle.UnpicklingError, EOFError) as error:
         raise DataError(f"private_test_cases cannot be read ({error}). Fetch the file again.") from error
 

@@ -40,8 +40,8 @@ def _each(name: str) -> Value:
     """Return a field of answers, each with weight 1."""
 
     def value(run: TimedRun, answer: MeasuredAnswer) -> Pair | None:
-        found = getattr(answer, name)
-        return None if found is None else (float(found), 1.0)
+        value = getattr(answer, name)
+        return None if value is None else (float(value), 1.0)
 
     return value
 
@@ -50,8 +50,8 @@ def _per_token(name: str) -> Value:
     """Return a field of answers, each with its length as weight."""
 
     def value(run: TimedRun, answer: MeasuredAnswer) -> Pair | None:
-        found = getattr(answer, name)
-        return None if found is None else (found * answer.length, float(answer.length))
+        value = getattr(answer, name)
+        return None if value is None else (value * answer.length, float(answer.length))
 
     return value
 

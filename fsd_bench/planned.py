@@ -117,11 +117,11 @@ def count_weights(module: nn.Module) -> int:
 
 def read_changes(changes: Sequence[str]) -> dict[str, int]:
     """Parse "KEY=NUMBER" texts, of whole numbers. Raises FsdError for another text."""
-    found = {}
+    plans = {}
     for text in changes:
         key, equals, number = text.partition("=")
         value = read_int(number)
         if not key or value is None or value < 1 and key in _SIZES:
             raise FsdError(f"--set takes KEY=NUMBER with a whole number, e.g. num_hidden_layers=8; got {text}.")
-        found[key] = value
-    return found
+        plans[key] = value
+    return plans

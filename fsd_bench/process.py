@@ -73,9 +73,9 @@ class ProcessMethod(Method):
         self.load_seconds = time.perf_counter() - start
 
     def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
-        found = self._ask({"prompts": prompts, "options": options, "seed": seed})
+        reply = self._ask({"prompts": prompts, "options": options, "seed": seed})
         try:
-            run: TimedRun = typed(found, TimedRun)
+            run: TimedRun = typed(reply, TimedRun)
             # two clocks may differ a little
             if not 0 <= run.prefill_seconds <= 1.01 * run.seconds < math.inf or run.seconds == 0:
                 raise ValueError(f"{run.seconds} seconds in all, {run.prefill_seconds} until the first token")

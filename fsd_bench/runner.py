@@ -208,12 +208,12 @@ def _start(settings: RunOptions, spec: MethodSpec) -> list[Method]:
 
 def _categories(rows: Sequence[PromptRow], before: Mapping[int, int]) -> list[str]:
     """Return the rows' categories. Each later turn has its own, since batches do not mix categories."""
-    found = [category_of(row) for row in rows]
+    categories = [category_of(row) for row in rows]
     numbers: dict[int, int] = {}
     for index, earlier in before.items():
         numbers[index] = numbers.get(earlier, 1) + 1
-        found[index] += f", turn {numbers[index]}"
-    return found
+        categories[index] += f", turn {numbers[index]}"
+    return categories
 
 
 def _with_prompts(

@@ -286,8 +286,8 @@ _LETTER = re.compile(
 
 def last_letter(answer: str) -> str | None:
     """Return the letter that an answer names last, or None."""
-    found = [next(filter(None, groups)).upper() for groups in _LETTER.findall(answer)]
-    return found[-1] if found else None
+    letters = [next(filter(None, groups)).upper() for groups in _LETTER.findall(answer)]
+    return letters[-1] if letters else None
 
 
 def _is_text(answer: str, text: str) -> bool:

@@ -151,13 +151,14 @@ class ConsoleParser(argparse.ArgumentParser):
         elif not words:
             self.print_help(sys.stderr)
             sys.exit(BAD_INPUT)
-        found = super().parse_known_args(args, namespace)
+        parsed = super().parse_known_args(args, namespace)
         if self._subparsers is None:
-            self._check_words(found[1], words)
+            self._check_words(parsed[1], words)
         for action in self._actions:
-            if action.nargs is None and getattr(found[0], action.dest, None) == []:  # how some Pythons read --option=--
+            # how some Pythons read --option=--
+            if action.nargs is None and getattr(parsed[0], action.dest, None) == []:
                 self.error(f"argument {'/'.join(action.option_strings)}: expected one argument")
-        return found
+        return parsed
 
     def _check_options(self, words: Sequence[str]) -> None:
         """Report an unknown option before others that are missing, which it may stand for."""

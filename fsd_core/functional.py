@@ -60,8 +60,8 @@ def replaceable(plain: Callable[P, R]) -> Callable[P, R]:
     def function(*args: P.args, **kwargs: P.kwargs) -> R:
         first: Any = args[0]
         kernel = kernels.get((first if isinstance(first, Tensor) else first[0]).device.type)
-        found = NotImplemented if kernel is None else kernel(*args, **kwargs)
-        return plain(*args, **kwargs) if found is NotImplemented else found
+        result = NotImplemented if kernel is None else kernel(*args, **kwargs)
+        return plain(*args, **kwargs) if result is NotImplemented else result
 
     return function
 

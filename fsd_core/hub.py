@@ -183,11 +183,11 @@ class _Guard:
 
     def _check_names(self, host: str, response: Any) -> None:
         """Raise HubError for a header or a commit that would become a path outside the cache."""
-        found = {name: response.headers.get(name) for name in _NAMES}
+        headers = {name: response.headers.get(name) for name in _NAMES}
         if response.request.method == "GET" and response.status_code == 200:
             answer = response.json()
-            found["sha"] = answer.get("sha") if isinstance(answer, dict) else None
-        for name, value in found.items():
+            headers["sha"] = answer.get("sha") if isinstance(answer, dict) else None
+        for name, value in headers.items():
             if value is not None and not _NAME.fullmatch(str(value).removeprefix("W/").strip('"')):
                 raise HubError(
                     f"{host} answers with the {name} {str(value)!r:.80}, which is not the name of a file: nothing is "
@@ -197,11 +197,11 @@ class _Guard:
 
 def wait_of(response: Any) -> int | None:
     """Return the seconds that an answer asks to wait; None if it does not say."""
-    found = re.fullmatch(r"\d{1,9}", response.headers.get("Retry-After", ""), re.ASCII)
+    match = re.fullmatch(r"\d{1,9}", response.headers.get("Retry-After", ""), re.ASCII)
     limited = re.search(r"\bt\s*=\s*(\d{1,9})", response.headers.get("RateLimit", ""), re.ASCII)
     if response.status_code == 429 and limited is not None:
         return int(limited[1])
-    return int(found[0]) if found else None
+    return int(match[0]) if match else None
 
 
 # errors --------------------------------------------------------------------------------------------------------------

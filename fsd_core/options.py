@@ -23,10 +23,10 @@ SCORES = ("auto", "number", "choice", "ifeval", "chrf", "rouge", "letter", "math
 
 def rows_by_tokens(text: str) -> tuple[int, int]:
     """Read "ROWSxTOKENS". An option type."""
-    found = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,8})", text)
-    if found is None or int(found[2]) < 2:
+    match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,8})", text)
+    if match is None or int(match[2]) < 2:
         raise ArgumentTypeError(f"{text[:60]!r} is not ROWSxTOKENS with at least 2 tokens, such as 8x2048")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:

@@ -55,9 +55,9 @@ def _read(file: str, data: str | None) -> list[PromptRow]:
             f'{path}: no such file. Name its folder with --metadata \'{{"data": "FOLDER"}}\', or in ${DATA}.'
         )
     check = RowCheck()
-    found = list(read_prompts(path, check))
+    rows = list(read_prompts(path, check))
     check.finish()
-    return found
+    return rows
 
 
 def _documents(file: str, rows: Sequence[PromptRow]) -> dict[str, Any]:

@@ -69,6 +69,6 @@ def cut(tokenizer: Any, answer: Sequence[int], until: Sequence[str]) -> tuple[st
         until: may hold names of special tokens, such as ``<|im_end|>``; empty ones are ignored.
     """
     text = AnswerText(tokenizer, [stop for stop in until if stop])
-    found = any(text.add(token) for token in answer)
+    stops = any(text.add(token) for token in answer)
     text.end()
-    return text.text, found
+    return text.text, stops

@@ -97,8 +97,8 @@ def _folder(output: str | Path) -> Path:
     pages = [folder / f"{name}.html" for name in ("calibration", "verification")]
     foreign = [page for page in pages if page.exists() and not page.with_suffix(".jsonl").exists()]
     if (record := folder / RECORD).exists():
-        found = read_json(record, "Give another folder.")
-        foreign += [] if isinstance(found, dict) and found.keys() >= {"promise", "setting"} else [record]
+        calibration = read_json(record, "Give another folder.")
+        foreign += [] if isinstance(calibration, dict) and calibration.keys() >= {"promise", "setting"} else [record]
     if foreign:
         raise FsdError(f"{foreign[0]} is of no calibration and is not overwritten: give another folder.")
     return folder

@@ -61,8 +61,8 @@ def encode_with_offsets(tokenizer: Any, text: str, add_special_tokens: bool = Fa
     if begins_as_processors_do(tokenizer, text):
         ids, offsets = encode_with_offsets(tokenizer, text[1:], True)
         return ids, [(start + 1, end + 1) if end else (0, 0) for start, end in offsets]
-    found = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
-    ids, offsets = list(found["input_ids"]), [(int(start), int(end)) for start, end in found["offset_mapping"]]
+    encoded = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+    ids, offsets = list(encoded["input_ids"]), [(int(start), int(end)) for start, end in encoded["offset_mapping"]]
     if _ESCAPE not in text:
         return ids, offsets
     place = next((place for place, (_, b) in enumerate(offsets) if b), len(ids))  # after what the tokenizer puts first
@@ -126,9 +126,9 @@ def _as_text(tokenizer: Any, part: str, encoded: list[int]) -> _Encoded:
 
 def _following(plain: Any, before: str, text: str) -> _Encoded:
     """Return the ids of a text that follows another one."""
-    found = plain.encode(before + text, add_special_tokens=False)
-    first = bisect_left([start for start, _ in found.offsets], len(before)) if before else 0
-    return found.ids[first:], [(a - len(before), b - len(before)) for a, b in found.offsets[first:]]
+    encoding = plain.encode(before + text, add_special_tokens=False)
+    first = bisect_left([start for start, _ in encoding.offsets], len(before)) if before else 0
+    return encoding.ids[first:], [(a - len(before), b - len(before)) for a, b in encoding.offsets[first:]]
 
 
 def _places(tokenizer: Any, part: str) -> list[int]:

@@ -348,9 +348,9 @@ def _prompt(row: Mapping[str, Any], where: str) -> list[Message]:
             added = "" if row.get(name) is None else _text(row[name], where, name)
             text = f"{text.rstrip()}\n\n{added}" if added else text
         return [{"role": "user", "content": text}]
-    found = ", ".join(f"{str(name)!r:.42}" for name in list(row)[:_SHOWN]) or "none"
+    names = ", ".join(f"{str(name)!r:.42}" for name in list(row)[:_SHOWN]) or "none"
     raise DataError(
-        f"{where}: no prompt. Give one of the fields messages, conversations, {', '.join(TEXTS)}. It has {found}."
+        f"{where}: no prompt. Give one of the fields messages, conversations, {', '.join(TEXTS)}. It has {names}."
     )
 
 

@@ -81,7 +81,7 @@ def read_prompts(
     check = check or RowCheck(strict=True)
     default_source = Path(path).name.split(".")[0]
     for row in read_rows(path, check):
-        found: PromptRow | None = None
+        prompt: PromptRow | None = None
         with check.using(row.where):
             values = row.values if convert is None else RowFields(convert(row.values))
             shown: list[Any] = []
@@ -91,9 +91,9 @@ def read_prompts(
             template_options(values)  # of the right types
             source = values.get("source") or values.get("category") or default_source
             identity = row_id(row.file.name, row.number, messages)
-            found = PromptRow(identity, messages, str(source), row.file.name, row.number, values, row.where, shown)
-        if found is not None:
-            yield found
+            prompt = PromptRow(identity, messages, str(source), row.file.name, row.number, values, row.where, shown)
+        if prompt is not None:
+            yield prompt
 
 
 def need_tokenizer(tokenizer: Any, target: str) -> Any:

@@ -87,10 +87,10 @@ class HubRows:
         number = 0
         try:
             with guarded():
-                found = datasets.load_dataset(
+                dataset = datasets.load_dataset(
                     self.repository, self.config, split=self.split, revision=self.revision, streaming=True
                 )
-                for row in found if self.limit is None else found.take(self.limit):
+                for row in dataset if self.limit is None else dataset.take(self.limit):
                     yield self._renamed(row)
                     number += 1
         except DataError:

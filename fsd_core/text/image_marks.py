@@ -48,9 +48,11 @@ def has_mark(text: str) -> bool:
 def check_unmarked(value: Any) -> None:
     """Raise DataError if a text within a row's value holds a character that marks images here."""
     if isinstance(value, str):
-        found = next((mark for mark in (_IMAGE, _PART, START) if mark in value), None)
-        if found is not None:
-            raise DataError(f"the text holds the private character U+{ord(found):04X}, which marks images: remove it.")
+        for mark in (_IMAGE, _PART, START):
+            if mark in value:
+                raise DataError(
+                    f"the text holds the private character U+{ord(mark):04X}, which marks images: remove it."
+                )
     elif isinstance(value, Mapping):
         for item in value.values():
             check_unmarked(item)

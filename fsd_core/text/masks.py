@@ -95,9 +95,9 @@ def _answers(
     """
     places = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
     if len(places) > _FEW:
-        found = _exchange_by_exchange(tokenizer, turns, options, whole, places)
-        if found is not None:
-            yield from found
+        answers = _exchange_by_exchange(tokenizer, turns, options, whole, places)
+        if answers is not None:
+            yield from answers
             return
     for number in places:
         prompt = render(tokenizer, turns[:number], True, options)
@@ -202,9 +202,9 @@ class _Encoder:
         for answer in _answers(self.tokenizer, self.turns, self.options, whole.text):
             if not _trained(self.turns[answer.turn]):
                 continue
-            found = whole.bounds(answer.start, answer.closed) if answer.text is whole.text else None
-            if found is not None:
-                start, end = found
+            bounds = whole.bounds(answer.start, answer.closed) if answer.text is whole.text else None
+            if bounds is not None:
+                start, end = bounds
                 shared.append((start, end - self._cut(answer)))
             else:
                 ids, start = self._alone(answer)

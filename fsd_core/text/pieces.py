@@ -145,8 +145,8 @@ class TokenBytes:
         if self.is_byte_level:
             table = _byte_level()
             return bytes(table[char] for char in name) if all(char in table for char in name) else name.encode()
-        found = _BYTE.fullmatch(name)
-        return bytes([int(found[1], 16)]) if found else name.replace("\u2581", " ").encode()
+        match = _BYTE.fullmatch(name)
+        return bytes([int(match[1], 16)]) if match else name.replace("\u2581", " ").encode()
 
     def mended(self, tokens: Sequence[int]) -> Sequence[int]:
         """Return the tokens with replacement characters, as bytes, for what is no text among SentencePiece's bytes.

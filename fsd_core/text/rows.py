@@ -271,14 +271,14 @@ def _saved_rows(directory: Path) -> Iterator[dict[str, Any]]:
     datasets = imported("datasets", f"reading {directory}", "train", DataError)
     number = 0
     try:
-        found = datasets.load_from_disk(str(directory))
-        if isinstance(found, datasets.DatasetDict):
-            if "train" not in found:
+        dataset = datasets.load_from_disk(str(directory))
+        if isinstance(dataset, datasets.DatasetDict):
+            if "train" not in dataset:
                 raise DataError(
-                    f"{directory}: its splits are {', '.join(found)}, none is called train. Give {directory}/SPLIT."
+                    f"{directory}: its splits are {', '.join(dataset)}, none is called train. Give {directory}/SPLIT."
                 )
-            found = found["train"]
-        for values in found.with_format(None):
+            dataset = dataset["train"]
+        for values in dataset.with_format(None):
             number += 1
             yield dict(values)
     except DataError:

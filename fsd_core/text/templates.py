@@ -60,12 +60,12 @@ def form_of(tokenizer: Any, options: Mapping[str, Any] | None = None) -> Templat
     """Return how the template reads turns, by what it writes of small ones. Raises as :func:`template_of`."""
     template = template_of(tokenizer, options)
     kept: dict[str, TemplateForm] = vars(tokenizer).setdefault(_KEPT, {})
-    found = kept.get(template)  # other threads may clear what is kept
-    if found is None:
+    form = kept.get(template)  # other threads may clear what is kept
+    if form is None:
         if len(kept) >= _MAX_KEPT:
             kept.clear()
-        found = kept[template] = _probed(tokenizer, template)
-    return found
+        form = kept[template] = _probed(tokenizer, template)
+    return form
 
 
 def fields_of(tokenizer: Any) -> tuple[str, ...]:

@@ -17,8 +17,8 @@ SECRET = "KEY"  # a variable whose name has this is not shown
 
 def env(args: argparse.Namespace) -> int:
     """Run `fsd-infer env`."""
-    found = facts()
-    print(json.dumps(found, indent=1) if args.json else text(found))
+    values = facts()
+    print(json.dumps(values, indent=1) if args.json else text(values))
     return 0
 
 

@@ -102,8 +102,8 @@ class AssistantModel(FeatureReader):
             return result
         best = ordered.centroids(outputs).topk(ordered.centroid_intermediate_top_k).indices
         ids = ordered.token_ordering.long().view(ordered.num_centroids, -1)[best].flatten(2)  # [B, E, tokens]
-        found = (lm_head.weight[ids] @ outputs[..., None])[..., 0]
-        return found.new_full((*outputs.shape[:2], ordered.vocab_size), NEVER).scatter(2, ids, found)
+        logits = (lm_head.weight[ids] @ outputs[..., None])[..., 0]
+        return logits.new_full((*outputs.shape[:2], ordered.vocab_size), NEVER).scatter(2, ids, logits)
 
 
 @HEADS.register(ASSISTANT)
@@ -181,7 +181,7 @@ def _sources(head: Any, target: Target) -> list[KeyValueSource]:
         raise ModelLoadError(f"{refusal}: it reads the keys of a Gemma-4 target, and this one is {theirs.model_type}.")
     check_sizes("this Gemma-4 assistant", head.backbone_hidden_size, own.vocab_size, target)
     keep_own = theirs.layer_types[: theirs.num_hidden_layers - theirs.num_kv_shared_layers]
-    found = []
+    sources = []
     for kind in sorted(set(own.layer_types)):
         last = max((i for i, its_kind in enumerate(keep_own) if its_kind == kind), default=0)
         if last == 0:
@@ -192,5 +192,5 @@ def _sources(head: Any, target: Target) -> list[KeyValueSource]:
             raise ModelLoadError(
                 f"{refusal}: for {kind} it reads {sizes[0]} key heads and widths, the target has {sizes[1]}."
             )
-        found.append(KeyValueSource(kind, last, own.sliding_window if kind == "sliding_attention" else None))
-    return found
+        sources.append(KeyValueSource(kind, last, own.sliding_window if kind == "sliding_attention" else None))
+    return sources

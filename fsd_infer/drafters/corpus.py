@@ -82,18 +82,18 @@ def _state(source: Path, index: Path) -> str:
                 raise
             print(f"[{source}] drafting from the index of an earlier call ({error})", file=sys.stderr, flush=True)
             return _facts_of(index).get("source", "")
-    found = source.stat()
-    if not stat.S_ISDIR(found.st_mode):
-        return _state_of(source, found)
+    status = source.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        return _state_of(source, status)
     files = sorted(file for file in source.rglob("*") if not file.is_dir())
     lines = "".join(f"{file.relative_to(source)} {_state_of(file, file.stat())}\n" for file in files)
     return hashlib.sha256(os.fsencode(lines)).hexdigest()
 
 
-def _state_of(file: Path, found: os.stat_result) -> str:
-    if not stat.S_ISREG(found.st_mode):
+def _state_of(file: Path, status: os.stat_result) -> str:
+    if not stat.S_ISREG(status.st_mode):
         raise DataError(f"corpus {file} is a pipe or a device, which cannot be indexed: save its rows in a file.")
-    return f"{found.st_size} {found.st_mtime_ns}"
+    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 def _facts_of(index: Path) -> dict[str, str]:
@@ -107,10 +107,10 @@ def _read(index: Path, facts: dict[str, str], target: Target) -> SuffixStore | N
     """Return the index, or None if it is missing or older than the corpus."""
     if not index.exists():
         return None
-    found = _facts_of(index)
-    if found.get("vocabulary") != facts["vocabulary"]:
+    stored = _facts_of(index)
+    if stored.get("vocabulary") != facts["vocabulary"]:
         raise CheckpointError(f"{index} is of another tokenizer than {target.name}'s. {_ADVICE}")
-    if found != facts:
+    if stored != facts:
         return None
     with open_safetensors(index, _ADVICE) as file:
         tokens, order = (file.get_tensor(name) for name in ("tokens", "order"))
@@ -135,7 +135,7 @@ def _build(source: Path, index: Path, facts: dict[str, str], target: Target) -> 
 
 def _tokens_of(source: Path, target: Target) -> NDArray[np.int32]:
     """Return the tokens of all rows, each row's followed by END. Reports progress and the rows that it skips."""
-    check, found, reported = RowCheck(), array("i"), time.monotonic()
+    check, tokens, reported = RowCheck(), array("i"), time.monotonic()
     rows = read_rows(source, check)
     while together := list(islice(rows, TOGETHER)):
         forms: list[list[int] | str] = []
@@ -143,17 +143,17 @@ def _tokens_of(source: Path, target: Target) -> NDArray[np.int32]:
             with check.using(row.where):
                 forms.append(_form(row, target))
         for ids in _encoded(forms, target):
-            found.extend(ids)
-            found.append(END)
-        if len(found) > MAX_TOKENS:
+            tokens.extend(ids)
+            tokens.append(END)
+        if len(tokens) > MAX_TOKENS:
             raise DataError(f"corpus {source} has more than {MAX_TOKENS:,} tokens: name a part of it.")
         if time.monotonic() - reported >= EVERY:
-            print(f"[{source.name}] read {check.read:,} rows, {len(found):,} tokens", file=sys.stderr, flush=True)
+            print(f"[{source.name}] read {check.read:,} rows, {len(tokens):,} tokens", file=sys.stderr, flush=True)
             reported = time.monotonic()
     check.finish()
-    if not found:
+    if not tokens:
         raise DataError(f"corpus {source} has no rows: name a file with texts.")
-    return np.frombuffer(found, np.int32)
+    return np.frombuffer(tokens, np.int32)
 
 
 def _form(row: Example, target: Target) -> list[int] | str:

@@ -172,9 +172,9 @@ def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
     # a name wins over a directory of that name
     loaders = [DRAFTERS.get(kind).load for kind in sorted(DRAFTERS, key=lambda known: known != name)]
     for load in (*loaders, load_published):
-        found = load(source, target, tree)
-        if found is not None:
-            return found
+        drafter = load(source, target, tree)
+        if drafter is not None:
+            return drafter
     try:
         model = FromTarget.parse(name).of(target, name) if name.startswith(PREFIX) else load_lm(source, target)
     except UnknownNameError:

@@ -89,10 +89,10 @@ class TextMatcher(TextIndex):
 
     def at(self, context: Sequence[int]) -> list[Occurrence]:
         """Return the occurrences of a context's end, those of each source with the longest matches first."""
-        found = self._in_index(context)
+        occurrences = self._in_index(context)
         for store in self.stores:
-            found += store.matches(context, MAX_OCCURRENCES)
-        return found
+            occurrences += store.matches(context, MAX_OCCURRENCES)
+        return occurrences
 
     def step(self, state: list[Occurrence], token: int) -> list[Occurrence]:
         """Return the occurrences that continue with a token."""
@@ -115,19 +115,19 @@ class TextMatcher(TextIndex):
 
     def _in_index(self, context: Sequence[int]) -> list[Occurrence]:
         """Return occurrences in the batch's own texts: those of longer n-grams first, and the latest first for each."""
-        found: dict[tuple[TextMatcher, int], Occurrence] = {}
+        occurrences: dict[tuple[TextMatcher, int], Occurrence] = {}
         for length in range(min(INDEX_NGRAM, len(context)), 0, -1):
             for text, at in self.index.get(tuple(context[-length:]), ())[: -MAX_OCCURRENCES - 1 : -1]:
-                if (text, at) not in found:
+                if (text, at) not in occurrences:
                     size = match_size(text.tokens, at, context) if length == INDEX_NGRAM else length
                     gap = len(text.tokens) - at
                     if text is self and gap < MAX_MATCH:  # a period, which continues past the end of the text
-                        found[text, at] = size, text, text.tokens[at:] * (MAX_MATCH // gap + 1), 0
+                        occurrences[text, at] = size, text, text.tokens[at:] * (MAX_MATCH // gap + 1), 0
                     else:
-                        found[text, at] = size, text, text.tokens, at
-            if len(found) >= MAX_OCCURRENCES:
+                        occurrences[text, at] = size, text, text.tokens, at
+            if len(occurrences) >= MAX_OCCURRENCES:
                 break
-        return list(found.values())[:MAX_OCCURRENCES]
+        return list(occurrences.values())[:MAX_OCCURRENCES]
 
     def _candidates(self, state: list[Occurrence]) -> list[tuple[int, VoteKind]]:
         """Return distinct next tokens and their kinds."""

@@ -64,20 +64,20 @@ class ParallelEagleDrafter(EagleDrafter):
     ) -> ParallelEagleDrafter:
         """Read the head in a directory, as :meth:`StepDrafter.read`."""
         weights = Weights(directory, our_name)
-        found = {config[name] for name in _MASK_TOKENS if type(config.get(name)) is int}
+        ids = {config[name] for name in _MASK_TOKENS if type(config.get(name)) is int}
         mask = weights.read(_MASK).flatten() if _MASK in weights.shapes else torch.zeros(0)
         stored = read_kind(directory, config, EAGLE_3, target)
         fused = len(stored.config.fused_layers) * stored.config.target_hidden_size
-        if len(found) != 1 or not 0 <= min(found) < target.vocab_size:
+        if len(ids) != 1 or not 0 <= min(ids) < target.vocab_size:
             raise CheckpointError(
                 f"the P-EAGLE head in {directory} needs one token of its masks, {' or '.join(_MASK_TOKENS)} in its "
-                f"config.json, and has {sorted(found) or 'none'}."
+                f"config.json, and has {sorted(ids) or 'none'}."
             )
         if len(mask) != fused:
             raise CheckpointError(f"{_MASK} of the P-EAGLE head in {directory} has {len(mask)} entries, not {fused}.")
         head = EagleHead.of_stored(stored, dtype=target.dtype)
         mask = torch.nn.functional.pad(mask, (stored.config.target_hidden_size, 0))
-        result = cls(head, target, mask.to(target.device, target.dtype), found.pop(), _depth_of(config), shape)
+        result = cls(head, target, mask.to(target.device, target.dtype), ids.pop(), _depth_of(config), shape)
         result.public = True
         return result
 

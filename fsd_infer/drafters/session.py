@@ -234,8 +234,8 @@ class DraftSession(Renamed, ABC):
         Returns:
             [B, N] bool; None if the session reads no other texts than the rows' own.
         """
-        found = [seen for part in self.parts if (seen := part.seen_ngrams(tree, n)) is not None]
-        return torch.stack(found).any(0) if found else None
+        ngrams = [seen for part in self.parts if (seen := part.seen_ngrams(tree, n)) is not None]
+        return torch.stack(ngrams).any(0) if ngrams else None
 
     def on_end(self, row: int, prompt: list[int], answer: list[int]) -> None:
         """Take a finished text, before :meth:`keep_rows` drops its row.

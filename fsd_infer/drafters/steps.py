@@ -116,12 +116,12 @@ HEADS: Registry[Any] = Registry("kind of published head")
 
 def load_published(name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
     """Load a head of any kind of :data:`HEADS`; arguments and result as of :meth:`Drafter.load`."""
-    found = find(name, HEADS)
-    if found is None:
+    head = find(name, HEADS)
+    if head is None:
         return None
-    with naming(found.directory):
-        result: Drafter = HEADS.get(found.kind).read(found.directory, found.config, target, tree)
-    result.directory = found.directory
+    with naming(head.directory):
+        result: Drafter = HEADS.get(head.kind).read(head.directory, head.config, target, tree)
+    result.directory = head.directory
     return result
 
 

@@ -64,10 +64,10 @@ class Vocabulary:
         The tokenizer may begin a text with a space of its own. The bytes returned then have it, too.
         """
         whole, rest = _whole_characters(raw)
-        found = self.tokenizer(whole.decode(), add_special_tokens=False, verbose=False).input_ids if whole else []
-        if not self.bytes_of(found).endswith(whole):  # the tokenizer changes such texts
-            found = self.spell(whole)
-        return [token for token in found if token in self.raw] + self.spell(rest)
+        ids = self.tokenizer(whole.decode(), add_special_tokens=False, verbose=False).input_ids if whole else []
+        if not self.bytes_of(ids).endswith(whole):  # the tokenizer changes such texts
+            ids = self.spell(whole)
+        return [token for token in ids if token in self.raw] + self.spell(rest)
 
     def after(self, before: Sequence[int], raw: bytes) -> list[int]:
         """Return tokens of these bytes after fixed tokens, as the tokenizer splits both; of a token across, the rest.
@@ -76,13 +76,13 @@ class Vocabulary:
             before: tokens that are not special, from the beginning of a character on.
             raw: the bytes after them.
         """
-        found, left = list[int](), len(raw)
+        tokens, left = list[int](), len(raw)
         for token in reversed(self.split(self.bytes_of(before) + raw)):
             size = len(self.raw[token])
             if size > left:
                 break
-            found, left = [token, *found], left - size
-        return self.spell(raw[:left]) + found
+            tokens, left = [token, *tokens], left - size
+        return self.spell(raw[:left]) + tokens
 
     def again(self, before: Sequence[int], raw: bytes) -> tuple[int, list[int]]:
         """Return how many of the tokens ``before`` stay when these bytes follow, and the tokens after those.

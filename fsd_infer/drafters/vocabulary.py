@@ -58,11 +58,11 @@ class ContextVocabulary:
     def extend(self, texts: Sequence[Sequence[int]]) -> None:
         """Add the ids of the tokens that extend each row's text."""
         drafted = self._drafted
-        found = [(row, token) for row, text in enumerate(texts) for token in text if not drafted[token]]
-        if not found:
+        missing = [(row, token) for row, text in enumerate(texts) for token in text if not drafted[token]]
+        if not missing:
             return
-        rows = torch.tensor([row for row, _ in found])
-        columns = torch.tensor([self._extra.setdefault(token, len(self._extra)) for _, token in found])
+        rows = torch.tensor([row for row, _ in missing])
+        columns = torch.tensor([self._extra.setdefault(token, len(self._extra)) for _, token in missing])
         grown = len(self._extra) - self._own.shape[1]
         if grown:
             self._own = torch.nn.functional.pad(self._own, (0, grown))

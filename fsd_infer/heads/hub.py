@@ -32,8 +32,8 @@ class FoundHead(NamedTuple):
 
 def find_head(source: str | os.PathLike[str], **hub: Any) -> Path | None:
     """Return the directory of the EAGLE head that ``source`` names; arguments and errors as of :func:`find`."""
-    found = find(source, EAGLES, **hub)
-    return None if found is None else found.directory
+    head = find(source, EAGLES, **hub)
+    return None if head is None else head.directory
 
 
 def find(source: str | os.PathLike[str], kinds: Container[str], **hub: Any) -> FoundHead | None:

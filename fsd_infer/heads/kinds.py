@@ -38,10 +38,10 @@ def kind_of(config: Mapping[str, Any], names: Collection[str] = ()) -> str | Non
         return OLD
     types = [config.get("architectures"), config.get("speculators_model_type"), config.get("model_type")]
     classes = str(types).lower().replace("_", "").replace("-", "")
-    found = [kind for word, kind in _CLASSES.items() if word in classes]
-    found += [kind for key, kind in _KEYS.items() if key in config]
-    if found:
-        return found[0]
+    kinds = [kind for word, kind in _CLASSES.items() if word in classes]
+    kinds += [kind for key, kind in _KEYS.items() if key in config]
+    if kinds:
+        return kinds[0]
     names, described = set(map(our_name, names)), str(types[:2]).lower()
     if "mask_hidden" in names:
         return P_EAGLE

@@ -55,12 +55,12 @@ class MtpFiles:
         self.target, self.weights, self.names, self.layout = target, weights, names, layout
         self._stored = dict[tuple[int | None, str], str]()
         for name in names:
-            found = self.layout.part(name)
-            if found is None:
+            part = self.layout.part(name)
+            if part is None:
                 raise self._error(name, f"{name} has no place in the MTP layers of {target.config.model_type}")
-            if found in self._stored:
-                raise self._error(name, f"{name} and {self._stored[found]} are the same tensor")
-            self._stored[found] = name
+            if part in self._stored:
+                raise self._error(name, f"{name} and {self._stored[part]} are the same tensor")
+            self._stored[part] = name
         # they follow the model's layers, or begin at 0 where they lie alone
         numbers = {number for number, _ in self._stored if number is not None} or {0}
         first = self._first = min(_own_layers(target), max(numbers)) if layout.follows else 0
@@ -126,11 +126,11 @@ class MtpFiles:
             self._refuse_quantised(ours, layer)
             missing = self.layout.stored(ours, self._first + layer)
             raise self._error(missing, f"the MTP layer lacks the tensor {missing}")
-        kind, found = self.weights.dtypes[name], self.weights.shapes[name]
+        kind, stored_shape = self.weights.dtypes[name], self.weights.shapes[name]
         if kind not in KINDS[FLOATS] + KINDS[FP8]:
             raise self._quantised(name)
-        if found != shape:
-            raise self._error(name, f"{name} has the shape {list(found)}, but this target needs {list(shape)}")
+        if stored_shape != shape:
+            raise self._error(name, f"{name} has the shape {list(stored_shape)}, but this target needs {list(shape)}")
         if kind in KINDS[FP8]:
             self._scale(ours, layer, name)
 
@@ -201,13 +201,13 @@ class MtpFiles:
 
 def _experts(ours: str, value: Tensor) -> list[tuple[str, tuple[int, ...]]]:
     """The tensors of single experts that transformers' layers hold as one: gate_up_proj [E, 2I, H], down_proj."""
-    found = _EXPERT.fullmatch(ours)
-    if found is None:
+    match = _EXPERT.fullmatch(ours)
+    if match is None:
         return [(ours, tuple(value.shape))]
     count, rows, columns = value.shape
-    parts = ("gate", "up") if found[2] == "gate_up" else (found[2],)
+    parts = ("gate", "up") if match[2] == "gate_up" else (match[2],)
     shape = rows // len(parts), columns
-    return [(f"{found[1]}.{expert}.{part}_proj.weight", shape) for expert in range(count) for part in parts]
+    return [(f"{match[1]}.{expert}.{part}_proj.weight", shape) for expert in range(count) for part in parts]
 
 
 def find_mtp(target: Target, directory: Path | None = None) -> MtpFiles | None:

@@ -48,9 +48,9 @@ class Layout:
     def part(self, stored: str) -> tuple[int | None, str] | None:
         """Return the layer's number (None: all) and our name of a tensor; None if it is not an MTP tensor."""
         for pattern, ours in self._patterns:
-            found = pattern.match(stored)
-            if found is not None:
-                return int(found[1]) if found.groups() else None, ours + stored[found.end() :]
+            match = pattern.match(stored)
+            if match is not None:
+                return int(match[1]) if match.groups() else None, ours + stored[match.end() :]
         return None
 
     def stored(self, ours: str, number: int) -> str:
@@ -153,11 +153,11 @@ def separate_layout(target: Target) -> Layout:
 
 def layout_of(target: Target, name: str) -> Layout:
     """Return the layout of the target's family. Raises ModelLoadError, which names a tensor, if there is none."""
-    found = family_layout(target)
-    if found is None:
+    layout = family_layout(target)
+    if layout is None:
         known = ", ".join(family for one in LAYOUTS.values() for family in one.families)
         raise ModelLoadError(
             f"{target.name} has MTP layers in the layout of {target.config.model_type} ({name}), which is not "
             f"read: what such layers compute is not known here. Name another drafter. Known layouts: {known}."
         )
-    return found
+    return layout

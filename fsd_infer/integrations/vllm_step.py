@@ -43,9 +43,9 @@ class SlotTexts(TokenHistory):
     @cached_property
     def tokens(self) -> Tensor:
         """[B, L] padded with -1."""
-        found = self._states.all_token_ids.gpu[self._slot, : self._longest].long()
-        places = torch.arange(found.shape[1], device=found.device)
-        return found.masked_fill_(places >= self.lengths[:, None], -1)
+        ids = self._states.all_token_ids.gpu[self._slot, : self._longest].long()
+        places = torch.arange(ids.shape[1], device=ids.device)
+        return ids.masked_fill_(places >= self.lengths[:, None], -1)
 
 
 class SchedulerStep:

@@ -154,12 +154,12 @@ def answer_all() -> None:
     for line in sys.stdin.buffer:
         try:
             maker, text, options = json.loads(line)
-            found = tried(maker, text, options, log_reader())
+            answer = tried(maker, text, options, log_reader())
         except RecursionError:
-            found = {"problem": TOO_DEEP}
+            answer = {"problem": TOO_DEEP}
         except BaseException as error:  # panics of Rust are not Exceptions
-            found = {"problem": f"{type(error).__name__}: {error}"}
-        sys.stdout.buffer.write(json.dumps(found).encode() + b"\n")
+            answer = {"problem": f"{type(error).__name__}: {error}"}
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 

@@ -48,10 +48,10 @@ def serialised(maker: str, text: str, what: str, options: str = "") -> str:
     llguidance()
     if len(text) > MAX_TEXT:
         raise FsdError(f"the {what} has {len(text):,} characters, more than {MAX_TEXT:,}: give a shorter one.")
-    found = _CHILD.answer([maker, text, [LIMITS, *([json.loads(options)] if options else [])]])
-    if "problem" in found:
-        raise FsdError(f"the {what} cannot be followed: {reason(found['problem'])}")
-    return found["grammar"]
+    answer = _CHILD.answer([maker, text, [LIMITS, *([json.loads(options)] if options else [])]])
+    if "problem" in answer:
+        raise FsdError(f"the {what} cannot be followed: {reason(answer['problem'])}")
+    return answer["grammar"]
 
 
 @lru_cache(maxsize=16)

@@ -195,7 +195,7 @@ class Follower:
         key = (answer, list(tokens), list(parents))
         if self._last[0] == key:
             return self._last[1]
-        found = np.full((len(tokens), self.width), 255, dtype=np.uint8)
+        masks = np.full((len(tokens), self.width), 255, dtype=np.uint8)
         children: list[list[int]] = [[] for _ in tokens]
         for node, parent in enumerate(parents[1:], 1):
             children[parent].append(node)
@@ -204,15 +204,15 @@ class Follower:
             node, text = open_.pop()
             try:
                 self._read(text, len(answer) if node else 0)
-                found[node] = self._mask()
+                masks[node] = self._mask()
             except FsdError:
                 if self.strict and node == 0:
                     raise
-                found[node] = ~self._ends  # an answer that comes here does not end here, so its own failure will raise
+                masks[node] = ~self._ends  # an answer that comes here does not end here, so its own failure will raise
             else:
                 open_ += [(child, [*text, tokens[child]]) for child in children[node] if tokens[child] not in self.eos]
-        self._last = (key, found)
-        return found
+        self._last = (key, masks)
+        return masks
 
     def forced(self, answer: list[int]) -> list[int]:
         """Return the tokens that the grammar forces after an answer. Raises FsdError as :meth:`masks` does.

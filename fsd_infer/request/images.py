@@ -126,7 +126,7 @@ def split_images(
         raise FsdError("more image parts that name no image than images: give one image for each.")
     if places < len(images):
         raise FsdError(f"{len(images) - places} images more than image parts that name none: give one image for each.")
-    turns, found, left = list[dict[str, Any]](), list[Any](), iter(images)
+    turns, opened, left = list[dict[str, Any]](), list[Any](), iter(images)
     for turn in messages:
         parts: list[dict[str, Any]] = []
         for part in _parts(turn):
@@ -136,10 +136,10 @@ def split_images(
             if _kind(part) not in PARTS:
                 raise FsdError(f"a part of the type {_kind(part)!r:.40}: parts are of the types text and image.")
             source = source_of(part)
-            found.append(sources.open(next(left) if source is None else source))
+            opened.append(sources.open(next(left) if source is None else source))
             parts.append({"type": "image"})
         turns.append({**turn, "content": parts} if parts else dict(turn))
-    return turns, found
+    return turns, opened
 
 
 def _with_places(messages: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:

@@ -208,9 +208,9 @@ def split_options(
         raise FsdError(f"unknown option {name!r}.{hint} Options are those of FuzzyConfig, transformers' among them.")
     further = {name: overrides.get(name) for name in ARGUMENTS}
     for name in _LISTS:
-        found = further[name]
-        if found is not None and not (isinstance(found, (list, tuple)) and all(map(callable, found))):
-            raise FsdError(f"{name} must be a list of callables, got {found!r:.60}.")
+        given = further[name]
+        if given is not None and not (isinstance(given, (list, tuple)) and all(map(callable, given))):
+            raise FsdError(f"{name} must be a list of callables, got {given!r:.60}.")
     # transformers misreads numbers of numpy and torch
     fields = {name: as_python(value) for name, value in overrides.items() if name not in ARGUMENTS}
     if fields.get("temperature") == 0:

@@ -211,10 +211,10 @@ def _checked(processor: Any, made: Any, scores: Tensor) -> Tensor:
     """
     if isinstance(made, Tensor) and made.shape == scores.shape:
         return made.to(scores)
-    found = f"{list(made.shape)}" if isinstance(made, Tensor) else f"{made!r:.40}"
+    shape = f"{list(made.shape)}" if isinstance(made, Tensor) else f"{made!r:.40}"
     name = getattr(processor, "__name__", type(processor).__name__)
     raise FsdError(
-        f"the logits processor {name} made {found} of scores {list(scores.shape)}: it returns scores of the shape that "
+        f"the logits processor {name} made {shape} of scores {list(scores.shape)}: it returns scores of the shape that "
         "it gets, a row per text."
     )
 

@@ -301,7 +301,7 @@ class Batcher:
         for job in batch:
             job.begin(tokenizer)
         try:
-            found = self.decoder.generate(
+            output = self.decoder.generate(
                 [{"prompt": job.prompt, "images": job.image_input} for job in batch],
                 rule=[job.rule for job in batch],
                 max_new_tokens=max(job.max_new_tokens for job in batch),
@@ -328,7 +328,7 @@ class Batcher:
                 job.logprobs.clear()
                 self._decode([job])
             return
-        cached = found.stats.cached_tokens or [0] * len(batch)
-        for job, stats, job.cached in zip(batch, found.stats.rows, cached, strict=True):
+        cached = output.stats.cached_tokens or [0] * len(batch)
+        for job, stats, job.cached in zip(batch, output.stats.rows, cached, strict=True):
             job.stats = stats
             job.finish(stats.finish_reason)

@@ -183,9 +183,9 @@ class CompletionRequest(RequestFields):
     @property
     def guides(self) -> list[Guide]:
         """What answers must be. Raises FsdError for a grammar that the guide does not support."""
-        found = [] if self.guided_json is None else [Guide.json_schema(self.guided_json)]
-        found += [] if self.guided_regex is None else [Guide.regex(self.guided_regex)]
-        return found + ([] if self.guided_grammar is None else [Guide.lark(self.guided_grammar)])
+        guides = [] if self.guided_json is None else [Guide.json_schema(self.guided_json)]
+        guides += [] if self.guided_regex is None else [Guide.regex(self.guided_regex)]
+        return guides + ([] if self.guided_grammar is None else [Guide.lark(self.guided_grammar)])
 
 
 class TextCompletionRequest(CompletionRequest):

@@ -111,13 +111,13 @@ def reader_of(decoder: FuzzyDecoder, request: AnyCompletionRequest) -> Callable[
 
 
 def _format(decoder: FuzzyDecoder, request: ChatCompletionRequest) -> ToolFormat:
-    found = tool_format(decoder.tokenizer, _for_template(request))
-    if found is None:
+    format = tool_format(decoder.tokenizer, _for_template(request))
+    if format is None:
         raise FsdError(
             f"tools: the chat template of {decoder.target.name} has no format of tool calls that this server knows "
             "(Hermes and Qwen, Llama 3, Mistral). Leave tools out."
         )
-    return found
+    return format
 
 
 def _for_template(request: ChatCompletionRequest) -> list[dict[str, Any]]:
@@ -135,11 +135,11 @@ def _encode(
     options = {**request.chat_template_kwargs, **({"tools": _for_template(request)} if request.offered else {})}
     turns = [turn.message() for turn in request.messages]
     if any(turn.images for turn in request.messages):
-        found = encode_with_images(decoder.target, turns, sources=Sources(limits.image_folders), options=options)
+        encoded = encode_with_images(decoder.target, turns, sources=Sources(limits.image_folders), options=options)
     else:
-        found = encode_chat(decoder.tokenizer, turns, options=options, blank=True), None
+        encoded = encode_chat(decoder.tokenizer, turns, options=options, blank=True), None
     _check_variables(decoder, request)  # the processor of images may bring the template
-    return found
+    return encoded
 
 
 def _check_variables(decoder: FuzzyDecoder, request: ChatCompletionRequest) -> None:

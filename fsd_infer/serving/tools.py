@@ -173,10 +173,10 @@ class CallReader:
     def _calls(self, body: str) -> list[ToolCall]:
         """Return every call in a text; no calls if it holds anything else."""
         try:
-            found = list(_values(body))
+            objects = list(_values(body))
         except (ValueError, RecursionError):
             return []
-        calls = [value for item in found for value in (item if isinstance(item, list) else [item])]
+        calls = [value for item in objects for value in (item if isinstance(item, list) else [item])]
         read = [self._call(call) for call in calls]
         return [] if None in read else [call for call in read if call is not None]
 

@@ -176,8 +176,8 @@ def mtp_names(names: Iterable[str], layers: int) -> list[str]:
 def _is_mtp_name(name: str, layers: int) -> bool:
     if re.search(r"(^|\.)mtp(_\w+)?\.", name):
         return True
-    found = _LAYER.match(name)
-    return found is not None and int(found[1]) >= layers
+    match = _LAYER.match(name)
+    return match is not None and int(match[1]) >= layers
 
 
 def is_mtp_alone(names: Iterable[str], config: Mapping[str, Any]) -> bool:

@@ -87,18 +87,18 @@ class _GGUFReader:
         self, listed: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int
     ) -> dict[str, StoredTensor]:
         """Return the tensors by name. Raise ValueError for names that are there twice, and for places that overlap."""
-        found: dict[str, StoredTensor] = {}
+        tensors: dict[str, StoredTensor] = {}
         ends, before = start, "the header"
         for name, sizes, kind, at in sorted(listed, key=lambda tensor: tensor[3]):
-            if name in found:
+            if name in tensors:
                 raise ValueError(f"tensor {name!r:.80} is there twice")
             if at % alignment or start + at < ends:
                 raise ValueError(
                     f"tensor {name!r:.80} lies at {at}, inside {before} or not at a multiple of {alignment}"
                 )
-            found[name] = self._stored(name, sizes, kind, start + at)
-            ends, before = start + at + found[name].data.size, repr(name)
-        return {name: found[name] for name, _, _, _ in listed}
+            tensors[name] = self._stored(name, sizes, kind, start + at)
+            ends, before = start + at + tensors[name].data.size, repr(name)
+        return {name: tensors[name] for name, _, _, _ in listed}
 
     def _numbers(self, form: str) -> tuple[Any, ...]:
         numbers = struct.unpack_from(form, self.view, self.at)

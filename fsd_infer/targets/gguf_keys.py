@@ -158,9 +158,9 @@ def check_no_mtp(facts: Mapping[str, Any], tensors: Collection[str], source: Any
     """
     family = facts.get("general.architecture")
     stated = facts.get(f"{family}.nextn_predict_layers", 0)
-    found = sorted({name.split(".nextn.")[0] for name in tensors if ".nextn." in name})
-    if stated or found:
-        where = f" ({', '.join(found)})" if found else ""
+    layers = sorted({name.split(".nextn.")[0] for name in tensors if ".nextn." in name})
+    if stated or layers:
+        where = f" ({', '.join(layers)})" if layers else ""
         raise ModelLoadError(
             f"{source} holds MTP layers{where}, {family}.nextn_predict_layers is {stated!r:.40}. They are read from "
             "safetensors alone: give the model's checkpoint, whose MTP layers draft (--drafter mtp), or a file of the "

@@ -45,14 +45,14 @@ class ImageInput:
     @cached_property
     def digest(self) -> int:
         """A negative number that identifies these images."""
-        found = hashlib.sha256(repr(self.text).encode())
+        sha = hashlib.sha256(repr(self.text).encode())
         for name, value in sorted(self.inputs.items()):
             if name not in OF_TEXT:
                 held = value.detach().cpu().contiguous() if isinstance(value, Tensor) else None
                 what = repr(value) if held is None else f"{held.dtype}{list(held.shape)}"
-                found.update(f"{name}{what}".encode())
-                found.update(b"" if held is None else held.view(torch.uint8).numpy().tobytes())
-        return -1 - int.from_bytes(found.digest()[:7], "big")
+                sha.update(f"{name}{what}".encode())
+                sha.update(b"" if held is None else held.view(torch.uint8).numpy().tobytes())
+        return -1 - int.from_bytes(sha.digest()[:7], "big")
 
     def prefix_key(self, prompt: Sequence[int]) -> list[int]:
         """Return the prompt with :attr:`digest` for its placeholders, so that no other image's prefix is equal."""
@@ -65,8 +65,8 @@ class ImageInput:
 
 def placeholders_of(config: Any) -> frozenset[int]:
     """Return the ids of the tokens that stand for images, as the model's config names them."""
-    found = (getattr(config, name, None) for name in _PLACEHOLDERS)
-    return frozenset(token for token in found if isinstance(token, int))
+    ids = (getattr(config, name, None) for name in _PLACEHOLDERS)
+    return frozenset(token for token in ids if isinstance(token, int))
 
 
 def image_input_of(name: str, config: Any, inputs: Mapping[str, Any], prompt: Sequence[int]) -> ImageInput | None:

@@ -114,11 +114,11 @@ def precision_of(model: Any) -> str:
 
     Targets of equal precision have equal names.
     """
-    found = _quantization(getattr(model, "config", None))
-    method = method_of(found)
+    quantization = _quantization(getattr(model, "config", None))
+    method = method_of(quantization)
     if method is None:
         return " ".join(sorted(_odd_weights(model.get_decoder())))
-    return f"{method} {_kind(method, found)}".strip()
+    return f"{method} {_kind(method, quantization)}".strip()
 
 
 def _kind(method: str, config: Mapping[str, Any]) -> str:

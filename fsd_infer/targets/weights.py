@@ -80,8 +80,8 @@ def keep_quantized(layer: Any, weight: QuantizedWeight | GroupedWeight) -> nn.Pa
 
 def quantized_of(layer: nn.Module) -> QuantizedWeight | GroupedWeight | None:
     """Return what :func:`keep_quantized` left on a layer."""
-    found: QuantizedWeight | GroupedWeight | None = vars(layer).get(_QUANTIZED)
-    return found
+    weight: QuantizedWeight | GroupedWeight | None = vars(layer).get(_QUANTIZED)
+    return weight
 
 
 def drop_quantized(layer: nn.Module) -> None:

@@ -130,14 +130,14 @@ class PricedGrowth:
 
     def choose(self, tree: DraftTree) -> Tensor:
         """Return [B, K] indices of the nodes to verify, the root and then the likeliest. Syncs with the device."""
-        found = self._steps_of(tree)
+        rows = self._steps_of(tree)
         pinned = (torch.zeros_like(tree.is_draft) if tree.pinned is None else tree.pinned).tolist()
         orders = []  # each row's nodes: those that must be verified, then the likeliest; a parent before its children
-        for (_, probs), must in zip(found, pinned):
+        for (_, probs), must in zip(rows, pinned):
             orders.append(sorted(range(1, len(probs)), key=lambda node: (not must[node], -probs[node])))
-        size, self.expected = self._best_size(orders, [probs for _, probs in found], pinned)
+        size, self.expected = self._best_size(orders, [probs for _, probs in rows], pinned)
         self.steps, kept = [], []
-        for (steps, probs), order in zip(found, orders):
+        for (steps, probs), order in zip(rows, orders):
             row = [0, *sorted(sorted(order[: size - 1]), key=lambda node: -probs[node])]
             index = {node: new for new, node in enumerate(row)}
             self.steps.append([steps[node]._replace(parent=index[steps[node].parent]) for node in row])
@@ -168,8 +168,8 @@ class PricedGrowth:
 
     def note(self, tree: DraftTree) -> None:
         """Note a sampled chain, which is verified as it is. Dropping a node would shift the distribution."""
-        found = self._steps_of(tree)
-        self.steps, self.expected = [steps for steps, _ in found], sum(sum(probs[1:]) for _, probs in found)
+        rows = self._steps_of(tree)
+        self.steps, self.expected = [steps for steps, _ in rows], sum(sum(probs[1:]) for _, probs in rows)
 
     def _steps_of(self, tree: DraftTree) -> list[tuple[list[DraftStep], list[float]]]:
         """Return every row's steps, and how likely each node is accepted."""

@@ -91,15 +91,14 @@ def main(args: argparse.Namespace) -> int:
     if (args.draft_vocab_size is None) != (args.data is None):
         raise DataError("--draft-vocab-size and --data go together.")
     _check_output(args)
-    found = None if args.source.endswith(".ckpt") else find_head(args.source)
-    if found is not None or Path(args.source).is_dir():
-        if found is None:
+    head = None if args.source.endswith(".ckpt") else find_head(args.source)
+    if head is not None or Path(args.source).is_dir():
+        if head is None:
             kind = kind_of(read_config(Path(args.source))) if (Path(args.source) / CONFIG).is_file() else None
             why = "it has no config.json of one" if kind is None else f"that is one of kind {kind}"
             raise DataError(f"{args.source} is not an EAGLE head: {why}. Give such a head, or a .ckpt file.")
-        if Path(args.output).resolve() == found.resolve():
+        if Path(args.output).resolve() == head.resolve():
             raise DataError(f"{args.output} is the source of the export. Give another directory.")
-        head = found
         return load_whole(args.source, lambda: _export_head(find_head(args.source) or head, args))
     module = load_module(args.source, args.target_kwargs)
     if args.data:

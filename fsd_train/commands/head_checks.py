@@ -103,9 +103,9 @@ class Doctor:
             error = math.sqrt(2 * max(other * (1 - other), 1e-4) / self.feeding.positions())
             if other - mine > max(_CLEAR, 3 * error) and mine < variant.below * other:
                 says = f"agrees with the target in {mine:.0%} of the drafts, with {variant.what} in {other:.0%}"
-                found = Finding(variant.check, False, says, variant.fix)
+                finding = Finding(variant.check, False, says, variant.fix)
                 if variant.check not in worst or other > worst[variant.check][0]:
-                    worst[variant.check] = other, found
+                    worst[variant.check] = other, finding
         remap = self._remapped()
         if remap is not None:
             worst["vocabulary map"] = remap

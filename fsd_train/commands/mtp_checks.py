@@ -34,8 +34,8 @@ def mtp_place(head: str) -> tuple[bool, Path | None]:
     """Return whether ``--head`` names MTP layers, and their directory if it is not the target's."""
     if head == MTP:
         return True, None
-    found = find(head, (MTP,))
-    return (False, None) if found is None else (True, found.directory)
+    stored = find(head, (MTP,))
+    return (False, None) if stored is None else (True, stored.directory)
 
 
 def refuse_other_options(args: argparse.Namespace) -> None:

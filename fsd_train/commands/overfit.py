@@ -252,8 +252,8 @@ def _check_in_vllm(target: str, directory: Path, prompt: list[int], answer: list
         return [Finding("vllm", False, str(error), "let VLLM_PYTHON name the Python of vLLM's environment")]
     if done.returncode != 0:
         return [Finding("vllm", False, f"vLLM failed: {done.stderr.strip()[-300:]}", "see what vLLM needs of a head")]
-    found = json.loads((directory / "vllm.json").read_text("utf-8"))
-    same, accepted, rounds = found["same"], found["accepted"], max(found["drafts"], 1)
+    result = json.loads((directory / "vllm.json").read_text("utf-8"))
+    same, accepted, rounds = result["same"], result["accepted"], max(result["drafts"], 1)
     says = f"its first {same} of {len(answer)} tokens are those of decoding here"
     if same < MIN_ANSWER:
         says += ", too few to judge drafts"

@@ -62,8 +62,8 @@ def main(args: argparse.Namespace) -> int:
         raise DataError(f"{args.curve} is missing. Give the picture that LossCurve wrote, or leave --curve out.")
     kind = head_kind(directory)
     if kind in (None, OLD):
-        found = "not a head" if kind is None else "a head in the format of an earlier version"
-        raise DataError(f"{directory} is {found}. Write it with `fsd-train export` first.")
+        problem = "not a head" if kind is None else "a head in the format of an earlier version"
+        raise DataError(f"{directory} is {problem}. Write it with `fsd-train export` first.")
     target = Target.from_pretrained(target_of(directory, args.target))
     head = EagleHead.from_pretrained(directory, target, dtype=target.dtype)
     measurement = measured(head, target, args)

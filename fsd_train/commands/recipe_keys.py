@@ -153,12 +153,12 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if not os.path.isfile(path):  # said elsewhere
         return {}
     try:
-        found = yaml.load(Path(path).read_text(encoding="utf-8"), _Reader)
+        recipe = yaml.load(Path(path).read_text(encoding="utf-8"), _Reader)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise FsdError(f"{path} is not a recipe: {one_line(str(error))[:300]}.") from error
-    if not isinstance(found, dict):
+    if not isinstance(recipe, dict):
         raise FsdError(f"{path} is not a recipe: it has no sections (model, data). See recipes/template.yaml.")
-    return found
+    return recipe
 
 
 def _unknown(recipe: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str]]:

@@ -87,15 +87,15 @@ class AnswerFile:
                 raise FsdError(f"{self.path} has rows but no {self.meta_path.name}. Choose another --output.")
             write_json(self.meta_path, self.settings, indent=1)
             return
-        found = read_json(self.meta_path, "Choose another --output.")
-        if not isinstance(found, dict):
+        meta = read_json(self.meta_path, "Choose another --output.")
+        if not isinstance(meta, dict):
             raise FsdError(f"{self.meta_path} holds no settings of a run. Choose another --output.")
         wanted = json.loads(json.dumps(self.settings))  # JSON turns tuples into lists
-        differing = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
-        if _same_length(found, wanted):
+        differing = sorted(key for key in {*meta, *wanted} if meta.get(key) != wanted.get(key))
+        if _same_length(meta, wanted):
             differing.remove("max_prompt_tokens")  # it follows from max_new_tokens
         if differing:
-            what = ", ".join(f"{key} was {found.get(key)!r}, now {wanted.get(key)!r}" for key in differing)
+            what = ", ".join(f"{key} was {meta.get(key)!r}, now {wanted.get(key)!r}" for key in differing)
             raise FsdError(f"{self.path} was begun with other settings: {what}. Give those, or another --output.")
 
     def _cut_torn_line(self) -> None:

@@ -53,9 +53,9 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 def counted(llm: Any, drafted: int) -> list[int]:
     """Return the rounds so far, and the accepted drafts by position."""
-    found = {metric.name: metric for metric in llm.get_metrics()}
-    accepted = found["vllm:spec_decode_num_accepted_tokens_per_pos"].values[:drafted]
-    return [int(found["vllm:spec_decode_num_drafts"].value), *map(int, accepted)]
+    metrics = {metric.name: metric for metric in llm.get_metrics()}
+    accepted = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values[:drafted]
+    return [int(metrics["vllm:spec_decode_num_drafts"].value), *map(int, accepted)]
 
 
 if __name__ == "__main__":

@@ -211,10 +211,10 @@ class EndpointBackend:
         failure: BaseException | None = None
         try:
             for _ in jobs:
-                found = landed.get()
-                if not isinstance(found, Completion):
-                    raise found
-                ready.append(found)
+                event = landed.get()
+                if not isinstance(event, Completion):
+                    raise event
+                ready.append(event)
                 if len(ready) >= self.group:
                     yield sorted(ready, key=lambda answer: order[answer.job.id])
                     ready = []

@@ -125,10 +125,10 @@ class ImageReader:
             raise DataError(f"{self.name} has no chat template, which rows with images need.")
         set_image_tokens(tokenizer, ImageTokens())
         text = render(tokenizer, [{"role": "user", "content": mark_of(0) + "?"}], False)
-        found = next((name for name in names if isinstance(name, str) and text.count(name) == 1), None)
-        if found is None:
+        mark = next((name for name in names if isinstance(name, str) and text.count(name) == 1), None)
+        if mark is None:
             raise DataError(f"the chat template of {self.name} writes no image, or not as its processor reads one.")
-        return found
+        return mark
 
     def taken(self, row: Example) -> tuple[Example, list[Any]]:
         """Return a row with marks for its images, and the images; a row without any as it is.
@@ -153,8 +153,8 @@ class ImageReader:
             ModelLoadError: the target has no processor.
         """
         images, tokenizer, processed = self._written(turns, sources, options)
-        found = encode_conversation(tokenizer, turns, complete, options, max_length)
-        return [(ids, mask, self._seen(ids, images, sources, processed)) for ids, mask in found]
+        sequences = encode_conversation(tokenizer, turns, complete, options, max_length)
+        return [(ids, mask, self._seen(ids, images, sources, processed)) for ids, mask in sequences]
 
     def prompt(
         self, turns: Sequence[Message], sources: Sequence[Any], options: _Options = None
@@ -278,8 +278,8 @@ def _described(processed: _Processed, sources: Sequence[Any], digests: Sequence[
 def _opened(sources: Sequence[Any]) -> list[Any]:
     """Return images in RGB. Raises DataError for one that cannot be read."""
     try:
-        found = [Sources().open(source) for source in sources]
-        return [image.convert("RGB") if getattr(image, "mode", "RGB") != "RGB" else image for image in found]
+        images = [Sources().open(source) for source in sources]
+        return [image.convert("RGB") if getattr(image, "mode", "RGB") != "RGB" else image for image in images]
     except FsdError as error:
         raise DataError(str(error)) from error
 

@@ -151,12 +151,12 @@ def next_turns(
             continue
         messages = [*job.messages, *turns, *asked]
         identity = f"{job.first_id}/{job.turn + 1}"
-        found: tuple[list[int], SeenImages | None] | None = None
+        encoded: tuple[list[int], SeenImages | None] | None = None
         with check.using(identity):
-            found = _encoded(messages, job.sources, tokenizer, job.template, reader)
-        if found is None:
+            encoded = _encoded(messages, job.sources, tokenizer, job.template, reader)
+        if encoded is None:
             continue
-        prompt_ids, seen = found
+        prompt_ids, seen = encoded
         if len(prompt_ids) > plan.max_prompt_tokens:
             too_long += 1
             continue

@@ -38,9 +38,9 @@ def encode_row(
         row_questions(row, where)  # its error names the turn, if one has the image
         cure = "leave such rows out" if tokenizer is not None else "set data.tokenizer if the target takes images"
         raise DataError(f"{where}: the row has an image, and rows are read as text: {cure}.")
-    found = _encoded_ids(row, where)
-    if found is not None:
-        return [found]
+    encoded = _encoded_ids(row, where)
+    if encoded is not None:
+        return [encoded]
     if tokenizer is None:
         raise DataError(f"{where}: no prompt_ids and response_ids, and no tokenizer for the text. Set data.tokenizer.")
     with _placed_errors(where):
@@ -77,9 +77,9 @@ def encode_row_with_images(
     Raises DataError as :func:`encode_row`, or for an image that cannot be read.
     """
     with _placed_errors(where):
-        found = _encoded_ids(row, where)
-        if found is not None:
-            sequences: list[Sequenced] = [(*found, None)]
+        encoded = _encoded_ids(row, where)
+        if encoded is not None:
+            sequences: list[Sequenced] = [(*encoded, None)]
         else:
             complete = row.get("finish_reason") in (None, "stop")
             turns, options = row_conversation(row, where), template_options(row)

@@ -162,9 +162,9 @@ def pack(lengths: Sequence[int], size: int, random: torch.Generator) -> list[lis
     for disorder in DISORDER:
         noise = torch.randn(len(lengths), generator=random, dtype=torch.float64)
         order = (sizes.log() + disorder * noise).argsort(descending=True).tolist()
-        found = best_fit(lengths, size, order)
-        if len(found) <= count:
-            batches = found
+        packed = best_fit(lengths, size, order)
+        if len(packed) <= count:
+            batches = packed
             break
     while len(batches) < count:  # at most a few
         fullest = max(range(len(batches)), key=lambda place: len(batches[place]))

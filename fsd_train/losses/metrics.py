@@ -195,12 +195,12 @@ class ValidationMetrics(nn.Module):
         """Return the scalars by name and reset all metrics."""
         values: dict[str, Tensor] = {}
         for name, metric in self._named.items():
-            found = metric.compute().float()
+            value = metric.compute().float()
             if isinstance(metric, StepMean):  # torchmetrics makes a scalar of one step
                 quantity, slash, rule = name.partition("/")
-                values |= {f"{quantity}_{step}{slash}{rule}": each for step, each in enumerate(found.reshape(-1))}
+                values |= {f"{quantity}_{step}{slash}{rule}": each for step, each in enumerate(value.reshape(-1))}
             else:
-                values[name] = found
+                values[name] = value
             metric.reset()
         by_place = self._by_place.compute().float()
         self._by_place.reset()

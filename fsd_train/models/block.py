@@ -165,10 +165,10 @@ class BlockModule(DistillationModule):
     @property
     def tables(self) -> list[Tensor]:
         assert self.head.lm_head is not None
-        found: list[Tensor] = [self.head.lm_head.weight]
+        tables: list[Tensor] = [self.head.lm_head.weight]
         if self.head.config.correction is not None:
-            found += [self.head.markov_head.markov_w1.weight, self.head.markov_head.markov_w2.weight]
-        return found
+            tables += [self.head.markov_head.markov_w1.weight, self.head.markov_head.markov_w2.weight]
+        return tables
 
     def _load_target(self) -> Target:
         target = super()._load_target()

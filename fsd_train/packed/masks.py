@@ -123,8 +123,8 @@ class PackedMask(ABC):
             self._made["spans", window] = [
                 span._replace(visible=self._visible_in(span, window)) for span in self._spans()
             ]
-        found: list[Span] = self._made["spans", window]
-        return found
+        spans: list[Span] = self._made["spans", window]
+        return spans
 
     @abstractmethod
     def _spans(self) -> list[Span]:
@@ -160,8 +160,8 @@ class PackedMask(ABC):
                 to_device(counts, self.device), to_device(order, self.device), BLOCK_SIZE=BLOCK,
                 mask_mod=self.mask_mod(window), seq_lengths=self.shape,
             )  # fmt: skip
-        found: BlockMask = self._made["blocks", window]
-        return found
+        blocks: BlockMask = self._made["blocks", window]
+        return blocks
 
 
 def _block_min(values: np.ndarray) -> np.ndarray:

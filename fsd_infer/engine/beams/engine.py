@@ -285,8 +285,8 @@ class _Beams:
                     "(fp16 overflows; bf16 or fp32 do not), and the request's logits processors."
                 )
             finite = [value for value in values_of if value > -math.inf]
-            found = search.successors[node]
-            found.likely, found.rest = (finite, ids[: len(finite)]), max(rest, 0.0)
+            successors = search.successors[node]
+            successors.likely, successors.rest = (finite, ids[: len(finite)]), max(rest, 0.0)
 
     def _processed(self, search: Search, nodes: Sequence[int]) -> Tensor:
         """Return the target's processed log-probabilities [M, V], fp32, at nodes of one depth that it has read."""
