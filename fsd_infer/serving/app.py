@@ -331,8 +331,8 @@ async def _guarded(events: AsyncIterator[str]) -> AsyncIterator[str]:
     yield "data: [DONE]\n\n"
 
 
-def _event(what: Any) -> str:
-    return f"data: {json.dumps(jsonable(what))}\n\n"
+def _event(payload: Any) -> str:
+    return f"data: {json.dumps(jsonable(payload))}\n\n"
 
 
 def _status(error: Exception) -> int:

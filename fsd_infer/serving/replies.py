@@ -35,7 +35,7 @@ class Reply:
         self._readers = None if reader is None else [reader() for _ in jobs]
         self._begun: set[int] = set()
         self._shown = [0] * len(jobs)  # characters that were sent
-        self._told = [0] * len(jobs)  # log-probabilities that were sent
+        self._sent = [0] * len(jobs)  # log-probabilities that were sent
         self._offsets = [0] * len(jobs)  # where their text ended
 
     def event(self, index: int, text: str, is_over: bool) -> str:
@@ -99,8 +99,8 @@ class Reply:
         if job.alternatives is None:
             return None
         end = len(job.ids) if is_over else job.answer.tokens_within(self._shown[index])
-        new = job.logprobs[self._told[index] : end]
-        self._told[index] += len(new)
+        new = job.logprobs[self._sent[index] : end]
+        self._sent[index] += len(new)
         if self.is_chat:
             return {"content": [_chat_entry(token) for token in new], "refusal": None}
         offsets = []
@@ -120,20 +120,20 @@ def _called(call: ToolCall) -> dict[str, Any]:
     return {"id": secrets.token_hex(5)[:9], "type": "function", "function": function}  # Mistral's take 9 characters
 
 
-def _chat_entry(each: Logprob) -> dict[str, Any]:
-    return {**_entry(each.piece, each.value), "top_logprobs": [_entry(*pair) for pair in each.best]}
+def _chat_entry(logprob: Logprob) -> dict[str, Any]:
+    return {**_entry(logprob.piece, logprob.value), "top_logprobs": [_entry(*pair) for pair in logprob.best]}
 
 
 def _entry(piece: Piece, value: float) -> dict[str, Any]:
     return {"token": piece.name, "logprob": _finite(value), "bytes": list(piece.raw)}
 
 
-def _by_text(each: Logprob) -> dict[str, float]:
+def _by_text(logprob: Logprob) -> dict[str, float]:
     """The likeliest tokens and the chosen one, which has its text as its key, whatever others decode alike."""
-    chosen = each.piece.token
-    token_of = {_text(each.piece): chosen}
+    chosen = logprob.piece.token
+    token_of = {_text(logprob.piece): chosen}
     found: dict[str, float] = {}
-    for piece, value in (*each.best, (each.piece, each.value)):
+    for piece, value in (*logprob.best, (logprob.piece, logprob.value)):
         key = _text(piece)
         if piece.token != chosen and not key:  # a part of a character
             key = "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece.raw)

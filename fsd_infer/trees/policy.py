@@ -178,7 +178,9 @@ class PricePolicy(TreePolicy):
         """Return how many tokens drafting may be expected to lose in the next round."""
         if not self._in_trials:
             return self.state.pause.max_loss(rows)
-        return math.inf if self._is_trial else -math.inf if self.learns else 0.0
+        if self._is_trial:
+            return math.inf
+        return -math.inf if self.learns else 0.0
 
     def choose(self, rows: int) -> TreeShape:
         if rows != self.rows:

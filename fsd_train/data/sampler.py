@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Sampler
 from fsd_core.errors import CheckpointError, DataError
 
 FILL = 0.98  # share of real tokens in batches, if best fit reaches it
+WINDOW = 2**14  # most rows packed together
 DISORDER = (0.5, 0.25, 0.1)  # standard deviations of noise on the logarithm of lengths, the first that fits
 
 
@@ -42,7 +43,6 @@ class PackingSampler(Sampler[list[int]]):
         size: tokens per batch; a longer row forms its own batch.
         seed: seed of the order.
         shuffle: False keeps the same order in every epoch, independent of the seed.
-        window: most rows packed together.
         rank: number of this replica, from 0.
         replicas: number of replicas.
     """
@@ -53,14 +53,13 @@ class PackingSampler(Sampler[list[int]]):
         size: int,
         seed: int = 0,
         shuffle: bool = True,
-        window: int = 2**14,
         rank: int = 0,
         replicas: int = 1,
     ) -> None:
         if size < 1:
             raise DataError(f"batch_tokens is {size}. Give at least 1.")
         self.lengths, self.size, self.seed = list(lengths), size, seed
-        self.shuffle, self.window, self.rank, self.replicas = shuffle, window, rank, replicas
+        self.shuffle, self.rank, self.replicas = shuffle, rank, replicas
         self.epoch = 0
         self._skip = 0
         self._batches: tuple[int, list[list[int]]] | None = None
@@ -113,7 +112,7 @@ class PackingSampler(Sampler[list[int]]):
         count = len(self.lengths)
         order = torch.randperm(count, generator=random).tolist()
         rows = sorted(order, key=self.lengths.__getitem__)
-        windows = max(math.ceil(count / self.window), 1)
+        windows = max(math.ceil(count / WINDOW), 1)
         # Each group gives one row to every window. Batches of the groups' longest rows fit all windows, so their number
         # does not depend on the draw.
         groups = [rows[start : start + windows] for start in range(0, count, windows)]
