@@ -58,9 +58,10 @@ def load_foreign(
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     options |= {"config": foreign_config(source, facts, tensors), "dtype": dtype, "output_loading_info": True}
     with foreign_errors(ModelLoadError, f"{source}: transformers cannot read this GGUF file ({{why}})."):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, ignore_mismatched_sizes=True, **options
         )
+    model, info = loaded
     for name, stored, wanted in sorted(info["mismatched_keys"]):
         refuse_shape(source, name, stored, wanted)
     missing = info["missing_keys"]
