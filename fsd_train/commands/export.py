@@ -56,8 +56,8 @@ def load_module(checkpoint: str | Path, target_kwargs: dict[str, Any] | None = N
     state = read_checkpoint(checkpoint)
     if bad := [name for name, value in state["state_dict"].items() if not bool(value.isfinite().all())]:
         raise CheckpointError(
-            f"{checkpoint} holds NaN or infinity in {len(bad)} tensors, first {bad[0]!r}: training had gone wrong. Give "
-            "an earlier checkpoint."
+            f"{checkpoint} holds NaN or infinity in {len(bad)} tensors, first {bad[0]!r}: training went wrong. Give an "
+            "earlier checkpoint."
         )
     options = state["hyper_parameters"]
     kind = module_class(options)
