@@ -50,12 +50,12 @@ def family_model(family: str, **options: Any) -> Any:
     return model
 
 
-def stablelm(folder: Path, facts: dict[str, Any]) -> tuple[Path, Any]:
+def stablelm(folder: Path, facts: dict[str, Any], more: dict[str, int] | None = None) -> tuple[Path, Any]:
     """A file of an architecture that transformers reads, and its model."""
     rope = {"rope_type": "default", "rope_theta": 1e4}
     model = tiny_model("stablelm", vocab_size=len(TOKENS), rope_parameters=rope)
     sizes = {"layer_norm_eps": model.config.layer_norm_eps, "vocab_size": len(TOKENS)}
-    return write_gguf(folder / "stablelm.gguf", model, "stablelm", facts={**sizes, **facts}), model
+    return write_gguf(folder / "stablelm.gguf", model, "stablelm", facts={**sizes, **facts}, more=more), model
 
 
 def interleave_rope(weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -248,8 +248,11 @@ def test_keywords_go_to_transformers(base: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ModelLoadError, match=words):
             FuzzyDecoder.from_pretrained(str(base), "none", **{name: 1})
-    with pytest.raises(ModelLoadError, match="a target is a name or a transformers model, got Linear"):
-        FuzzyDecoder.from_pretrained(torch.nn.Linear(2, 2), "none")  # type: ignore[arg-type]
+    for no_model in (torch.nn.Linear(2, 2), plain.target):
+        with pytest.raises(ModelLoadError, match=f"is a name or a transformers model, got {type(no_model).__name__}"):
+            FuzzyDecoder.from_pretrained(no_model, "none")  # type: ignore[arg-type]
+    with pytest.raises(ModelLoadError, match="adapters are directories by name"):
+        FuzzyDecoder.from_pretrained(str(base), "none", adapters=[str(base)])  # type: ignore[arg-type]
     with pytest.raises(ModelLoadError, match="a tokenizer is one of transformers"):
         FuzzyDecoder.from_pretrained(str(base), "none", str(base))
     model = AutoModelForCausalLM.from_pretrained(base)

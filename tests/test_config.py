@@ -114,6 +114,8 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (FuzzyConfig, {"max_cache_bytes": 1.5}, "whole number of bytes"),
     (FuzzyConfig, {"apply_chat_template": "no"}, "apply_chat_template is True or False, got 'no'"),
     (FuzzyConfig, {"measure_log_likelihood": 1}, "measure_log_likelihood is True or False, got 1"),
+    (FuzzyConfig, {"num_return_sequences": "2"}, "num_return_sequences must be a whole number, got '2'"),
+    (RuntimeConfig, {"record": 5}, "record lists pairs of rows and tokens"),
     (RuntimeConfig, {"weights": "plane"}, "auto, packed, expanded, plain, got 'plane'. Did you mean 'plain'?"),
     (RuntimeConfig, {"draft_weights": "bf16"}, "draft_weights is one of fp8, plain"),
     (RuntimeConfig, {"recording": "yes"}, "recording is one of None, True, False"),

@@ -222,6 +222,12 @@ SYNTHID = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
         *(([row], {}, FsdError, "") for row in ([1.5], ["1", 2], [True], [None], [], [[1]], [1, 10**30])),
         *((whole, {}, FsdError, "") for whole in (b"bytes", {"role": "user", "content": "x"}, None, 5, 1.5, {}, set())),
         *((x, {}, FsdError, "") for x in (torch.tensor(3), torch.zeros(1, 1, 1), torch.tensor([0.5]), object())),
+        *(
+            (x, {}, FsdError, "dense and holds values")
+            for x in (torch.zeros(1, 2, device="meta"), torch.eye(2).to_sparse())
+        ),
+        ({"input_ids": None}, {}, FsdError, "got None"),
+        ([[1, 2]], dict(users=5), FsdError, "users is a list of texts"),
     ],
 )
 def test_bad_requests_are_refused_by_name(

@@ -237,7 +237,8 @@ def test_padding_is_no_part_of_a_prompt(decoder: FuzzyDecoder) -> None:
     expected = target.model.generate(**padded, **options)[:, padded.input_ids.shape[1] :].tolist()
     right = tokenizer(texts, padding=True, padding_side="right")
     arrays = tokenizer(texts, return_tensors="np", padding=True)
-    for prompts in (padded, padded.input_ids, right, tokenizer(texts), arrays):
+    rows = [torch.tensor(row) for row in tokenizer(texts)["input_ids"]]
+    for prompts in (padded, padded.input_ids, right, tokenizer(texts), arrays, rows):
         assert talker.generate(prompts, **options).sequences == expected
     for mask in (padded.attention_mask[:1], padded.attention_mask[:, 1:], padded.attention_mask[0]):
         with pytest.raises(FsdError, match="attention_mask has another shape than input_ids"):

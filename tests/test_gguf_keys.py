@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import warnings
 from collections.abc import Iterator
@@ -13,11 +14,11 @@ import pytest
 import torch
 from gguf import GGUFWriter, Keys, RopeScalingType
 from gguf.constants import MODEL_ARCH_NAMES, MODEL_TENSOR, MODEL_TENSORS
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
 from benchmarks.write_gguf import finish
-from fsd_core.errors import ModelLoadError
+from fsd_core.errors import FsdError, ModelLoadError
 from fsd_infer import FuzzyDecoder
 from fsd_infer.targets import gguf_keys
 from fsd_infer.targets.gguf import FAMILIES, expand_gguf
@@ -239,6 +240,23 @@ def test_keys_that_transformers_leaves_out_are_refused(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="read by nothing: stablelm.new."):
         loaded(path)
     torch.testing.assert_close(logits(loaded(path)[0]), logits(original), rtol=1e-3, atol=1e-3)
+    its = {"general.architecture": "nemotron", "nemotron.attention.layer_norm_epsilon": 0.1}  # the reader takes RMS's
+    with pytest.raises(ModelLoadError, match="nemotron.attention.layer_norm_epsilon = 0.1"):
+        gguf_keys.check_foreign_keys(its, AutoConfig.for_model("nemotron"), {}, "x.gguf")
+
+
+@pytest.mark.parametrize(("facts", "more", "words"), [
+    ({}, {"rope_factors_long.weight": 4}, "'rope_factors_long.weight' has no place in a StableLmForCausalLM"),
+    ({"block_count": 3}, {}, "lacks 11 tensors of its model, first 'model.layers.2"),
+    ({"block_count": 10**6}, {}, "1000000 layers, but"),
+    ({"feed_forward_length": 32}, {}, "has shape [32, 64], but its model needs [32, 32]"),
+    ({"context_length": 0}, {}, "max_position_embeddings is 0"),
+])  # fmt: skip
+def test_what_transformers_would_drop_or_draw_at_random_is_refused(
+    tmp_path: Path, facts: dict[str, Any], more: dict[str, int], words: str
+) -> None:
+    with pytest.raises(FsdError, match=re.escape(words)):
+        loaded(stablelm(tmp_path, facts, more)[0])
 
 
 # Tokenizers ----------------------------------------------------------------------------------------------------------

@@ -61,6 +61,11 @@ class Run:
     def step(self, name: str = "last.ckpt") -> int:
         return int(torch.load(self.checkpoints / name, weights_only=True)["global_step"])
 
+    def curves(self) -> Any:
+        """What DecodedTau has measured, as the last checkpoint holds it."""
+        state = torch.load(self.checkpoints / "last.ckpt", weights_only=True)["callbacks"]
+        return next(value["points"] for name, value in state.items() if name.startswith("DecodedTau"))
+
 
 def test_a_run_is_not_overwritten(toys: Path, tmp_path: Path) -> None:
     run = Run(toys, tmp_path / "run")
@@ -322,9 +327,7 @@ def test_the_head_that_decodes_best_is_kept(toys: Path, tmp_path: Path) -> None:
     files = [path for head in (run.head, run.best) for path in head.iterdir()]
     assert files and {oct(path.stat().st_mode & 0o777) for path in files} == {"0o644"}  # others can read them
     assert run.fit(25, "--ckpt_path", "auto")[0] == 0
-    state = torch.load(run.checkpoints / "last.ckpt", weights_only=True)
-    key = next(name for name in state["callbacks"] if name.startswith("DecodedTau"))
-    taus: dict[int, float] = dict(state["callbacks"][key]["points"]["decoded_tau/exact"])
+    taus: dict[int, float] = dict(run.curves()["decoded_tau/exact"])
     assert sorted(taus) == [5, 10, 15, 20, 25]
     first_best = next(step for step in sorted(taus) if taus[step] == max(taus.values()))
     kept = torch.load(tmp_path / "run" / "best.ckpt", weights_only=True)

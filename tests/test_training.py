@@ -106,7 +106,7 @@ def test_cached_features_are_trained_on_as_those_of_the_target(toys: Path) -> No
         assert 0 < float((found - wanted).detach().norm()) < 0.05 * float(wanted.norm()), "but for rounding to bf16"
 
 
-def test_export_with_other_draft_ids(whole: Whole, toys: Path, tmp_path: Path) -> None:
+def test_export_with_other_draft_ids(whole: Whole, toys: Path, tmp_path: Path, capsys: Any) -> None:
     checkpoint = str(whole[2] / "ckpt" / "step=20.ckpt")
     target = Target.from_pretrained(str(toys / "target"))
     answers = str(toys / "answers.jsonl")
@@ -117,6 +117,11 @@ def test_export_with_other_draft_ids(whole: Whole, toys: Path, tmp_path: Path) -
     assert bool((head.draft_ids.diff() > 0).all())
     assert set(target.eos_token_ids) <= set(head.draft_ids.tolist())
     assert cli(["export", checkpoint, str(tmp_path / "other"), "--draft-vocab-size", str(size)]) == 2
+    state = torch.load(checkpoint, weights_only=True)
+    state["state_dict"]["head.fc.weight"][0, 0] = float("nan")
+    torch.save(state, tmp_path / "nan.ckpt")
+    assert cli(["export", str(tmp_path / "nan.ckpt"), str(tmp_path / "other")]) == 2
+    assert "nan.ckpt holds NaN or infinity in 1 tensors, first 'head.fc.weight'" in capsys.readouterr().err
 
 
 def test_a_time_limit_ends_the_schedule(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from fsd_train.data.features import sequence_key
 from fsd_train.data.recording import FeatureWriter
 from fsd_train.losses import DraftBatch, Loss, LossOutput
 from tests import train_toys
+from tests.test_runs import Run
 from tests.test_training import make, trainer
 from tests.train_toys import answers_of, eagle_module, logged, toy_target
 
@@ -224,3 +226,27 @@ def test_recording_is_for_one_device_and_makes_a_cache(toys: Path, tmp_path: Pat
     data.trainer = SimpleNamespace(world_size=2, training=True)  # type: ignore[assignment]
     with pytest.raises(DataError, match="record_features is for one device"):
         data.begin_recording(toy_target())
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_signal_ends_the_decoding_of_answers_which_comes_again(
+    step: int, toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the last step the run ends as usual without it."""
+    whole, run = (Run(toys, tmp_path / name, every=step // 2 + 1) for name in ("whole", "run"))
+    numbered, begun = DecodedTau._numbered, list[int]()
+    assert whole.fit(4)[0] == 0
+
+    def interrupted(self: Any, trainer: Any, target: Any) -> Any:
+        begun.append(trainer.global_step)
+        if begun[-1] == step and begun.count(step) == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return numbered(self, trainer, target)
+
+    monkeypatch.setattr(DecodedTau, "_numbered", interrupted)
+    status, err = run.fit(4)
+    assert status == (130 if step == 2 else 0) and f"the decoding after step {step} ended" in err
+    status, err = run.fit(4)
+    assert status == 0 and run.step() == 4
+    if step == 2:
+        assert begun == [0, 2, 0, 2, 4] and run.curves() == whole.curves()

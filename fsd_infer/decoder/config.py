@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from typing_extensions import Self, Unpack
 
-from fsd_core.errors import FsdError, ModelLoadError, shortened
+from fsd_core.errors import FsdError, ModelLoadError, foreign_errors, shortened
 from fsd_core.files import read_json, write_json
 from fsd_core.former import Renamed, former_keywords
 from fsd_core.options import picked
@@ -26,7 +26,7 @@ from fsd_infer.decoder import former
 from fsd_infer.decoder.calibrated import CALIBRATED, QUALITY, with_quality
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.request.guide import Guide
-from fsd_infer.request.options import ARGUMENTS, GenerateOptions, at_temperature
+from fsd_infer.request.options import ARGUMENTS, GenerateOptions, at_temperature, check_numbers
 from fsd_infer.rules import Rule, RuleLike, parse_rule, rule_text
 from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.trees.shape import TreeShape, parse_tree
@@ -116,8 +116,10 @@ class FuzzyConfig(GenerationConfig):
         super().__init__(**given)
 
     def validate(self, strict: bool = False, user_set_attributes: set[str] | None = None) -> None:
-        """Check the values as transformers does, and ours. Raises FsdError for one of ours that cannot be."""
-        super().validate(strict, user_set_attributes)
+        """Check the values as transformers does, and ours. Raises FsdError for one that cannot be."""
+        check_numbers({name: value for name, value in vars(self).items() if value is not None})
+        with foreign_errors(FsdError, "transformers refuses these options: {why}"):
+            super().validate(strict, user_set_attributes)
         self.named_rules()
         parse_tree(self.tree)
         BeamOptions.of(self.beams)
@@ -243,8 +245,8 @@ class RuntimeConfig(Renamed):
             if value not in known:
                 hint = did_you_mean(value, map(str, known))
                 raise FsdError(f"{name} is one of {', '.join(map(str, known))}, got {value!r:.60}.{hint}")
-        for pair in self.record:
-            if len(pair) != 2 or not is_whole(pair[0], 1) or not is_whole(pair[1], 2):
+        for pair in self.record if isinstance(self.record, Sequence) else [self.record]:
+            if not isinstance(pair, Sequence) or len(pair) != 2 or not is_whole(pair[0], 1) or not is_whole(pair[1], 2):
                 raise FsdError(f"record lists pairs of rows and tokens, such as (8, 2048), got {pair!r:.60}.")
         object.__setattr__(self, "record", tuple((rows, tokens) for rows, tokens in self.record))
         size = self.prefix_cache_bytes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from typing_extensions import Unpack
 
@@ -327,7 +327,7 @@ def _wrapped(target: Any, tokenizer: Any, config: RuntimeConfig, model_kwargs: d
     """Return the target of a name or of a model in memory. Raises ModelLoadError."""
     processor = tokenizer if is_processor(tokenizer) else None
     tokenizer = tokenizer if processor is None else processor.tokenizer
-    if not isinstance(target, (str, Path)) and not hasattr(target, "config"):
+    if not isinstance(target, (str, Path)) and not (isinstance(target, nn.Module) and hasattr(target, "config")):
         raise ModelLoadError(f"a target is a name or a transformers model, got {type(target).__name__}.")
     if tokenizer is not None and not callable(tokenizer):
         raise ModelLoadError(f"a tokenizer is one of transformers, got {tokenizer!r:.60}: load it first.")

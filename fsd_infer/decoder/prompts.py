@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsd_core.errors import FsdError, ModelLoadError
+from fsd_core.errors import FsdError, ModelLoadError, foreign_errors
 from fsd_core.registry import did_you_mean, is_whole
 from fsd_core.tensors import as_python
 from fsd_core.text.encoding import encode_chat, encode_text, need_tokenizer
@@ -60,7 +60,7 @@ class PromptEncoder:
                 "a prompt is text, a list of messages, a list of token ids, or one of these with its images, "
                 f'{{"prompt": ..., "images": [...]}}, not {type(prompt).__name__}.'
             )
-        items = list(prompt)
+        items = list(_as_lists(prompt))
         if not items:
             raise FsdError("the prompt is empty: give at least one token.")
         if isinstance(items[0], Mapping):
@@ -140,7 +140,8 @@ def split_prompt(prompt: Any) -> tuple[Any, Sequence[Any] | ImageInput]:
 
 def _as_lists(value: Any) -> Any:
     """Return tensors, arrays and tuples of numbers, and lists of them, as lists."""
-    value = as_python(value)
+    with foreign_errors(FsdError, "a tensor of token ids is dense and holds values, which this one does not ({why})."):
+        value = as_python(value)
     if not isinstance(value, (list, tuple)):
         return value
     return [one if isinstance(one, int) else _as_lists(one) for one in value]
@@ -149,6 +150,8 @@ def _as_lists(value: Any) -> Any:
 def _unpadded(ids: Any, mask: Any, padding: int | None) -> list[list[int]]:
     """Return the rows of ids [T] or [B, T], tensors or lists, where the mask is 1, or else the padding token is not."""
     rows, masks = map(_as_lists, (ids, mask))
+    if not isinstance(rows, list):
+        raise FsdError(f"input_ids are lists or a tensor of token ids, got {ids!r:.60}.")
     if not rows or not isinstance(rows[0], list):
         rows, masks = [rows], None if masks is None else [masks]
     if masks is None:

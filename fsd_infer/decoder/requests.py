@@ -254,7 +254,8 @@ def _per_answer(users: Sequence[str] | None, answers: int, count: int) -> list[s
     """Repeat the users per answer. Raises FsdError unless there is one per prompt."""
     if users is None:
         return None
-    if isinstance(users, str) or len(users) * answers != count or not all(isinstance(user, str) for user in users):
+    listed = isinstance(users, Sequence) and not isinstance(users, str)
+    if not listed or len(users) * answers != count or not all(isinstance(user, str) for user in users):
         raise FsdError("users is a list of texts, one per prompt.")
     return [user for user in users for _ in range(answers)]
 

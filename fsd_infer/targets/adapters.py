@@ -130,6 +130,8 @@ def add_adapters(model: Any, adapters: Mapping[str, str | Path]) -> None:
     Raises ModelLoadError: files are missing or damaged, an adapter changes more than layers' outputs, or peft is not
     installed or refuses it.
     """
+    if not isinstance(adapters, Mapping):
+        raise ModelLoadError(f'adapters are directories by name, {{"legal": DIR}}, got {adapters!r:.60}.')
     peft = imported("peft", "an unmerged adapter", "train", ModelLoadError)
     for name, directory in adapters.items():
         try:

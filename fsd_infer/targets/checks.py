@@ -124,13 +124,13 @@ def _has_scale(name: str, names: Collection[str]) -> bool:
     )
 
 
-def check_numbers(values: Any, where: str) -> None:
-    """Raise CheckpointError, which begins with ``where``, for numbers of a config that no model has.
+def check_numbers(values: Any, where: str, advice: str = "correct config.json") -> None:
+    """Raise CheckpointError, from ``where`` to ``advice``, for numbers of a config that no model has.
 
     transformers builds such models, which then end in an overflow or answer nonsense.
     """
     for name, value in values.items() if isinstance(values, Mapping) else ():
-        check_numbers(value, where)
+        check_numbers(value, where, advice)
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         likely = isinstance(value, float) or abs(value) <= MAX_INTEGER
@@ -141,7 +141,7 @@ def check_numbers(values: Any, where: str) -> None:
         elif name in ("max_position_embeddings", "n_positions"):
             likely = 1 <= value <= MAX_INTEGER
         if not likely:
-            raise CheckpointError(f"{where}: {name} is {value!r:.40}, which no model has; correct config.json.")
+            raise CheckpointError(f"{where}: {name} is {value!r:.40}, which no model has; {advice}.")
 
 
 def check_size(source: str, config: PretrainedConfig, trust_remote_code: bool) -> None:

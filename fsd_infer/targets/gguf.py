@@ -23,14 +23,14 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fsd_core.errors import ModelLoadError, foreign_errors
 from fsd_core.files import write_json
 from fsd_infer.targets.gguf_file import StoredTensor, read_gguf
-from fsd_infer.targets.gguf_keys import KeyNumbers, check_foreign_keys, check_keys, check_no_mtp, end_ids, own_keys
+from fsd_infer.targets.gguf_foreign import foreign_config, load_foreign, refuse_rest, refuse_shape
+from fsd_infer.targets.gguf_keys import KeyNumbers, check_keys, check_no_mtp, end_ids, own_keys
 from fsd_infer.targets.gguf_tokenizer import load_gguf_tokenizer, write_tokenizer
 from fsd_infer.targets.weights import QuantizedWeight, ReadsBlocks, keep_quantized, readable_types, say
 
@@ -95,7 +95,8 @@ def load_gguf(
                 f"{source.name}: weights are expanded to bf16, slower and larger, because transformers reads {family} "
                 f"files. Those of {', '.join(FAMILIES)} decode from their own weights."
             )
-        return _by_transformers(source, facts, dtype, attn_implementation), load_gguf_tokenizer(source, facts)
+        model = load_foreign(source, facts, tensors, dtype, attn_implementation)
+        return model, load_gguf_tokenizer(source, facts)
     config = _config(facts, tensors, source)
     hf_config = AutoConfig.for_model(**config)
     model = _empty_model(hf_config, dtype=dtype, attn_implementation=attn_implementation or "sdpa")
@@ -144,23 +145,8 @@ def load_gguf_config(source: Path) -> PreTrainedConfig:
     """
     facts, tensors = _read(source)
     if facts.get("general.architecture") not in FAMILIES:
-        return AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+        return foreign_config(source, facts, tensors)
     return AutoConfig.for_model(**_config(facts, tensors, source))
-
-
-def _by_transformers(
-    source: Path, facts: dict[str, Any], dtype: torch.dtype, attn_implementation: str | None
-) -> PreTrainedModel:
-    """Load and expand a model by transformers' reader, which knows more architectures."""
-    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    with foreign_errors(ModelLoadError, f"{source}: transformers cannot read this GGUF file ({{why}})."):
-        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=dtype, **options)
-    mapped: Any = GGUF_CONFIG_MAPPING.get(model.config.model_type) or GGUF_CONFIG_MAPPING.get(
-        facts["general.architecture"]
-    )
-    check_foreign_keys(facts, model.config, mapped or {}, source)
-    model.generation_config.eos_token_id = end_ids(facts) or model.generation_config.eos_token_id
-    return model
 
 
 def _read(source: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
@@ -334,18 +320,10 @@ def _places(
             missing.append(name)
             continue
         if stored.shape != parameter.shape:
-            raise ModelLoadError(
-                f"{source}: {name} has shape {list(stored.shape)}, but its model needs {list(parameter.shape)}. Fetch "
-                "the file again."
-            )
+            refuse_shape(source, name, stored.shape, parameter.shape)
         order, part = None, theirs.split(".")[-2]
         if config["model_type"] in _INTERLEAVED and part in heads:
             order = split_half_rope(torch.arange(stored.shape[0])[:, None], heads[part])[:, 0].contiguous()
         places.append((name, stored, order))
-    if left:
-        kind = type(model).__name__
-        raise ModelLoadError(f"{source}: tensor {min(left)!r} has no place in a {kind}. Use another file.")
-    if missing:
-        count = len(missing)
-        raise ModelLoadError(f"{source} lacks {count} tensors of its model, first {min(missing)!r}. Fetch it again.")
+    refuse_rest(source, model, left, missing)
     return places

@@ -103,7 +103,8 @@ _NO_ENDS = (
     ("</s>", {"<|tool_response>"}),
 )
 # keys that a config must agree with where transformers' reader takes its own default
-_AGREE = frozenset({"rope.freq_base", "rope.dimension_count"})
+_EPSILON = "attention.layer_norm_epsilon"
+_AGREE = frozenset({"rope.freq_base", "rope.dimension_count", _EPSILON})
 # where a config of transformers holds what its GGUF reader takes from defaults or from tensors
 _ATTRIBUTES = {
     "attention.sliding_window": "sliding_window",
@@ -113,6 +114,9 @@ _ATTRIBUTES = {
     "use_parallel_residual": "use_parallel_residual",
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "expert_weights_norm": "norm_topk_prob",
     "hidden_activation": "hidden_act",
 }
 
@@ -181,12 +185,12 @@ def check_foreign_keys(facts: Mapping[str, Any], config: Any, mapped: Mapping[st
     config = config.get_text_config(decoder=True)
     rescaled = "'factor'" in str(getattr(config, "rope_parameters", None))
     scaling = dict.fromkeys(("rope.scaling.factor", "rope.scale_linear", "rope.scaling.attn_factor"), (0, 1))
+    softmax = {"expert_gating_func": (0, 1)} if mapped.get("expert_count") else {}
     for name, value in own_keys(facts).items():
-        mixture = name.startswith("expert_") and bool(mapped.get("expert_count"))
-        read = bool(mapped.get(name)) or mixture or name in scaling and rescaled
+        read = bool(mapped.get(name)) or name in mapped and name.startswith("expert_") or name in scaling and rescaled
         held: Any = _held(config, name)
         same = held == value or _is_number(value) and _is_number(held) and math.isclose(held, value, rel_tol=1e-5)
-        differs = name in _AGREE and _is_number(held) or not _is_neutral(name, value, _NEUTRAL | scaling)
+        differs = name in _AGREE and _is_number(held) or not _is_neutral(name, value, _NEUTRAL | scaling | softmax)
         if differs and not read and not same:
             raise ModelLoadError(
                 f"{source}: transformers' reader leaves out {facts['general.architecture']}.{name} = {value!r:.60}. "
@@ -203,6 +207,9 @@ def _held(config: Any, name: str) -> Any:
     if name == "rope.dimension_count" and "rope_theta" in rope:
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return int(width * (rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1))
+    if name == _EPSILON:
+        names = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+        return next((getattr(config, each) for each in names if hasattr(config, each)), None)
     return getattr(config, _ATTRIBUTES.get(name, ""), None)
 
 

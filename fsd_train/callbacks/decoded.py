@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ from fsd_bench.trials import decoding
 from fsd_core.errors import DataError
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import NoDrafter, TreeShape
+from fsd_infer.engine.callback import Callback as RequestCallback
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks.export import ExportHead, averaged
@@ -21,6 +25,25 @@ from fsd_train.checkpoints import callbacks_of
 from fsd_train.losses.metrics import DEFAULT_RULES
 from fsd_train.strategies import is_sharded, whole_head
 from fsd_train.types import Length, NonNegativeFloat, PositiveInt
+
+log = logging.getLogger(__name__)
+
+
+class _EndedError(Exception):
+    """The run was asked to end while its answers were decoded."""
+
+
+class _Ending(RequestCallback):
+    """Ends a request, and what decodes it, when the run is asked to end."""
+
+    reads_tensors = False
+
+    def __init__(self, is_asked: Callable[[], bool]) -> None:
+        self.is_asked = is_asked
+
+    def on_phase(self, phase: str) -> None:
+        if self.is_asked():
+            raise _EndedError
 
 
 class Curves(Callback):
@@ -50,6 +73,9 @@ class DecodedTau(Curves):
     Memory: a copy of the drafter in the target's dtype. With cached features it also loads the whole target on first
     use (2 bytes per parameter in bf16). Rank 0 decodes while the others wait. If fsdp shards the target, all ranks
     decode the same prompts, because each layer is gathered from all.
+
+    A signal that ends the run (:class:`.RunDirectory`) ends the decoding, unless fsdp shards the target. It comes again
+    when the run goes on; after the last step it is left out.
 
     Args:
         rules: rules as in `fsd-infer`: "exact", "fuzzy:js:0.3" ...
@@ -84,6 +110,17 @@ class DecodedTau(Curves):
         self.best = best
         self._full: Target | None = None
         self._last = 0
+        self._due: int | None = None  # step whose decoding a signal ended
+        # RunDirectory sets both: whether a signal asks to end, and what ends the run
+        self.is_asked: Callable[[], bool] = lambda: False
+        self.end_run: Callable[[Trainer], None] = lambda trainer: None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "due": self._due}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._due = state_dict.get("due")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -103,28 +140,36 @@ class DecodedTau(Curves):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last = trainer.global_step  # the first of accumulated batches ends with the same step
+        if self._due == self._last:
+            self.run(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         step = trainer.global_step
         if self.every_n_train_steps and step % self.every_n_train_steps == 0 and step != self._last:
             for name, value in self.run(trainer, pl_module).items():
                 pl_module.log(name, value, logger=False)  # for monitors; run() logs to loggers
+            if self._due == step:
+                self.end_run(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step != self._last:
             self.run(trainer, pl_module)
 
     def run(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """Decode, log, and return the logged values."""
+        """Decode, log, and return the logged values; none if a signal ended it."""
         check_finite(trainer)
         self._last = trainer.global_step
-        values: dict[str, float] = {}
+        values: dict[str, float] | None = None
         together = is_sharded(pl_module.target.model)  # type: ignore[union-attr,arg-type]
         with whole_head(pl_module):
             if together or trainer.is_global_zero:
-                with averaged(trainer, pl_module):
+                with averaged(trainer, pl_module), suppress(_EndedError):
                     values = self.measure(trainer, pl_module)
         values = trainer.strategy.broadcast(values)  # the others wait here
+        self._due = self._last if values is None else None
+        if values is None:
+            log.info("the decoding after step %d ended before its last answer", self._last)
+            return {}
         for name, value in values.items():
             self.points.setdefault(name, {})[self._last] = value
         for logger in trainer.loggers:
@@ -152,10 +197,11 @@ class DecodedTau(Curves):
         rows = trainer.datamodule.validation_set  # type: ignore[attr-defined]
         prompts = [{"prompt": ids, "images": rows.prompt_images(number, len(ids))} for number, ids in numbered]
         options = decoding(self.temperature, self.max_new_tokens)
+        ending = () if is_sharded(pl_module.target.model) else (_Ending(self.is_asked),)  # type: ignore[union-attr,arg-type]
         values = {}
         for rule in self.rules:
             with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
-                answers = decoder.generate(prompts, rule=rule, seed=self.seed, **options)
+                answers = decoder.generate(prompts, rule=rule, seed=self.seed, callbacks=ending, **options)
             stats = answers.stats
             values[f"decoded_tau/{rule}"] = stats.acceptance_length
             values[f"decoded_gate_open/{rule}"] = stats.gate_open_fraction

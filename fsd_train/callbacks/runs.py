@@ -155,6 +155,8 @@ class RunDirectory(Callback):
                 raise DataError(f"another run wrote to {self.names} as this one began. Give the command again.")
             for head in self.heads:
                 recover_directory(head)
+        for callback in callbacks_of(trainer, DecodedTau):
+            callback.is_asked, callback.end_run = (lambda: self._asked), self._end_if_asked
 
     def _written(self) -> dict[Path, int]:
         """Return the checkpoints and heads that are there, and when they were written [ns]."""
@@ -203,6 +205,7 @@ class RunDirectory(Callback):
         if self._asked or self._is_over:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
+            self._asked = True  # after the last step too, where answers may be decoded
             return
         self._asked = True
         log.info("ending after this step (Ctrl-C once more: at once, without a checkpoint)")

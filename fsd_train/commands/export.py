@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
 
-from fsd_core.errors import DataError
+from fsd_core.errors import CheckpointError, DataError
 from fsd_core.files import replacing_directory
 from fsd_core.hub import is_hub_id, load_whole
 from fsd_core.text.row_check import RowCheck
@@ -51,9 +51,14 @@ def module_class(options: Mapping[str, Any]) -> type[DistillationModule]:
 def load_module(checkpoint: str | Path, target_kwargs: dict[str, Any] | None = None) -> DistillationModule:
     """Load the module of a checkpoint; the target with its keywords and ``target_kwargs``.
 
-    Raises CheckpointError if it is missing, truncated or foreign.
+    Raises CheckpointError if it is missing, truncated or foreign, or holds NaN.
     """
     state = read_checkpoint(checkpoint)
+    if bad := [name for name, value in state["state_dict"].items() if not bool(value.isfinite().all())]:
+        raise CheckpointError(
+            f"{checkpoint} holds NaN or infinity in {len(bad)} tensors, first {bad[0]!r}: training went wrong. Give an "
+            "earlier checkpoint."
+        )
     options = state["hyper_parameters"]
     kind = module_class(options)
     given = {name: options[name] for name in kind.of_weights if name in options}

@@ -1,0 +1,106 @@
+"""Load GGUF files by transformers' reader, and refuse what it would drop, or draw at random, in silence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+from fsd_core.errors import ModelLoadError, foreign_errors
+from fsd_infer.targets.checks import check_numbers
+from fsd_infer.targets.gguf_file import StoredTensor
+from fsd_infer.targets.gguf_keys import check_foreign_keys, end_ids
+
+
+def foreign_config(source: Path, facts: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> PreTrainedConfig:
+    """Return the config that transformers' reader makes of a file's metadata.
+
+    Args:
+        source: the file.
+        facts, tensors: as :func:`.read_gguf` returns them.
+
+    Raises:
+        ModelLoadError: an architecture that it does not know, or keys that it leaves out.
+        CheckpointError: numbers that no model has.
+    """
+    with foreign_errors(ModelLoadError, f"{source}: transformers cannot read this GGUF file ({{why}})."):
+        config: Any = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+        if config.num_hidden_layers > len(tensors):  # the model is built before its weights are compared
+            raise ValueError(f"{config.num_hidden_layers} layers, but {len(tensors)} tensors")
+    mapped: Any = GGUF_CONFIG_MAPPING.get(config.model_type) or GGUF_CONFIG_MAPPING.get(facts["general.architecture"])
+    check_foreign_keys(facts, config, mapped or {}, source)
+    check_numbers(config.to_dict(), f"{source}, by its metadata", "use another file of this model")
+    return config
+
+
+def load_foreign(
+    source: Path,
+    facts: dict[str, Any],
+    tensors: Mapping[str, StoredTensor],
+    dtype: torch.dtype,
+    attn_implementation: str | None,
+) -> PreTrainedModel:
+    """Load and expand a model by transformers' reader, which knows more architectures.
+
+    Args:
+        source, facts, tensors: as of :func:`foreign_config`.
+        dtype, attn_implementation: as of :func:`fsd_infer.targets.gguf.load_gguf`.
+
+    Raises:
+        FsdError: as :func:`foreign_config`; and tensors that are missing, of other shapes, or left out.
+    """
+    options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    options |= {"config": foreign_config(source, facts, tensors), "dtype": dtype, "output_loading_info": True}
+    with foreign_errors(ModelLoadError, f"{source}: transformers cannot read this GGUF file ({{why}})."):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source.parent, gguf_file=source.name, ignore_mismatched_sizes=True, **options
+        )
+    model, info = loaded
+    for name, stored, wanted in sorted(info["mismatched_keys"]):
+        refuse_shape(source, name, stored, wanted)
+    missing = info["missing_keys"]
+    left = () if missing else _unread(model, tensors, facts["general.architecture"])
+    refuse_rest(source, model, left, missing)
+    model.generation_config.eos_token_id = end_ids(facts) or model.generation_config.eos_token_id
+    return model
+
+
+def _unread(model: PreTrainedModel, tensors: Mapping[str, StoredTensor], family: str) -> Collection[str]:
+    """Return tensors that transformers' reader has left out: it drops those that it does not know in silence.
+
+    It joins and renames some, so the numbers are counted; the names are of the gguf package's table.
+    """
+    state, stored = model.state_dict(), dict(tensors)
+    if family in ("falcon", "bloom") and model.config.tie_word_embeddings:
+        stored.pop("output.weight", None)  # these files repeat the embeddings, and the reader ties them
+    held = {value.data_ptr(): value.numel() for value in state.values()}
+    packed = any(value.dtype == torch.uint8 for value in state.values())  # then the reader names what it leaves
+    if packed or sum(held.values()) == sum(math.prod(tensor.shape) for tensor in stored.values()):
+        return ()
+    known = [kind for kind, name in MODEL_ARCH_NAMES.items() if name == family]
+    names = get_tensor_name_map(known[0] if known else MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
+    return stored.keys() - {names.get_name(name, (".weight", ".bias")) for name in state} or stored.keys()
+
+
+def refuse_shape(source: Path, name: str, stored: Sequence[int], wanted: Sequence[int]) -> None:
+    """Raise ModelLoadError for a tensor of another shape than its parameter's."""
+    raise ModelLoadError(
+        f"{source}: {name} has shape {list(stored)}, but its model needs {list(wanted)}. Fetch the file again, "
+        "or use the model's checkpoint."
+    )
+
+
+def refuse_rest(source: Path, model: Any, left: Collection[str], missing: Collection[str]) -> None:
+    """Raise ModelLoadError if tensors of the file are left, or parameters of the model are missing."""
+    if left:
+        kind = type(model).__name__
+        raise ModelLoadError(f"{source}: tensor {min(left)!r} has no place in a {kind}. Use another file.")
+    if missing:
+        count = len(missing)
+        raise ModelLoadError(f"{source} lacks {count} tensors of its model, first {min(missing)!r}. Fetch it again.")
