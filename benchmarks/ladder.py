@@ -47,7 +47,7 @@ from fsd_infer.targets.target import Target
 ALONE, EXACT, NOISE = "alone", "exact", "noise:"
 FLAWLESS = 0.125  # nats: place of a drafter without mistakes in the picture
 SMALL = "1"  # nats: a mistake with a smaller gap is a near tie
-# Equal quality: no further on the wrong side of exact's than this. Shares, but for nats per token of log-likelihood.
+# Equal quality: no further on the wrong side of exact's than this. Shares, except for nats per token of log-likelihood.
 BOUNDS = {"score": -0.02, "log_likelihood_per_token": -0.05, "copied_4grams": 0.02, "repeated_4grams": 0.02}
 
 

@@ -72,10 +72,11 @@ def table(args: argparse.Namespace) -> int:
         sets, words(args.methods), args.work, progress=True, fields=_named_fields(args.field),
         **picked(args, names), **model_options(args),
     )  # fmt: skip
-    table = field_table(records)
-    print(text := markdown(table))
+    fields = field_table(records)
+    text = markdown(fields)
+    print(text)
     if files["json"] is not None:
-        write_json(files["json"], jsonable(table), indent=1)
+        write_json(files["json"], jsonable(fields), indent=1)
     if files["specbundle"] is not None:
         write_json(files["specbundle"], jsonable(specbundle(records)), indent=1)
     if files["markdown"] is not None:

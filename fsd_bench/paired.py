@@ -40,8 +40,8 @@ def _each(name: str) -> Value:
     """Return a field of answers, each with weight 1."""
 
     def value(run: TimedRun, answer: MeasuredAnswer) -> Pair | None:
-        value = getattr(answer, name)
-        return None if value is None else (float(value), 1.0)
+        field = getattr(answer, name)
+        return None if field is None else (float(field), 1.0)
 
     return value
 
@@ -50,8 +50,8 @@ def _per_token(name: str) -> Value:
     """Return a field of answers, each with its length as weight."""
 
     def value(run: TimedRun, answer: MeasuredAnswer) -> Pair | None:
-        value = getattr(answer, name)
-        return None if value is None else (value * answer.length, float(answer.length))
+        field = getattr(answer, name)
+        return None if field is None else (field * answer.length, float(answer.length))
 
     return value
 

@@ -16,7 +16,7 @@ Layouts of public data sets (:mod:`fsd_bench.layouts`) state how their rows are 
 ========  ============================================================================================================
 letter    the answer names the reference's letter last: ``ANSWER: B``, ``\\boxed{B}`` or a letter alone on its line
 math      math-verify finds its final answer equal to the reference's
-text      what follows its last ``ANSWER:`` is the reference, but for case, blanks and a full stop
+text      what follows its last ``ANSWER:`` is the reference, except for case, blanks and a full stop
 code      its code passes the tests, which run only if the caller allows it (:mod:`fsd_bench.code`)
 ========  ============================================================================================================
 

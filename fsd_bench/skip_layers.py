@@ -40,8 +40,8 @@ def answers(
     """
     encode = Encoder.of(decoder, raw=not getattr(decoder.tokenizer, "chat_template", None))
     prompts = encode_rows(first_rows(path, encode, limit, strict=strict), encode)
-    answers = (decoder.generate(ids, max_new_tokens=max_new_tokens, temperature=0.0).sequences[0] for ids in prompts)
-    return list(zip(prompts, answers))
+    outputs = (decoder.generate(ids, max_new_tokens=max_new_tokens, temperature=0.0).sequences[0] for ids in prompts)
+    return list(zip(prompts, outputs))
 
 
 def agreement(model: Target, texts: Sequence[Pair]) -> float:

@@ -168,7 +168,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Former names warn as if for the first time."""
-    monkeypatch.setattr("fsd_core.former._said", set())
+    monkeypatch.setattr("fsd_core.former._warned", set())
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ def test_fields_that_nothing_reads_are_named_once(tmp_path: Path, capsys: pytest
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     always = {"mood", *(f"messages[].{name}" for name in ("name", "loss", "content[].cache"))}
-    always |= {"messages[].weight of turns of the role user", "messages[].thinking beside reasoning"}
+    always |= {"messages[].weight of turns of the role user", "messages[].thinking next to reasoning"}
     tools = "{% if tools %}{{ tools[0].function.name }}{% endif %}"
     for template, more in ((CHATML, {"messages[].reasoning", "tools"}), (tools + CHATML + "{# m.thinking #}", set())):
         tokenizer, check = tiny_tokenizer(template), RowCheck()

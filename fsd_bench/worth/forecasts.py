@@ -268,9 +268,9 @@ def learned(rule: Tilted, allowed: float, found: Mapping[Rule, Sequence[RuleOnSh
 def _between(less: RuleOnShape, more: RuleOnShape, nats: float) -> RuleOnShape:
     share = (nats - less.nats) / (more.nats - less.nats)
     numbers = {
-        field.name: (1 - share) * getattr(less, field.name) + share * getattr(more, field.name)
-        for field in fields(RuleOnShape)
-        if field.name != "shape"
+        entry.name: (1 - share) * getattr(less, entry.name) + share * getattr(more, entry.name)
+        for entry in fields(RuleOnShape)
+        if entry.name != "shape"
     }
     return replace(less, **numbers)
 

@@ -211,7 +211,7 @@ def from_keywords(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig(Renamed):
-    """How the models run. No field changes what `exact` answers, but for the rounding of other kernels.
+    """How the models run. No field changes what `exact` answers, except for the rounding of other kernels.
 
     Attributes:
         weights: how the target's weights are kept. "auto": the device's backend replaces layers by faster ones, and

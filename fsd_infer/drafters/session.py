@@ -132,7 +132,7 @@ class DraftSession(Renamed, ABC):
             part.set_host_inputs(inputs)
 
     def tensors(self) -> list[Tensor]:
-        """Return what a round of a recordable session changes in place, but for keys and values beyond the texts."""
+        """Return what a round of a recordable session changes in place, except for keys and values beyond the texts."""
         return [values for part in self.parts for values in part.tensors()]
 
     def restart(self, fresh: Any) -> None:
@@ -187,7 +187,7 @@ class DraftSession(Renamed, ABC):
         """Follow beams to the next round, before :meth:`extend_on_host` gets the tokens by which the texts have grown.
 
         Args:
-            frontier: the nodes of this round. The target has read them since, but for those without ``likely``.
+            frontier: the nodes of this round. The target has read them since, except for those without ``likely``.
             nodes: [B] those that are left, without the root, in their new order.
             grown: [B] how many of them have become text. The last of these is the new root.
         """

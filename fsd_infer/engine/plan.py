@@ -58,7 +58,7 @@ class RequestPlan:
         processors: the request's logits processors.
 
     Raises:
-        as :func:`fsd_infer.engine.decode`, but for memory and logits.
+        as :func:`fsd_infer.engine.decode`, except for memory and logits.
     """
 
     def __init__(self, target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> None:

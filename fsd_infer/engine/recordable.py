@@ -141,5 +141,5 @@ def outputs_of(result: RoundTensors | VerifiedTree) -> tuple[Tensor, ...]:
 
 def tensors_of(tree: DraftTree) -> list[tuple[str, Tensor]]:
     """Return a tree's tensors by name. The ids of a draft vocabulary are among them: they grow by a text's own."""
-    named = [(field.name, getattr(tree, field.name)) for field in fields(tree)]
+    named = [(entry.name, getattr(tree, entry.name)) for entry in fields(tree)]
     return [(name, value) for name, value in named if isinstance(value, Tensor)]

@@ -65,12 +65,10 @@ class MtpFiles:
         numbers = {number for number, _ in self._stored if number is not None} or {0}
         first = self._first = min(_own_layers(target), max(numbers)) if layout.follows else 0
         there = max(numbers) + 1 - first
-        stated = there if layout.names is OWN_DIRECTORY else stated_layers(target) or there
-        self.count = min(stated, layout.most or stated)
+        named = there if layout.names is OWN_DIRECTORY else stated_layers(target) or there
+        self.count = min(named, layout.most or named)
         if there > self.count:
-            why = (
-                f"its config says {stated}" if stated < there else f"{self.count} is read in {target.config.model_type}"
-            )
+            why = f"its config says {named}" if named < there else f"{self.count} is read in {target.config.model_type}"
             logger.warning(
                 "%s has %d MTP layers in its files, and %s: those after are left out.", target.name, there, why
             )

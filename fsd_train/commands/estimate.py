@@ -147,7 +147,7 @@ def step_work(recipe: Recipe, target: Target | None = None, head: EagleHead | No
     drafter, weights = head_on_paper(target, head), count_weights(head)
     tokens, steps = recipe.data["batch_tokens"], recipe.model["unroll_steps"]
     batches = recipe.accumulated
-    # the target's own LM head is not run, but for the draft vocabulary's rows
+    # the target's own LM head is not run, except for the draft vocabulary's rows
     skipped = (target.vocab_size - drafter.vocabulary) * target.hidden_size
     read, used = weights_read(target) - skipped, weights_used(target) - skipped
     run, how = 6.0 * weights + 4.0 * drafter.lm_rows, f"(6 x {weights:,} + 4 x {drafter.lm_rows:,}) x {tokens}"

@@ -44,7 +44,7 @@ def prompt_pair(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list
 
 
 def _asked_of_template(row: Mapping[str, Any]) -> str:
-    """Return a row's arguments of the chat template but for tools as text, empty without any or if malformed."""
+    """Return a row's arguments of the chat template except for tools as text, empty without any or if malformed."""
     try:
         asked = {name: value for name, value in template_options(row).items() if name != "tools"}
     except DataError:
