@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from fsd_core.errors import CheckpointError, DataError
+from fsd_core.registry import is_whole
 
 FILL = 0.98  # share of real tokens in batches, if best fit reaches it
 DISORDER = (0.5, 0.25, 0.1)  # standard deviations of noise on the logarithm of lengths, the first that fits
@@ -57,8 +58,8 @@ class PackingSampler(Sampler[list[int]]):
         rank: int = 0,
         replicas: int = 1,
     ) -> None:
-        if size < 1:
-            raise DataError(f"batch_tokens is {size}. Give at least 1.")
+        if not is_whole(size, 1):
+            raise DataError(f"batch_tokens is {size}. Give a whole number, at least 1.")
         self.lengths, self.size, self.seed = list(lengths), size, seed
         self.shuffle, self.window, self.rank, self.replicas = shuffle, window, rank, replicas
         self.epoch = 0
