@@ -117,6 +117,11 @@ def test_rows_are_counted_by_reason_and_a_hopeless_file_is_given_up(
         read_answers([path], tiny_tokenizer(), check=RowCheck())
     with pytest.raises(DataError, match="paths is a list of files: give "):
         read_answers(str(path), tiny_tokenizer())
+    with pytest.raises(DataError, match="train_files is a list of files: give "):
+        AnswersDataModule(str(path))  # type: ignore[arg-type]
+    for given in ({"max_length": -1}, {"validation_fraction": -0.1}, {"validation_fraction": float("nan")}):
+        with pytest.raises(DataError, match=next(iter(given))):  # all rows would be cut, or none held out
+            read_answers([path], tiny_tokenizer(), **given)  # type: ignore[arg-type]
 
 
 # rows of a file whose first is bad, a limit, how many are read, and whether too many of those are bad

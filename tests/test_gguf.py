@@ -96,6 +96,7 @@ def test_other_architectures_are_read_by_transformers(tmp_path: Path) -> None:
         torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=1e-3, atol=1e-3)
     decoder = FuzzyDecoder.from_pretrained(str(path), "none", device="cpu")
     assert len(decoder.generate([[7, 8, 9]], max_new_tokens=3, do_sample=False).sequences[0]) == 3
+    assert decoder.target.precision == "" and decoder.load_drafter("self:bits=4").name == "lm"
     with pytest.raises(ModelLoadError, match="transformers cannot read this GGUF file"):
         load_target(write_gguf(tmp_path / "other.gguf", tiny_llama(), "rwkv9"), device="cpu")
 

@@ -67,8 +67,16 @@ def load_foreign(
     missing = info["missing_keys"]
     left = () if missing else _unread(model, tensors, facts["general.architecture"])
     refuse_rest(source, model, left, missing)
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and not _is_packed(model):  # whole weights are not quantised ones
+        quantizer.remove_quantization_config(model)
     model.generation_config.eos_token_id = end_ids(facts) or model.generation_config.eos_token_id
     return model
+
+
+def _is_packed(model: PreTrainedModel) -> bool:
+    """Whether the reader has kept blocks. Then it names itself what it leaves out."""
+    return any(parameter.dtype == torch.uint8 for parameter in model.parameters())
 
 
 def _unread(model: PreTrainedModel, tensors: Mapping[str, StoredTensor], family: str) -> Collection[str]:
@@ -80,8 +88,7 @@ def _unread(model: PreTrainedModel, tensors: Mapping[str, StoredTensor], family:
     if family in ("falcon", "bloom") and model.config.tie_word_embeddings:
         stored.pop("output.weight", None)  # these files repeat the embeddings, and the reader ties them
     held = {value.data_ptr(): value.numel() for value in state.values()}
-    packed = any(value.dtype == torch.uint8 for value in state.values())  # then the reader names what it leaves
-    if packed or sum(held.values()) == sum(math.prod(tensor.shape) for tensor in stored.values()):
+    if _is_packed(model) or sum(held.values()) == sum(math.prod(tensor.shape) for tensor in stored.values()):
         return ()
     known = [kind for kind, name in MODEL_ARCH_NAMES.items() if name == family]
     names = get_tensor_name_map(known[0] if known else MODEL_ARCH.LLAMA, model.config.num_hidden_layers)

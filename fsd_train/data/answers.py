@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from typing_extensions import NotRequired
 
 from fsd_core.errors import DataError
+from fsd_core.registry import is_whole
 from fsd_core.text.conversations import WEIGHT, row_questions
 from fsd_core.text.encoding import row_id
 from fsd_core.text.row_check import RowCheck
@@ -204,6 +205,12 @@ def _point(prompt: Any) -> float:
     return stable_seed("validation", prompt) / 2**31
 
 
+def check_listed(name: str, paths: Any) -> None:
+    """Raise DataError for one path in place of a list of them, whose letters would count as paths."""
+    if isinstance(paths, (str, Path)):
+        raise DataError(f"{name} is a list of files: give [{str(paths)!r}] in place of {str(paths)!r}.")
+
+
 def read_answers(
     paths: Sequence[str | Path],
     tokenizer: Any = None,
@@ -231,10 +238,14 @@ def read_answers(
         (training, validation)
 
     Raises:
-        DataError: a single path, no row, or what ``check`` raises (with file and line or row number).
+        DataError: a single path, numbers out of range, no row, or what ``check`` raises (with file and line or row
+            number).
     """
-    if isinstance(paths, (str, Path)):
-        raise DataError(f"paths is a list of files: give [{str(paths)!r}] in place of {str(paths)!r}.")
+    check_listed("paths", paths)
+    if not is_whole(max_length, 1):
+        raise DataError(f"max_length is {max_length!r:.60}: give a whole number from 1 on.")
+    if not 0 <= validation_fraction <= 1:
+        raise DataError(f"validation_fraction is {validation_fraction:g}: give a share from 0 to 1.")
     named, check = ", ".join(map(str, paths)), check or RowCheck(strict=True)
     before, left_out = check.read, 0
     placed: list[_Sided] = []

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from fsd_core.errors import CheckpointError, DataError
+from fsd_core.registry import is_whole
 
 FILL = 0.98  # share of real tokens in batches, if best fit reaches it
 WINDOW = 2**14  # most rows packed together
@@ -56,8 +57,8 @@ class PackingSampler(Sampler[list[int]]):
         rank: int = 0,
         replicas: int = 1,
     ) -> None:
-        if size < 1:
-            raise DataError(f"batch_tokens is {size}. Give at least 1.")
+        if not is_whole(size, 1):
+            raise DataError(f"batch_tokens is {size}. Give a whole number, at least 1.")
         self.lengths, self.size, self.seed = list(lengths), size, seed
         self.shuffle, self.rank, self.replicas = shuffle, rank, replicas
         self.epoch = 0
