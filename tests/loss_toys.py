@@ -83,7 +83,6 @@ def grid_loss(name: Any, args: dict[str, Any] | None = None) -> Callable[[Grid],
 
     def on_grid(grid: Grid) -> LossOutput:
         out = loss(grid.batch())
-        assert out.agreement is not None
         return replace(out, agreement=grid.dense(out.agreement))
 
     return on_grid

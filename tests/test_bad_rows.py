@@ -95,7 +95,6 @@ def test_one_row_of_many_is_skipped_and_one_of_few_ends_the_command(
     data = AnswersDataModule([file], validation_files=[file], tokenizer="toy")
     data.setup()
     data.check(300, None)
-    assert data.train_set is not None and data.validation_set is not None
     assert len(data.train_set) == len(data.validation_set) == 40 and data.answer_counts(300).sum() > 0
 
 

@@ -130,7 +130,6 @@ def test_damaged_lines_of_an_unfinished_run_are_measured_again(
     trial, trials = Trial("plain", 0), {Trial("plain", 0): 1, Trial("plain", 1): 1}
     made = RunFile(tmp_path / "r.jsonl", "bench", {"seed": 1}, trials)
     made.add(trial, TimedRun(1.0, 0.1, [MeasuredAnswer([1], 1, 1, divergence_spent=float("inf"))], {"draft": 0.5}))
-    assert made.path is not None
     whole = made.path.read_bytes()
     line = json.loads(whole.splitlines()[1])
     assert read_run({"job": line["trial"], "run": line["run"]}) == (trial, made.runs[trial])  # of an earlier version

@@ -27,12 +27,11 @@ from fsd_bench.sweep.certify import QUALITIES, loss_p_value
 from fsd_core.files import jsonable
 from fsd_infer.targets.target import Target
 from fsd_train.commands.fit import read_recipe
-from fsd_train.data import collate
 from fsd_train.models import LMModule
 from tests.bench_toys import Toy
 from tests.families import tiny_model
 from tests.loss_toys import check, distributions, make_batch
-from tests.train_toys import answers_of, eagle_module, ready, save_toy_target
+from tests.train_toys import batch_of, eagle_module, ready, save_toy_target
 
 
 def test_beginnings_to_judge_by_share_nothing_with_those_to_train_on() -> None:
@@ -262,10 +261,7 @@ def test_operations_are_those_that_torch_counts(options: dict[str, Any] | None, 
     else:
         module = ready(eagle_module(toys, loss="js", unroll_steps=3, **options))
         module.target.capture_layers([0, 1] if options else [])
-    data = answers_of(toys)
-    data.setup()
-    assert data.train_set is not None
-    batch: dict[str, Any] = dict(collate([data.train_set[place] for place in range(8)]))
+    batch = batch_of(toys, 8)
     module.draft(batch, module.unroll_steps)  # what happens once
     with FlopCounterMode(display=False) as counter:
         module.loss(module.draft(batch, module.unroll_steps)).loss.backward()

@@ -83,7 +83,6 @@ def test_confidence_learns_the_chance_of_acceptance(toys: Path) -> None:
     drafts = module.draft(batch_of(toys), BLOCK)
     p = drafts.target_lm_head(drafts.features).softmax(-1)[drafts.rows.position_index]
     chances = torch.minimum(p, drafts.draft_lm_head(drafts.estimates).softmax(-1)).sum(-1).detach()
-    assert drafts.confidence is not None
     sure = drafts.confidence.sigmoid()
     each = -(chances * sure.log() + (1 - chances) * (1 - sure).log())
     wanted = (each * drafts.weights).sum() / drafts.rows.total

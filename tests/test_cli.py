@@ -262,7 +262,6 @@ def test_a_bug_keeps_its_traceback(
 def test_a_pipe_that_closes_early_is_no_error() -> None:
     script = "from fsd_core.console import run; run('p', lambda: print('x\\n' * 10**6))"
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert child.stdout is not None and child.stderr is not None
     child.stdout.read(10)
     child.stdout.close()
     assert child.stderr.read() == b"" and child.wait() == 0

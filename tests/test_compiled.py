@@ -33,7 +33,6 @@ def packs(toys: Path, *groups: Sequence[int]) -> list[dict[str, Any]]:
     data = answers_of(toys)
     data.setup()
     rows = data.train_set
-    assert rows is not None
     return [dict(collate([rows[place] for place in places], ROW)) for places in groups]
 
 

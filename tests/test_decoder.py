@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from fsd_core.errors import CheckpointError, FsdError, VocabularyMismatchError
+from fsd_core.errors import FsdError
 from fsd_core.text.encoding import encode_chat, read_prompts
 from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters.loading import load_drafter
-from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.loading import load_target
-from tests.families import save_head, tiny_model
+from tests.families import tiny_model
 
 SLOW_PROMPTS = 60
 
@@ -83,22 +82,6 @@ def test_quality_works_at_once(decoder: FuzzyDecoder) -> None:
 @pytest.fixture(scope="module")
 def target() -> Target:
     return Target(tiny_model("llama"), name="tiny")
-
-
-@pytest.mark.parametrize(
-    ("fact", "error", "message"),
-    [
-        ({"model_type": "qwen2"}, CheckpointError, "model_type.*qwen2"),
-        ({"hidden_size": 64}, CheckpointError, "hidden_size 64"),
-        ({"vocab_size": 98}, VocabularyMismatchError, "vocabulary"),
-    ],
-)
-def test_heads_that_do_not_fit_are_named(
-    fact: dict[str, Any], error: type[FsdError], message: str, target: Target, tmp_path: Path
-) -> None:
-    head = EagleHead(EagleConfig.for_target(target, draft_vocab_size=32))
-    with pytest.raises(error, match=message):
-        load_drafter(save_head(tmp_path, head, {**target.fingerprint(), **fact}), target)
 
 
 def test_names_that_load(target: Target, tmp_path: Path) -> None:

@@ -113,7 +113,6 @@ def test_shifted_features(world: Path, tmp_path: Path) -> None:
     target.capture_layers(EAGLE3["fused_layers"])
     data = AnswersDataModule([str(tmp_path / "answers.jsonl")], validation_fraction=0.0)
     data.setup()
-    assert data.train_set is not None
     plain = target.features
 
     def shifted(ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:

@@ -115,7 +115,6 @@ class Session(TreeSession):
             tree = super()._select_nodes(tree)
             tree.q_index = tree.q_index.masked_fill(tree.depths >= self.toy.known, -1)
             return tree
-        assert tree.drawn is not None and tree.pinned is not None
         draws = (tree.tokens * tree.drawn * torch.arange(1, 1 + tree.tokens.shape[1])).sum(1, keepdim=True)
         scores = tree.scores.masked_fill(~tree.pinned & ((tree.tokens + draws) % 3 == 0), -math.inf)
         lost = (tree.ancestors & (scores == -math.inf)[:, None]).any(-1) & ~tree.pinned

@@ -13,7 +13,7 @@ import fsd_infer
 from fsd_core.errors import ContextLengthError, NonFiniteLogitsError, UnknownNameError, VocabularyMismatchError
 from fsd_infer import FsdError, FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters import GraftedDrafter, LMDrafter, NoDrafter
-from fsd_infer.rules import Exact, RandomGate, TokenOrigin, parse_rule
+from fsd_infer.rules import RandomGate, TokenOrigin, parse_rule
 from fsd_infer.targets.token_ids import left_pad
 from fsd_infer.trees.tree import Nodes
 from tests.families import (
@@ -100,18 +100,6 @@ class Leaps(OracleDrafter):
             del self.at[text[0]]
         count = len(drafts) + 1
         return [text[-1], *drafts], [max(0, node - 1) for node in range(count)], [-0.01 * node for node in range(count)]
-
-
-def test_custom_generate_hook_returns_what_generate_returns(model: Any, target: Target) -> None:
-    ids, mask = left_pad(tiny_prompts(), 0, CPU)
-    options: dict[str, Any] = dict(attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=9)
-    options["pad_token_id"] = 0
-    expected = model.generate(ids, **options)
-    options |= dict(custom_generate=fsd_infer.generate, drafter=OracleDrafter(target))
-    assert torch.equal(model.generate(ids, rule="exact", **options), expected)
-    output = model.generate(ids, rule=Exact(), return_dict_in_generate=True, **options)
-    assert torch.equal(output.sequences, expected)
-    assert output.stats.new_tokens == sum(row.new_tokens for row in output.stats.rows) > 0
 
 
 def test_several_answers_per_prompt_are_shaped_as_by_generate(model: Any, target: Target) -> None:

@@ -35,7 +35,6 @@ def test_expansion_gives_the_model_the_gguf_was_made_from(tmp_path: Path, tied: 
     assert model.config.max_position_embeddings == 256
     assert model.generation_config.eos_token_id == [2, 0]
 
-    assert tokenizer is not None
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id) == (2, 2, 1)
     asked = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert asked == "<|im_start|>hi<|im_end|>"
@@ -135,7 +134,6 @@ def test_a_checkpoint_is_written_as_a_file(tmp_path: Path) -> None:
     original = tiny_llama(**FITTING)
     original.save_pretrained(tmp_path / "plain")
     tokenizer = load_target(write_gguf(tmp_path / "other.gguf", tiny_llama()), device="cpu")[1]
-    assert tokenizer is not None
     tokenizer.save_pretrained(tmp_path / "plain")
     assert writer.main([str(tmp_path / "plain"), str(tmp_path / "made"), "--kind", "Q8_0"]) == 0
     model, its = load_target(tmp_path / "made" / "model.gguf", dtype="fp32", device="cpu")

@@ -90,6 +90,7 @@ LAYERS = "transformer_layer_config"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 EMBEDDINGS, NORM, UP = "embed_tokens.weight", "layers.0.input_layernorm.weight", "layers.0.mlp.up_proj.weight"
 ROPE = {"rope_parameters": {"rope_type": "default"}}
+OF_TARGET = {"hidden_size": 32, "vocab_size": VOCAB}
 OF_TYPES = {"full_attention": {"rope_theta": 7.0}, "sliding_attention": {}}
 TIED = {EMBEDDINGS: torch.ones(97, 32), "lm_head.weight": None, "d2t": None, "t2d": None}
 BIASED = {f"midlayer.self_attn.{name}_proj.bias": torch.ones(rows) for name, rows in (("q", 32), ("k", 16), ("v", 16))}
@@ -101,6 +102,9 @@ FAULTS: list[tuple[str, Any, Any, str]] = [
     ("ours", b'{"version": ' + b"9" * 5000 + b"}", {}, "cannot be read"),
     ("ours", b'{"format": "other"}', {}, "is not a head's|without|has no"),
     ("ours", {"target": {}}, {}, "target does not say its hidden_size, vocab_size"),
+    ("ours", {"target": {**OF_TARGET, "model_type": "qwen2"}}, {}, "model_type.*qwen2"),
+    ("ours", {"target": {**OF_TARGET, "hidden_size": 64}}, {}, "hidden_size 64"),
+    ("ours", {"target": {**OF_TARGET, "vocab_size": 98}}, {}, "vocabulary"),
     ("ours", {"final_norn": 1}, {}, "unknown head option 'final_norn'. Did you mean"),
     ("ours", {"dtype": "nn"}, {}, "dtype must be one of floating-point numbers"),
     ("old", {"version": 99}, {}, "is of version 99, newer than this program reads"),

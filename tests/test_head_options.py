@@ -87,7 +87,6 @@ def test_training_goes_on_from_a_head_and_may_widen_it(
     data.setup()
     batch = next(iter(data.train_dataloader()))
     first, second = trained.eval().draft(batch, 2), module.eval().draft(batch, 2)
-    assert first is not None and second is not None
     torch.testing.assert_close(first.estimates, second.estimates, atol=0.06, rtol=0.05)  # exported as bf16
 
 
@@ -110,9 +109,7 @@ def make_drafter(target: Target, **options: Any) -> EagleDrafter:
 
 
 def vocabulary_of(target: Target, batch: int) -> ContextVocabulary:
-    made = make_drafter(target).context_vocabulary(batch)
-    assert made is not None
-    return made
+    return make_drafter(target).context_vocabulary(batch)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -140,19 +137,12 @@ def test_training_drafts_the_prompts_ids_too(toys: Path, monkeypatch: pytest.Mon
     plain, module, batch = made(toys), made(toys, context_ids=True), train_toys.batch_of(toys)
     prompt = set(batch["input_ids"][~batch["loss_mask"].bool()].tolist())
     before, after = plain.draft(batch, 1), module.draft(batch, 1)
-    assert (
-        before is not None
-        and after is not None
-        and before.target_lm_head.ids is not None
-        and after.target_lm_head.ids is not None
-    )
     own, joined = before.target_lm_head.ids.tolist(), after.target_lm_head.ids[10:].tolist()
     new = sorted(prompt - set(own))
     assert new and joined[: len(new)] == new, "the prompts' ids come first"
     assert sorted(own + joined) == list(range(module.target.vocab_size)), "a toy's vocabulary is smaller than a block"
     monkeypatch.setattr("fsd_train.models.eagle._CONTEXT_BLOCK", len(new) + 1)
     blocked = made(toys, context_ids=True).draft(batch, 1)
-    assert blocked is not None and blocked.target_lm_head.ids is not None
     assert blocked.target_lm_head.ids.tolist() == [*own, *joined[: len(new) + 1]]
     expected = LMHead.of(module.target)(after.features)[..., after.target_lm_head.ids]
     torch.testing.assert_close(after.target_lm_head(after.features), expected)

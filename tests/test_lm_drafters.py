@@ -154,12 +154,6 @@ def toy(family: str, **options: Any) -> Target:
     return Target(tiny_model(family, **{"num_hidden_layers": 7 if family == "gemma3_text" else LAYERS, **options}))
 
 
-def made_of(target: Target, name: str, tree: TreeShape = CHAIN) -> LMDrafter:
-    drafter = load_drafter(name, target, tree)
-    assert isinstance(drafter, LMDrafter)
-    return drafter
-
-
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_parts_of_any_target_draft_for_it(family: str) -> None:
     """All layers draft what the target says, and what is left out or rounded changes drafts alone."""
@@ -168,7 +162,7 @@ def test_parts_of_any_target_draft_for_it(family: str) -> None:
     prompts = tiny_prompts((5, 13))
     expected = reference(target.model, prompts, max_new_tokens=8)
     for name in (f"self:layers=0-{count - 1}", "self:layers=0,2:bits=2"):
-        drafter = made_of(target, name)
+        drafter = load_drafter(name, target, CHAIN)
         out = FuzzyDecoder(target, drafter).generate(prompts, max_new_tokens=8, do_sample=False)
         assert out.sequences == expected, name
         if "bits" not in name:
@@ -196,7 +190,6 @@ def test_a_packed_target_drafts_as_before(monkeypatch: pytest.MonkeyPatch) -> No
     out = decoder.generate(prompts, drafter=whole, max_new_tokens=12, do_sample=False)
     assert out.sequences == plain and out.stats.acceptance_length >= 2.5
     rounded = decoder.load_drafter("self:layers=0,2:bits=3", CHAIN)
-    assert isinstance(rounded, LMDrafter)
     assert decoder.generate(prompts, drafter=rounded, max_new_tokens=12, do_sample=False).sequences == plain
     for place, number in enumerate((0, 2)):
         layer = rounded.model.decoder.layers[place].mlp.up_proj  # type: ignore[index, union-attr]

@@ -251,7 +251,6 @@ def test_a_layer_with_tables_of_its_own_drafts_by_them(
 def test_a_layer_begins_at_its_position_whatever_siblings_stand_before(name: str) -> None:
     """In a short text, nodes of a depth fill the slots where a later layer has no pairs, and those after them."""
     made = MTP[name]()
-    assert made.target is not None
     drafter = load_drafter("mtp", made.target(), TreeShape(depth=3, width=4, nodes=21))
     for text in ([3, 1], [2, 0, 3]):
         tree, states = drafted(drafter, [text], pieces=1), States.of(made.target().model, text)
@@ -273,7 +272,6 @@ def test_layers_alone_in_a_directory_draft_for_their_target(
     target, source = mtp_target(family), checkpoint(family)
     wanted = MtpDrafter.of(target).head.state_dict()
     found = find_mtp(target)
-    assert found is not None
     state = load_file(source / "model.safetensors")
     state = {name: state[name] for name in found.names}
     for place, prefix in (("with", ""), ("without", "model.")):

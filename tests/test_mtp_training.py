@@ -106,7 +106,6 @@ def test_what_is_exported_fits_into_the_targets_own_checkpoint(toys: Path, tmp_p
     shutil.copytree(source_of(toys, family), tmp_path / "target")
     weights = tmp_path / "target" / "model.safetensors"
     begun = find_mtp(module.target)
-    assert begun is not None
     state = {name: value for name, value in load_file(weights).items() if name not in begun.names}
     save_file({**state, **load_file(place / IN_TARGET)}, weights, {"format": "pt"})
     target = Target.from_pretrained(str(tmp_path / "target"), dtype=torch.float32)

@@ -106,7 +106,6 @@ def round_of(text: Text, machine: Machine, choice: PricePolicy | TreeShape) -> i
     if isinstance(choice, PricePolicy):
         shape = choice.choose(1)
         growth, reads = PricedGrowth(shape, 1), choice.state.trials < TRIALS  # texts wait in pauses
-    assert isinstance(shape, TreeShape)
     times = [machine()]
     goes_on = growth is None or growth.starts()
     while goes_on:
@@ -214,7 +213,6 @@ def test_a_head_drafts_beyond_a_short_copy_and_not_beside_a_long_one(copy: tuple
     choice = policy_of(PolicyStore(PRIORS["cpu"], lambda: 0.0))
     choice.state.trials = 12
     shape, scores = choice.choose(1), [0.0, *accumulate(map(math.log, copy))]
-    assert shape.prices is not None
     copied = tree_of(([0] * len(scores), [0, *range(len(copy))], scores), vocab=1)
     assert PricedGrowth(replace(shape, prices=shape.prices.given_grafted(copied)), 1).starts() is drafts
 
@@ -339,7 +337,6 @@ def test_the_distribution_stays_the_targets_whatever_the_clock_says(rule: str, b
         torch.manual_seed(seed)  # a request with a seed of its own reads no clock
         answers = FuzzyDecoder(target, drafter).generate([prompt] * 40, **options)
         seen += torch.bincount(torch.tensor([answer[2] for answer in answers.sequences]), minlength=8)
-        assert answers.stats.trees is not None
         nodes |= set(answers.stats.trees.nodes)
     assert len(nodes) > 1, "of several sizes"
     texts = torch.cartesian_prod(torch.arange(8), torch.arange(8))

@@ -198,7 +198,6 @@ def check_packed(module: Any, toys: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """A row of six conversations and padding against six rows, and against a target that reads padded sequences."""
     data = answers_of(toys)
     data.setup()
-    assert data.train_set is not None
     items = [data.train_set[place] for place in range(6)]
     loss, gradients = summed(module, [dict(collate(items, 190))])
     alone, expected = summed(module, [dict(collate([item])) for item in items])

@@ -65,7 +65,6 @@ def test_statistics_of_rows(columns: int, dtype: torch.dtype, compiled: bool, fr
 @pytest.mark.parametrize("columns, count", [(5, 5), (16, 1), (97, 6), (8192, 10)])
 def test_the_likeliest_of_each_row(columns: int, count: int, dtype: torch.dtype) -> None:
     compiled = kernels()
-    assert compiled is not None
     logits = (4 * torch.randn(2, 5, columns)).to(dtype)
     logits[0, 1] = logits[0, 1].round()  # many equals
     logits[0, 2, 1:] = -torch.inf
@@ -235,7 +234,6 @@ def test_a_heads_step_is_one_call_and_gives_what_its_modules_give(
     head = EagleHead(EagleConfig.for_target(target, fused_layers=fused, feature_scale=True, draft_vocab_size=64))
     for parameter in head.parameters():
         parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3 if parameter.dim() == 1 else 0.1)
-    assert head.feature_scale is not None
     head.feature_scale.uniform_(0.5, 2.0)
     drafter = EagleDrafter(head, target)
     for module in (target.model, *drafter.modules()):
@@ -244,7 +242,6 @@ def test_a_heads_step_is_one_call_and_gives_what_its_modules_give(
         owner.stack = CPU.stack_for(owner)
     calls = calls_of_kernels(monkeypatch)
     vocabulary = drafter.context_vocabulary(2)
-    assert vocabulary is not None
     vocabulary.extend([[70, 90, 127], [90]])  # which 64 entries lack
     torch.manual_seed(0)
     tokens = torch.randint(128, (2, 5))

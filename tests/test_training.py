@@ -98,7 +98,6 @@ def test_a_run_leaves_heads_and_curves(whole: Whole, toys: Path, tmp_path: Path)
 def test_cached_features_are_trained_on_as_those_of_the_target(toys: Path) -> None:
     module, data = make(toys, noise=0.0)
     data.setup()
-    assert data.train_set is not None
     batch: Any = collate([data.train_set[place] for place in range(4)])
     online = train_toys.ready(module).draft({name: value for name, value in batch.items() if name != "features"}, 2)
     cached = module.draft(batch, 2)

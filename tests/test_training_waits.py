@@ -152,7 +152,6 @@ def on_device(batch: DraftBatch, where: torch.device) -> DraftBatch:
         return None if of is None else replace(of, weight=of.weight.detach().to(where).requires_grad_(trained))
 
     kept = head(batch.target_lm_head, False)
-    assert kept is not None
     return replace(
         batch, estimates=batch.estimates.detach().to(where).requires_grad_(), features=batch.features.to(where),
         rows=batch.rows.to(where), target_lm_head=kept, own_lm_head=head(batch.own_lm_head, True),

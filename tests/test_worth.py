@@ -22,7 +22,7 @@ from fsd_bench.worth.run import WorthOptions, brief_text, recommended, verdict, 
 from fsd_bench.worth.watch import Watch
 from fsd_infer import Drafter, FsdError, FuzzyDecoder, Rule, Target, TreeShape
 from fsd_infer.drafters import LMDrafter
-from fsd_infer.rules import Tilted, parse_rule
+from fsd_infer.rules import parse_rule
 from tests.bench_toys import Toy
 from tests.families import noisy_model, tiny_head, tiny_model
 
@@ -189,7 +189,6 @@ def test_a_learned_price_lies_between_fixed_ones() -> None:
         return RuleOnShape(TreeShape.chain(4), tau, nats, nats, 4.0, 5.0, 1.0)
 
     rule = parse_rule("tilted:match_temperature=0.5")
-    assert isinstance(rule, Tilted)
     exact, *fixed = fixed_coefs(rule)
     assert exact == parse_rule("exact") and fixed[0] == parse_rule("tilted:8:min_p=0.1"), "with the rule's own min_p"
     found = {each: [shaped(0.1 * n, 2.0 + 0.4 * n)] for n, each in enumerate([exact, *fixed])}

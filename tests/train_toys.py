@@ -166,7 +166,6 @@ def batch_of(toys: Path, count: int = 4) -> dict[str, Any]:
     """A batch of the first rows that are trained on."""
     data = answers_of(toys)
     data.setup()
-    assert data.train_set is not None
     return dict(collate([data.train_set[i] for i in range(count)]))
 
 
@@ -237,6 +236,5 @@ def make_toys(root: Path) -> Path:
         rows.append({"id": f"toy-{number}", "messages": messages, "prompt_ids": prompt, "response_ids": answer})
     data = AnswersDataModule([str(write_rows(root / "answers.jsonl", rows))], validation_fraction=0.0)
     data.setup()
-    assert data.train_set is not None
     cache_features(target, [item["input_ids"] for item in data.train_set], root / "features", progress=False)
     return root
