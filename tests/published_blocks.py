@@ -143,9 +143,13 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def block_states(
-    t: dict[str, Tensor], context: Tensor, embeds: Tensor, windows: list[int | None], causal: list[bool]
-) -> Tensor:
-    """z [B, H] of a block's embeddings, with the target's features [P, m·H] of all positions before it."""
+    t: dict[str, Tensor], context: Tensor, embeds: Tensor, windows: list[int | None], causal: list[bool],
+    of_root: bool = False,
+) -> Tensor:  # fmt: skip
+    """z [B, H] of a block's embeddings, with the target's features [P, m·H] of all positions before it.
+
+    Windows ``of_root`` are as many positions before the block.
+    """
     seen, size = len(context), len(embeds)
     c, z = rms(linear(context, t["fc.weight"]), t["hidden_norm.weight"]), embeds
     places, own = torch.arange(seen + size), torch.arange(seen, seen + size)
@@ -161,11 +165,13 @@ def block_states(
         k = rotated(rms(k, p["self_attn.k_norm.weight"]), places)
         k, v = (x.repeat_interleave(HEADS // GROUPS, 0) for x in (k, v))
         visible = torch.ones(size, seen + size, dtype=torch.bool)
-        if windows[j] is not None:
-            visible &= own[:, None] - places < windows[j]  # type: ignore[operator]
+        if (window := windows[j]) is not None:
+            visible &= places >= (torch.tensor([[seen]]) if of_root else own[:, None] + 1) - window
         if causal[j]:
             visible &= places <= own[:, None]
-        weights = (q @ k.transpose(1, 2) / math.sqrt(WIDTH)).masked_fill(~visible, -math.inf).softmax(-1)
+        scores = (q @ k.transpose(1, 2) / math.sqrt(WIDTH)).masked_fill(~visible, -math.inf).exp()
+        sink = p.get("self_attn.attention_sink_bias", torch.tensor([-math.inf])).exp()
+        weights = scores / (scores.sum(-1, keepdim=True) + sink[:, None, None])
         z = z + linear((weights @ v).transpose(0, 1).reshape(size, -1), p["self_attn.o_proj.weight"])
         m = rms(z, p["post_attention_layernorm.weight"])
         inner = silu(linear(m, p["mlp.gate_proj.weight"])) * linear(m, p["mlp.up_proj.weight"])
@@ -181,6 +187,7 @@ def of_blocks(
     windows: list[int | None] | None = None,
     causal: list[bool] | None = None,
     prefix: str = "",
+    of_root: bool = False,
 ) -> Estimate:
     """What a block head estimates; ``first`` is the slot of the first draft."""
     t = {name.removeprefix(prefix): value for name, value in tensors.items()}
@@ -190,7 +197,7 @@ def of_blocks(
         table = t.get("embed_tokens.weight")
         embeds = states.embed(ids) if table is None else embedding(torch.tensor(ids), table)
         context = torch.cat([states.layers[i] for i in layers], -1)
-        z = block_states(t, context, embeds, windows or [None] * 2, causal or [False] * 2)
+        z = block_states(t, context, embeds, windows or [None] * 2, causal or [False] * 2, of_root)
         head = t.get("lm_head.weight")
         base = states.lm_head(z) if head is None else linear(z, head)
         slot = first + len(drafts)
@@ -288,9 +295,13 @@ def z_lab_head() -> Layout:
     return Layout(z_lab(), tensors, of_blocks(tensors, [0, 2], 1), BLOCK - 1)
 
 
+SLIDING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+
+
 def sliding_head() -> Layout:
-    tensors = backbone()
-    config = {**z_lab(), "layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+    """With attention sinks, as in Model-Optimizer's."""
+    tensors = {**backbone(), **{f"layers.{j}.self_attn.attention_sink_bias": rand(HEADS, scale=2) for j in range(2)}}
+    config = {**z_lab(attention_sink_bias=True), **SLIDING}
     estimate = of_blocks(tensors, [0, 2], 1, windows=[WINDOW, None], causal=[True, False])
     return Layout(config, tensors, estimate, BLOCK - 1)
 
@@ -343,7 +354,12 @@ def speculators_head(kind: str, markov: str = "", anchor: bool = False) -> Layou
         kind, len(ids), anchor, **({"markov_rank": RANK, "markov_head_type": markov} if markov else {})
     )
     correct = {"": None, "vanilla": vanilla, "rnn": rnn}[markov]
-    return Layout(config, tensors, of_blocks(tensors, [0, LAYERS - 1], 1 - anchor, correct), BLOCK - 1 + anchor, ids)
+    slides: dict[str, Any] = {}
+    if kind == "dflash":
+        config["transformer_layer_config"] = {**QWEN3, **SLIDING}
+        slides = {"windows": [WINDOW, None], "causal": [True, False], "of_root": True}
+    estimate = of_blocks(tensors, [0, LAYERS - 1], 1 - anchor, correct, **slides)
+    return Layout(config, tensors, estimate, BLOCK - 1 + anchor, ids)
 
 
 def domino_head(shifted: bool) -> Layout:

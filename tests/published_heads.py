@@ -174,7 +174,7 @@ def p_eagle_head() -> Layout:
 
 LAYOUTS: dict[str, Callable[[], Layout]] = {
     "dflash of z-lab": z_lab_head,
-    "dflash with windows": sliding_head,
+    "dflash with sinks": sliding_head,
     "dflash of speculators": lambda: speculators_head("dflash"),
     "dflash of DeepSpec": lambda: deep_spec("none"),
     "dspark of SpecForge": early_head,

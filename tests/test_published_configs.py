@@ -55,7 +55,7 @@ SAID: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # a layout, and
         {"layer_types": ["sliding_attention"] * 2, "sliding_window": WINDOW},
     ),
     "windows by types, whatever use_swa says": (
-        "dflash with windows", {"dflash_config": z_lab(use_swa=True)["dflash_config"]}, {}
+        "dflash with sinks", {"dflash_config": z_lab(use_swa=True, attention_sink_bias=True)["dflash_config"]}, {}
     ),
     "slots by shift_label": ("dspark of SpecForge", SPARK | z_lab(**OF_SPARK, shift_label=False),
                              SPARK | {"sample_from_anchor": False}),
@@ -145,7 +145,7 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
     "another target": ("dflash of z-lab", {"num_target_layers": 36}, "for a target of 36 layers"),
     "the embeddings": ("dflash of z-lab", z_lab(target_layer_ids=[-1, 2]), "-1\\) are not read here"),
     "a second version": ("dflash of z-lab", z_lab(conv_kernel_size=4), "conv_kernel_size 4, which is not known here"),
-    "sinks": ("dflash of z-lab", z_lab(attention_sink_bias=True), "attention_sink_bias"),
+    "sinks": ("dflash of z-lab", z_lab(attention_sink_bias=True), "attention_sink_bias is True .* and False by"),
     "two values": ("dflash of z-lab", z_lab(block_size=8), "says block_size twice"),
     "slots without end": ("dflash of z-lab", {"block_size": 10**9}, "block_size .* from 2 to 1024, got 1000000000"),
     "no mask": ("dflash of z-lab", z_lab(mask_token_id=None), "no mask_token_id"),
@@ -178,12 +178,12 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
     "features in words": ("dflash of z-lab", z_lab(use_aux_hidden_state="false"), "use_aux_hidden_state .* must be"),
     "biases that are missing": ("medusa of vLLM", {"medusa_fc_bias": True}, "missing .'blocks.0.0.linear.bias'"),
     "a soft cap": ("dflash of z-lab", {"final_logit_softcapping": "30"}, "must be a number from 0, got '30'"),
-    "a window": ("dflash with windows", {"sliding_window": "3"}, "sliding_window .* must be a whole number from 1"),
+    "a window": ("dflash with sinks", {"sliding_window": "3"}, "sliding_window .* must be a whole number from 1"),
     "two rotary scalings": ("dflash of z-lab", {"rope_parameters": {"factor": 5.0}, **SCALED}, "says factor twice"),
     "two masks": ("p-eagle", {"ptd_token_id": 1}, r"needs one token of its masks, .* has \[1, "),
     "an unknown activation": ("dflash of z-lab", {"hidden_act": "x"}, "not describe a decoder layer .KeyError: 'x'"),
     "a rotary base in words": ("dflash of z-lab", {"rope_theta": "1e4"}, "not describe a decoder layer .TypeErr"),
-    "types of layers": ("dflash with windows", {"layer_types": [[], "full_attention"]}, "not those of 2 full or"),
+    "types of layers": ("dflash with sinks", {"layer_types": [[], "full_attention"]}, "not those of 2 full or"),
     "no proposals": ("p-eagle", {"speculators_config": {"proposal_methods": ["greedy"]}}, "not say what it proposes"),
     "no masks": ("p-eagle", {"mask_token_id": ...}, "needs one token of its masks, .* has none"),
     "LM heads of some": ("medusa", {}, "3 with 2 LM heads"),

@@ -51,9 +51,11 @@ class BlockModel(FeatureReader):
         config, positions = self.head.config, cache.slots
         slots = torch.arange(visible.shape[-1], device=visible.device)
         back = positions[..., None] - slots  # how far slot s lies before slot i of the block
+        # by windows of the root, slots from the root on are always near
+        near, more = (back[:, :1], 1) if config.root_windows else (back, 0)
         masks = []
         for window, causal in zip(config.windows, config.causal, strict=True):
-            mask = visible if window is None else visible & (back < window)
+            mask = visible if window is None else visible & (near < window + more)
             masks.append(mask & (back >= 0) if causal else mask)
         return self.head(self.embed(tokens), positions, masks, lambda at, k, v: cache.update(k, v, at))
 

@@ -43,6 +43,7 @@ from fsd_infer.heads.weights import Weights, check_sizes, fill
 from fsd_infer.targets.target import Target
 
 _LONGEST = 1024  # block; published ones have 32 slots at most, and a cache has room for one
+_SINKS = "attention_sink_bias"  # of heads, and the option
 _GRU, _EMBED = "prefix_gru.weight_hh_l0", "embed_proj.0.weight"
 _MARKOV, _CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
 _RENAMED = {
@@ -89,7 +90,7 @@ def _described(
     options: Options, weights: Weights, names: Collection[str], target: Target
 ) -> tuple[BlockConfig, list[int], Tensor | None]:
     """Return the head's config, the order of the layers as stored, and its draft ids."""
-    check_uncomputed(options.get)
+    check_uncomputed(options.get, _SINKS)
     if not options.flag("use_aux_hidden_state", True):
         raise CheckpointError(
             "its config.json has use_aux_hidden_state False, which is not known here. Use another head."
@@ -112,9 +113,11 @@ def _described(
     own_head = LM_HEAD in names and (ids is not None or not shares_table(weights, LM_HEAD, target))
     _check_width(layer["hidden_size"], own_embeds, own_head, target)
     windows, causal = _attention(options, count)
+    sinks = any(name.endswith(_SINKS) for name in names)
+    check_said(options.flag, attention_sink_bias=sinks)
     made = BlockConfig(
         layer, count, tuple(sorted(stored)), size, vocabulary, options.whole("block_size", least=2, most=_LONGEST),
-        _mask_token(options, vocabulary), _fills_in(options, names), windows, causal,
+        _mask_token(options, vocabulary), _fills_in(options, names), windows, causal, options.of_speculators, sinks,
         weights.shapes[LM_HEAD][0] if own_head else None, own_embeds, _softcap(options),
         **_correction(options, layer["hidden_size"], weights.shapes),
     )  # fmt: skip

@@ -7,6 +7,7 @@ A correction then makes each estimate depend on the tokens drafted before it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,9 @@ class BlockConfig:
             else the token after it.
         windows: attention window of each layer; None: all.
         causal: whether each layer's block attends to earlier slots alone.
+        root_windows: whether windows end at the root for all slots, and a slot is seen whatever its distance; else each
+            slot has a window of its own, which it is part of.
+        sinks: whether each attention head has one more logit, which takes weight from all it attends to.
         draft_vocab_size: Vd if the head has its own LM head; None: it uses the target's.
         own_embeddings: whether it has an embedding table of its own.
         softcap: bound of the logits; None: none.
@@ -55,6 +59,8 @@ class BlockConfig:
     fills_in: bool
     windows: tuple[int | None, ...] = ()
     causal: tuple[bool, ...] = ()
+    root_windows: bool = False
+    sinks: bool = False
     draft_vocab_size: int | None = None
     own_embeddings: bool = False
     softcap: float | None = None
@@ -130,6 +136,9 @@ class BlockHead(nn.Module):
         self.config, width = config, config.hidden_size
         self.register_buffer("draft_ids", None)
         self.layers, self.rotary_emb, self.norm = build_layers(config.layer, config.num_layers)
+        for layer in self.layers if config.sinks else ():
+            attention: Any = layer.self_attn
+            attention.attention_sink_bias = nn.Parameter(torch.empty(attention.config.num_attention_heads))
         self.fc = nn.Linear(len(config.layers) * config.target_size, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, eps=self.norm.variance_epsilon)  # type: ignore[arg-type]
         vocabulary = config.draft_vocab_size or config.vocab_size
@@ -195,7 +204,9 @@ class BlockHead(nn.Module):
             queries = attention.q_norm(_heads(attention.q_proj(normed), attention.head_dim)).transpose(1, 2)
             queries = apply_rotary_pos_emb(queries, queries, *angles)[0]
             keys, values = update(index, *self.keys_values(index, normed, positions))
-            if attend is None:
+            if self.config.sinks:
+                mixed = _with_sinks(queries, keys, values, masks[index], attention.attention_sink_bias)
+            elif attend is None:
                 mixed = scaled_dot_product_attention(
                     queries, keys, values, attn_mask=masks[index][:, None], enable_gqa=queries.shape[1] != keys.shape[1]
                 ).transpose(1, 2)
@@ -250,6 +261,19 @@ class BlockHead(nn.Module):
             read = torch.cat([slot, self.markov_head.markov_w1(tokens)], -1)
         made: Tensor = self.confidence_head["proj"](read)
         return made[..., 0].float()
+
+
+def _with_sinks(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    """Attend [B, M, heads, width] with a logit per head [heads] that stands beside those of the keys and has no value.
+
+    Queries are [B, heads, M, width], keys and values [B, groups, S, width], the mask [B, M, S].
+    """
+    repeats = queries.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
+    scores = (queries @ keys.transpose(2, 3) * queries.shape[-1] ** -0.5).masked_fill(~mask[:, None], -math.inf)
+    beside = sinks[:, None, None].expand(*scores.shape[:3], 1).to(scores.dtype)
+    weights = torch.cat([scores, beside], -1).softmax(-1, dtype=torch.float32)[..., :-1]
+    return (weights.to(values.dtype) @ values).transpose(1, 2)
 
 
 def _heads(x: Tensor, width: int) -> Tensor:

@@ -168,10 +168,13 @@ def check_said(option: Callable[[str], Any], **sizes: int) -> None:
             )
 
 
-def check_uncomputed(option: Callable[[str], Any]) -> None:
-    """Raise CheckpointError for a config with options that no head computes here; ``option`` returns one by name."""
+def check_uncomputed(option: Callable[[str], Any], *computed: str) -> None:
+    """Raise CheckpointError for a config with options that are not computed here, except those that are.
+
+    ``option`` returns one by name.
+    """
     for name, harmless in _HARMLESS.items():
-        if (said := option(name)) not in harmless:
+        if (said := option(name)) not in harmless and name not in computed:
             raise CheckpointError(
                 f"its config.json has {name} {said!r:.60}, which is not known here. Use another head."
             )
