@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
     ),
     "another target": ("dflash of z-lab", {"num_target_layers": 36}, "for a target of 36 layers"),
     "the embeddings": ("dflash of z-lab", z_lab(target_layer_ids=[-1, 2]), "-1\\) are not read here"),
-    "a second version": ("dflash of z-lab", z_lab(conv_kernel_size=4), "conv_kernel_size 4, which is not known here"),
+    "a second version": ("dflash of z-lab", z_lab(conv_kernel_size=4), "conv_group_size .* from 1 to 16, got None"),
     "sinks": ("dflash of z-lab", z_lab(attention_sink_bias=True), "attention_sink_bias is True .* and False by"),
     "two values": ("dflash of z-lab", z_lab(block_size=8), "says block_size twice"),
     "slots without end": ("dflash of z-lab", {"block_size": 10**9}, "block_size .* from 2 to 1024, got 1000000000"),

@@ -1,4 +1,4 @@
-"""Draft with block heads (:mod:`fsd_infer.heads.blocks`): DFlash, DSpark and Domino.
+"""Draft with block heads (:mod:`fsd_infer.heads.blocks`): DFlash, DFlash2, DSpark and Domino.
 
 A round runs the head once, over the root and masks. A chain takes the likeliest token of every slot, a tree the
 likeliest of each depth, which do not depend on the path unless a correction makes them. Drawn nodes follow the slots'

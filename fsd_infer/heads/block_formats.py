@@ -24,9 +24,11 @@ from torch import Tensor, nn
 from fsd_core.errors import CheckpointError, foreign_errors
 from fsd_infer.heads.blocks import BlockConfig, BlockHead
 from fsd_infer.heads.stored_parts import (
+    D2T,
     EMBEDDINGS,
     LM_HEAD,
     SLIDING,
+    T2D,
     Options,
     agreed,
     check_said,
@@ -44,6 +46,7 @@ from fsd_infer.targets.target import Target
 
 _LONGEST = 1024  # block; published ones have 32 slots at most, and a cache has room for one
 _SINKS = "attention_sink_bias"  # of heads, and the option
+_TAPS, _SELECTOR = "conv_kernel_size", "selector_rank"  # options of DFlash2
 _GRU, _EMBED = "prefix_gru.weight_hh_l0", "embed_proj.0.weight"
 _MARKOV, _CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
 _RENAMED = {
@@ -90,7 +93,7 @@ def _described(
     options: Options, weights: Weights, names: Collection[str], target: Target
 ) -> tuple[BlockConfig, list[int], Tensor | None]:
     """Return the head's config, the order of the layers as stored, and its draft ids."""
-    check_uncomputed(options.get, _SINKS)
+    check_uncomputed(options.get, _SINKS, _TAPS, _SELECTOR)
     if not options.flag("use_aux_hidden_state", True):
         raise CheckpointError(
             "its config.json has use_aux_hidden_state False, which is not known here. Use another head."
@@ -118,8 +121,9 @@ def _described(
     made = BlockConfig(
         layer, count, tuple(sorted(stored)), size, vocabulary, options.whole("block_size", least=2, most=_LONGEST),
         _mask_token(options, vocabulary), _fills_in(options, names), windows, causal, options.of_speculators, sinks,
+        *_convolutions(options, layer["hidden_size"]),
         weights.shapes[LM_HEAD][0] if own_head else None, own_embeds, _softcap(options),
-        **_correction(options, layer["hidden_size"], weights.shapes),
+        **_correction(options, layer["hidden_size"], vocabulary, weights.shapes),
     )  # fmt: skip
     return made, stored, ids
 
@@ -207,7 +211,16 @@ def _attention(options: Options, count: int) -> tuple[tuple[int | None, ...], tu
     return tuple(window if slide else None for slide in slides), causal
 
 
-def _correction(options: Options, width: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def _convolutions(options: Options, width: int) -> tuple[int, int]:
+    """Return how many slots DFlash2's convolutions reach, 0: there are none, and how many channels share a kernel."""
+    taps = options.whole(_TAPS, 0, most=_LONGEST)
+    group = options.whole("conv_group_size", least=1, most=width) if taps else 1
+    if width % group:
+        raise CheckpointError(f"conv_group_size in config.json is {group}, which does not divide {width} channels.")
+    return taps, group
+
+
+def _correction(options: Options, width: int, vocabulary: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Return the fields of :class:`BlockConfig` that describe a correction and a confidence head, by the tensors."""
     if any(len(shapes.get(name, (1, 1))) != 2 for name in (_GRU, _EMBED, _MARKOV, _CONFIDENCE)):
         raise CheckpointError("a matrix of its correction has another shape.")
@@ -223,6 +236,11 @@ def _correction(options: Options, width: int, shapes: Mapping[str, tuple[int, ..
             raise CheckpointError(f"markov_head_type is {said!r:.60}, and its tensors are those of a {kind} head.")
         made = {"correction": kind, "rank": shapes[_MARKOV][1]}
         check_said(options.get, markov_rank=made["rank"])
+    elif options.get(_SELECTOR):
+        if D2T in shapes or T2D in shapes:
+            raise CheckpointError("it selects among candidates of a reduced vocabulary, which no program trains.")
+        kept = options.whole("selector_top_k", 16, 1, vocabulary)
+        made = {"correction": "selector", "rank": options.whole(_SELECTOR, least=1), "candidates": kept}
     elif options.get("markov_rank") or options.get("projector_type") == "domino":
         raise CheckpointError("its config.json names a correction whose tensors are missing.")
     if _CONFIDENCE in shapes:

@@ -1,4 +1,4 @@
-"""Block heads: DFlash (arXiv 2602.06036), and DSpark (2607.05147) and Domino (2605.29707), which add a correction.
+"""Block heads: DFlash (arXiv 2602.06036), and DSpark (2607.05147), Domino (2605.29707) and DFlash2, which correct it.
 
 One pass over a block of tokens, the root and masks, estimates the next tokens all at once. The target's features of the
 text enter as keys and values of every layer. So the text needs no queries, and a round costs one pass over the block.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
+from fsd_core.functional import NEVER
 from fsd_infer.heads.layers import build_layers
 
 
@@ -39,11 +41,14 @@ class BlockConfig:
         root_windows: whether windows end at the root for all slots, and a slot is seen whatever its distance; else each
             slot has a window of its own, which it is part of.
         sinks: whether each attention head has one more logit, which takes weight from all it attends to.
+        taps: slots that the convolutions around DFlash2's sublayers reach, their own included; 0: there are none.
+        group: channels that share their dynamic part.
         draft_vocab_size: Vd if the head has its own LM head; None: it uses the target's.
         own_embeddings: whether it has an embedding table of its own.
         softcap: bound of the logits; None: none.
-        correction: "vanilla", "gated" or "rnn", a Markov head; "domino"; None.
-        rank: of the Markov head, or width of Domino's embeddings.
+        correction: "vanilla", "gated" or "rnn", a Markov head; "domino"; "selector", DFlash2's; None.
+        rank: of the Markov head or the selector, or width of Domino's embeddings.
+        candidates: of a slot, which alone the selector scores.
         state_size: width of Domino's recurrent state.
         plain_slots: estimates that Domino leaves uncorrected.
         confidence: "state" or "state+token", what a confidence head reads; None: there is none.
@@ -61,11 +66,14 @@ class BlockConfig:
     causal: tuple[bool, ...] = ()
     root_windows: bool = False
     sinks: bool = False
+    taps: int = 0
+    group: int = 1
     draft_vocab_size: int | None = None
     own_embeddings: bool = False
     softcap: float | None = None
     correction: str | None = None
     rank: int = 0
+    candidates: int = 0
     state_size: int = 0
     plain_slots: int = 0
     confidence: str | None = None
@@ -120,6 +128,44 @@ class MarkovHead(nn.Module):
         return known, state
 
 
+class CandidateSelector(nn.Module):
+    """DFlash2's scores of a slot's likeliest tokens, by the token before and the slot: Σ p[before]·(W h)·s[token]."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.count = config.candidates
+        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.rank))
+        self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.rank))
+        self.hidden_projection = nn.Linear(config.hidden_size, config.rank, bias=False)
+
+    def forward(self, logits: Tensor, slot: Tensor, tokens: Tensor) -> Tensor:
+        """Return logits [..., V], NEVER of all but the candidates; arguments as of :meth:`BlockHead.corrected`."""
+        likeliest, found = logits.topk(self.count)
+        known = self.predecessor_codebook[tokens] * self.hidden_projection(slot)
+        scores = likeliest + (self.successor_codebook[found] * known[..., None, :]).sum(-1)
+        return torch.full_like(logits, NEVER).scatter(-1, found, scores)
+
+
+class BlockConvolution(nn.Module):
+    """Convolutions over the slots of a block before and after a sublayer, with kernels that depend on its input."""
+
+    def __init__(self, width: int, taps: int, group: int) -> None:
+        super().__init__()
+        self.taps, self.group = taps, group
+        self.base_kernel = nn.Parameter(torch.empty(2, taps, width))
+        self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
+
+    def around(self, sublayer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Return the sublayer's output [B, M, H] for x [B, M, H], with both convolved."""
+        dynamic = self.kernel_projection(x).unflatten(-1, (2, self.taps, -1)).repeat_interleave(self.group, -1)
+        before, after = (dynamic + self.base_kernel).unbind(2)  # [B, M, taps, H] each
+        return self._convolved(sublayer(self._convolved(x, before)), after)
+
+    def _convolved(self, x: Tensor, kernel: Tensor) -> Tensor:
+        reached = nn.functional.pad(x, (0, 0, self.taps - 1, 0)).unfold(1, self.taps, 1)  # the own slot is last
+        return (reached.flip(-1).transpose(2, 3) * kernel).sum(2)
+
+
 class BlockHead(nn.Module):
     """The layers, the LM head if it is the head's own, and the correction.
 
@@ -136,9 +182,14 @@ class BlockHead(nn.Module):
         self.config, width = config, config.hidden_size
         self.register_buffer("draft_ids", None)
         self.layers, self.rotary_emb, self.norm = build_layers(config.layer, config.num_layers)
-        for layer in self.layers if config.sinks else ():
-            attention: Any = layer.self_attn
-            attention.attention_sink_bias = nn.Parameter(torch.empty(attention.config.num_attention_heads))
+        for part in self.layers:
+            layer: Any = part
+            if config.sinks:
+                heads = layer.self_attn.config.num_attention_heads
+                layer.self_attn.attention_sink_bias = nn.Parameter(torch.empty(heads))
+            if config.taps:
+                layer.attention_conv = BlockConvolution(width, config.taps, config.group)
+                layer.mlp_conv = BlockConvolution(width, config.taps, config.group)
         self.fc = nn.Linear(len(config.layers) * config.target_size, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, eps=self.norm.variance_epsilon)  # type: ignore[arg-type]
         vocabulary = config.draft_vocab_size or config.vocab_size
@@ -153,6 +204,8 @@ class BlockHead(nn.Module):
             self.embed_proj = nn.Sequential(
                 nn.Linear(inner, config.rank, bias=False), nn.SiLU(), nn.Linear(config.rank, outer, bias=False)
             )
+        elif config.correction == "selector":
+            self.candidate_selector = CandidateSelector(config)
         elif config.correction is not None:
             self.markov_head = MarkovHead(config)
         if config.confidence is not None:
@@ -197,13 +250,13 @@ class BlockHead(nn.Module):
         Returns:
             [B, M, H], the input of the LM head.
         """
-        x, angles = embeds, self.rotary_emb(embeds, positions)
-        for index, part in enumerate(self.layers):
-            layer: Any = part
-            attention, normed = layer.self_attn, layer.input_layernorm(x)
-            queries = attention.q_norm(_heads(attention.q_proj(normed), attention.head_dim)).transpose(1, 2)
+        angles = self.rotary_emb(embeds, positions)
+
+        def attended(x: Tensor, index: int) -> Tensor:
+            attention: Any = self.layers[index].self_attn
+            queries = attention.q_norm(_heads(attention.q_proj(x), attention.head_dim)).transpose(1, 2)
             queries = apply_rotary_pos_emb(queries, queries, *angles)[0]
-            keys, values = update(index, *self.keys_values(index, normed, positions))
+            keys, values = update(index, *self.keys_values(index, x, positions))
             if self.config.sinks:
                 mixed = _with_sinks(queries, keys, values, masks[index], attention.attention_sink_bias)
             elif attend is None:
@@ -212,8 +265,18 @@ class BlockHead(nn.Module):
                 ).transpose(1, 2)
             else:
                 mixed = attend(attention, queries, keys, values, masks[index])
-            x = x + attention.o_proj(mixed.flatten(2))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            made: Tensor = attention.o_proj(mixed.flatten(2))
+            return made
+
+        x = embeds
+        for index, part in enumerate(self.layers):
+            layer: Any = part
+            attention, mlp = partial(attended, index=index), layer.mlp
+            if self.config.taps:
+                attention = partial(layer.attention_conv.around, attention)
+                mlp = partial(layer.mlp_conv.around, mlp)
+            x = x + attention(layer.input_layernorm(x))
+            x = x + mlp(layer.post_attention_layernorm(x))
         return self.norm(x)
 
     def corrected(
@@ -234,6 +297,8 @@ class BlockHead(nn.Module):
         """
         if self.config.correction is None:
             return logits, state
+        if self.config.correction == "selector":
+            return self.candidate_selector(logits, slot, tokens), state
         if self.config.correction != "domino":
             bias, state = self.markov_head(tokens, slot, state)
             return logits + bias, state
