@@ -33,6 +33,8 @@ from tests.published_blocks import (
     of_blocks,
     of_speculators,
     rand,
+    refiner,
+    refiner_tensors,
     rnn,
     selector,
     tiny_target,
@@ -100,11 +102,12 @@ def reduced_tables(ids: list[int]) -> dict[str, Tensor]:
 
 def speculators_head(kind: str, markov: str = "", anchor: bool = False) -> Layout:
     ids = [3, 0, 1] if kind == "dflash" else [0, 1, 3]
-    tensors = {**backbone(), **reduced_tables(ids), **(markov_tensors(markov, len(ids)) if kind == "dspark" else {})}
-    config = of_speculators(
-        kind, len(ids), anchor, **({"markov_rank": RANK, "markov_head_type": markov} if markov else {})
-    )
-    correct = {"": None, "vanilla": vanilla, "rnn": rnn}[markov]
+    own = {"dflash": {}, "dspark": markov_tensors(markov, len(ids)), "xpress": refiner_tensors(len(ids))}[kind]
+    tensors = {**backbone(), **reduced_tables(ids), **own}
+    options = {"markov_rank": RANK, "markov_head_type": markov} if markov else {}
+    options |= {"xpress_rank": RANK, "xpress_mlp_ratio": 2, "num_jacobi_passes": 6} if kind == "xpress" else {}
+    config = of_speculators(kind, len(ids), anchor, **options)
+    correct = refiner if kind == "xpress" else {"": None, "vanilla": vanilla, "rnn": rnn}[markov]
     slides: dict[str, Any] = {}
     if kind == "dflash":
         config["transformer_layer_config"] = {**QWEN3, **SLIDING}

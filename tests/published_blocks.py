@@ -39,6 +39,7 @@ class States:
     model: Any
     final: Tensor
     layers: list[Tensor]
+    text: list[int]
 
     @classmethod
     def of(cls, model: Any, text: list[int]) -> States:
@@ -48,7 +49,7 @@ class States:
             final = model.model(torch.tensor([text])).last_hidden_state[0]
         for hook in hooks:
             hook.remove()
-        return cls(model, final[:-1], [state[:-1] for state in found])
+        return cls(model, final[:-1], [state[:-1] for state in found], text)
 
     def embed(self, ids: list[int]) -> Tensor:
         made: Tensor = self.model.get_input_embeddings()(torch.tensor(ids))
@@ -326,3 +327,24 @@ def selector(t: dict[str, Tensor], states: States, z: Tensor, known: list[int], 
     for token in base.argsort(descending=True)[:CANDIDATES]:
         made[token] = (p[known[-1]] * (w @ slot) * s[token]).sum()
     return made
+
+
+def refiner_tensors(drafted: int) -> dict[str, Tensor]:
+    shapes = {
+        "token_embed.weight": (V, RANK), "down_h.weight": (RANK, H), "down_g.weight": (RANK, H),
+        "in_proj.weight": (RANK, 3 * RANK), "mix_l": (RANK, BLOCK, BLOCK), "mlp_gate.weight": (2 * RANK, RANK),
+        "mlp_up.weight": (2 * RANK, RANK), "mlp_down.weight": (RANK, 2 * RANK), "readout.weight": (drafted, RANK),
+    }  # fmt: skip
+    return {f"refiner_head.{name}": rand(*shape, scale=1) for name, shape in shapes.items()}
+
+
+def refiner(t: dict[str, Tensor], states: States, z: Tensor, known: list[int], first: int) -> Tensor:
+    """XPress: every slot so far counts; an idle one reads the token before the root."""
+    r = {name.removeprefix("refiner_head."): value for name, value in t.items()}
+    read, last = [states.text[-2:][0]] * first + known, first + len(known) - 1
+    whole = r["down_g.weight"] @ z.mean(0)
+    inputs = [torch.cat([r["down_h.weight"] @ z[k], whole, r["token_embed.weight"][x]]) for k, x in enumerate(read)]
+    slots = [r["in_proj.weight"] @ each for each in inputs]
+    x = slots[last] + sum(r["mix_l"][:, last, k] * slots[k] for k in range(last + 1))
+    x = x + r["mlp_down.weight"] @ (silu(r["mlp_gate.weight"] @ x) * (r["mlp_up.weight"] @ x))
+    return r["readout.weight"] @ x

@@ -186,6 +186,7 @@ LAYOUTS: dict[str, Callable[[], Layout]] = {
     "dspark of DeepSpec, rnn": lambda: deep_spec("rnn", copies=False),
     "dspark of speculators": lambda: speculators_head("dspark", "vanilla", anchor=True),
     "dspark of speculators, filling in": lambda: speculators_head("dspark", "rnn"),
+    "xpress": lambda: speculators_head("xpress"),
     "domino": lambda: domino_head(True),
     "domino, filling in": lambda: domino_head(False),
     "p-eagle": p_eagle_head,

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from fsd_core.errors import CheckpointError, foreign_errors
-from fsd_infer.heads.blocks import BlockConfig, BlockHead
+from fsd_infer.heads.block_config import BlockConfig
+from fsd_infer.heads.blocks import BlockHead
 from fsd_infer.heads.stored_parts import (
     D2T,
     EMBEDDINGS,
@@ -46,7 +47,7 @@ from fsd_infer.targets.target import Target
 
 _LONGEST = 1024  # block; published ones have 32 slots at most, and a cache has room for one
 _SINKS = "attention_sink_bias"  # of heads, and the option
-_TAPS, _SELECTOR = "conv_kernel_size", "selector_rank"  # options of DFlash2
+_TAPS, _SELECTOR, _REFINER = "conv_kernel_size", "selector_rank", "xpress_rank"  # options of DFlash2 and XPress
 _GRU, _EMBED = "prefix_gru.weight_hh_l0", "embed_proj.0.weight"
 _MARKOV, _CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
 _RENAMED = {
@@ -241,6 +242,9 @@ def _correction(options: Options, width: int, vocabulary: int, shapes: Mapping[s
             raise CheckpointError("it selects among candidates of a reduced vocabulary, which no program trains.")
         kept = options.whole("selector_top_k", 16, 1, vocabulary)
         made = {"correction": "selector", "rank": options.whole(_SELECTOR, least=1), "candidates": kept}
+    elif options.get(_REFINER):
+        rank = options.whole(_REFINER, least=1)
+        made = {"correction": "refiner", "rank": rank, "inner": rank * options.whole("xpress_mlp_ratio", 2, 1)}
     elif options.get("markov_rank") or options.get("projector_type") == "domino":
         raise CheckpointError("its config.json names a correction whose tensors are missing.")
     if _CONFIDENCE in shapes:

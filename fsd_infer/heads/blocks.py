@@ -1,4 +1,4 @@
-"""Block heads: DFlash (arXiv 2602.06036), and DSpark (2607.05147), Domino (2605.29707) and DFlash2, which correct it.
+"""Block heads: DFlash (arXiv 2602.06036), and DSpark (2607.05147), Domino (2605.29707), DFlash2, XPress, correcting it.
 
 One pass over a block of tokens, the root and masks, estimates the next tokens all at once. The target's features of the
 text enter as keys and values of every layer. So the text needs no queries, and a round costs one pass over the block.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,132 +17,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-from fsd_core.functional import NEVER
+from fsd_infer.heads.block_config import BlockConfig
+from fsd_infer.heads.corrections import CandidateSelector, MarkovHead, Refiner
 from fsd_infer.heads.layers import build_layers
-
-
-@dataclass(frozen=True)
-class BlockConfig:
-    """A block head, whichever program wrote it.
-
-    Attributes:
-        layer: fields of its Qwen3 layers, as :attr:`EagleConfig.layer`.
-        num_layers: of the head.
-        layers: the target's layers whose outputs it reads, ascending and counted from 0.
-        target_size: width of the target's features.
-        vocab_size: V.
-        block_size: tokens of the block, the root included.
-        mask_token_id: the token that stands for those to estimate.
-        fills_in: whether slot k of the block estimates the token at its own position, so that the root's slot is idle;
-            else the token after it.
-        windows: attention window of each layer; None: all.
-        causal: whether each layer's block attends to earlier slots alone.
-        root_windows: whether windows end at the root for all slots, and a slot is seen whatever its distance; else each
-            slot has a window of its own, which it is part of.
-        sinks: whether each attention head has one more logit, which takes weight from all it attends to.
-        taps: slots that the convolutions around DFlash2's sublayers reach, their own included; 0: there are none.
-        group: channels that share their dynamic part.
-        draft_vocab_size: Vd if the head has its own LM head; None: it uses the target's.
-        own_embeddings: whether it has an embedding table of its own.
-        softcap: bound of the logits; None: none.
-        correction: "vanilla", "gated" or "rnn", a Markov head; "domino"; "selector", DFlash2's; None.
-        rank: of the Markov head or the selector, or width of Domino's embeddings.
-        candidates: of a slot, which alone the selector scores.
-        state_size: width of Domino's recurrent state.
-        plain_slots: estimates that Domino leaves uncorrected.
-        confidence: "state" or "state+token", what a confidence head reads; None: there is none.
-    """
-
-    layer: dict[str, Any]
-    num_layers: int
-    layers: tuple[int, ...]
-    target_size: int
-    vocab_size: int
-    block_size: int
-    mask_token_id: int
-    fills_in: bool
-    windows: tuple[int | None, ...] = ()
-    causal: tuple[bool, ...] = ()
-    root_windows: bool = False
-    sinks: bool = False
-    taps: int = 0
-    group: int = 1
-    draft_vocab_size: int | None = None
-    own_embeddings: bool = False
-    softcap: float | None = None
-    correction: str | None = None
-    rank: int = 0
-    candidates: int = 0
-    state_size: int = 0
-    plain_slots: int = 0
-    confidence: str | None = None
-
-    @property
-    def depth(self) -> int:
-        """Tokens that one pass estimates."""
-        return self.block_size - self.fills_in
-
-    @property
-    def hidden_size(self) -> int:
-        """H."""
-        return int(self.layer["hidden_size"])
-
-
-class MarkovHead(nn.Module):
-    """DSpark's low-rank bias W2·g(W1[previous token]), [V, r] and [Vd, r].
-
-    ``kind`` is "vanilla", where g is the identity, "gated" by the slot's state, or "rnn", which sees all tokens before.
-    """
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        self.kind, rank, width = config.correction, config.rank, config.hidden_size
-        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
-        if self.kind == "gated":
-            self.gate_proj = nn.Linear(width + rank, rank)
-        elif self.kind == "rnn":
-            self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
-
-    def forward(self, tokens: Tensor, slot: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bias [..., Vd] and the next state [..., r]; arguments as of :meth:`read`."""
-        known, state = self.read(tokens, slot, state)
-        return self.markov_w2(known), state
-
-    def read(self, tokens: Tensor, slot: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return g(W1[previous token]) and the next state, [..., r] each.
-
-        Args:
-            tokens: [...] previous tokens.
-            slot: [..., H] the block's normed state.
-            state: [..., r] of the "rnn", 0 at first.
-        """
-        known = self.markov_w1(tokens)
-        if self.kind == "gated":
-            known = torch.sigmoid(self.gate_proj(torch.cat([slot, known], -1))) * known
-        elif self.kind == "rnn":
-            gate, new, out = self.joint_proj(torch.cat([state, known, slot], -1)).chunk(3, -1)
-            gate = torch.sigmoid(gate)
-            state, known = gate * state + (1 - gate) * torch.tanh(new), torch.tanh(out)
-        return known, state
-
-
-class CandidateSelector(nn.Module):
-    """DFlash2's scores of a slot's likeliest tokens, by the token before and the slot: Σ p[before]·(W h)·s[token]."""
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        self.count = config.candidates
-        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.rank))
-        self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.rank))
-        self.hidden_projection = nn.Linear(config.hidden_size, config.rank, bias=False)
-
-    def forward(self, logits: Tensor, slot: Tensor, tokens: Tensor) -> Tensor:
-        """Return logits [..., V], NEVER of all but the candidates; arguments as of :meth:`BlockHead.corrected`."""
-        likeliest, found = logits.topk(self.count)
-        known = self.predecessor_codebook[tokens] * self.hidden_projection(slot)
-        scores = likeliest + (self.successor_codebook[found] * known[..., None, :]).sum(-1)
-        return torch.full_like(logits, NEVER).scatter(-1, found, scores)
 
 
 class BlockConvolution(nn.Module):
@@ -206,6 +82,8 @@ class BlockHead(nn.Module):
             )
         elif config.correction == "selector":
             self.candidate_selector = CandidateSelector(config)
+        elif config.correction == "refiner":
+            self.refiner_head = Refiner(config)
         elif config.correction is not None:
             self.markov_head = MarkovHead(config)
         if config.confidence is not None:
@@ -215,6 +93,8 @@ class BlockHead(nn.Module):
     @property
     def state_size(self) -> int:
         """Width of a node's state, which only recurrent corrections use."""
+        if self.config.correction == "refiner":
+            return (1 + self.config.block_size) * self.config.rank
         return self.config.state_size or (self.config.rank if self.config.correction == "rnn" else 0)
 
     def context(self, features: Tensor) -> Tensor:
@@ -279,6 +159,21 @@ class BlockHead(nn.Module):
             x = x + mlp(layer.post_attention_layernorm(x))
         return self.norm(x)
 
+    def begin(self, block: Tensor, tokens: Tensor) -> Tensor:
+        """Return the state [B, 1, state_size] before the roots, which follows from the idle slot where there is one.
+
+        Args:
+            block: [B, M, H] states of the slots.
+            tokens: [B, 2], the one before the root and the root.
+        """
+        if self.config.correction == "refiner":
+            state = self.refiner_head.begin(block)
+            return self.refiner_head(0, tokens[:, :1], block[:, :1], state)[1] if self.config.fills_in else state
+        state = block.new_zeros(len(block), 1, self.state_size)
+        if self.config.fills_in and self.config.correction == "rnn":
+            state = self.markov_head(tokens[:, 1:], block[:, :1], state)[1]
+        return state
+
     def corrected(
         self, depth: int, logits: Tensor, slot: Tensor, tokens: Tensor, state: Tensor, embeds: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -299,6 +194,9 @@ class BlockHead(nn.Module):
             return logits, state
         if self.config.correction == "selector":
             return self.candidate_selector(logits, slot, tokens), state
+        if self.config.correction == "refiner":
+            bias, state = self.refiner_head(depth + self.config.fills_in, tokens, slot, state)
+            return logits + bias, state
         if self.config.correction != "domino":
             bias, state = self.markov_head(tokens, slot, state)
             return logits + bias, state
