@@ -23,6 +23,7 @@ from fsd_core.registry import unknown_name
 P = ParamSpec("P")
 R = TypeVar("R")
 TreeTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]  # tokens, parents, scores and proposers of a DraftTree
+NEVER = -1e4  # a logit whose q underflows to 0 in every dtype; -inf would make 0 · ln 0 NaN
 MIN_WRONG = 0.001  # probability that all steps of the main drafter from a node are wrong
 
 # kernels by function, of this module and of those above, and by device type

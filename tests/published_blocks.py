@@ -20,11 +20,13 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, silu
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from fsd_core.functional import NEVER
 from fsd_infer import Target
 from tests.rules_toy import V
 
 H, LAYERS, HEADS, GROUPS, WIDTH, INNER = 16, 4, 4, 2, 8, 24
 BLOCK, MASK, RANK, WINDOW = 4, 3, 3, 3
+TAPS, CHANNELS, CANDIDATES = 2, 4, 2
 THETA, EPS = 10_000.0, 1e-6
 
 Estimate = Callable[["States", list[int], list[int]], Tensor]
@@ -37,6 +39,7 @@ class States:
     model: Any
     final: Tensor
     layers: list[Tensor]
+    text: list[int]
 
     @classmethod
     def of(cls, model: Any, text: list[int]) -> States:
@@ -46,7 +49,7 @@ class States:
             final = model.model(torch.tensor([text])).last_hidden_state[0]
         for hook in hooks:
             hook.remove()
-        return cls(model, final[:-1], [state[:-1] for state in found])
+        return cls(model, final[:-1], [state[:-1] for state in found], text)
 
     def embed(self, ids: list[int]) -> Tensor:
         made: Tensor = self.model.get_input_embeddings()(torch.tensor(ids))
@@ -142,34 +145,62 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
 
 
+def convolved(t: dict[str, Tensor], name: str, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+    """DFlash2's convolutions over the slots x [B, H] before and after a sublayer; without any, the sublayer alone."""
+    if f"{name}.base_kernel" not in t:
+        return sublayer(x)
+    dynamic = linear(x, t[f"{name}.kernel_projection.weight"]).view(len(x), 2, TAPS, H // CHANNELS)
+
+    def convolve(y: Tensor, side: int) -> Tensor:
+        made = torch.zeros_like(y)
+        for slot in range(len(y)):
+            for back in range(min(TAPS, slot + 1)):
+                kernel = t[f"{name}.base_kernel"][side, back] + dynamic[slot, side, back].repeat_interleave(CHANNELS)
+                made[slot] += kernel * y[slot - back]
+        return made
+
+    return convolve(sublayer(convolve(x, 0)), 1)
+
+
 def block_states(
-    t: dict[str, Tensor], context: Tensor, embeds: Tensor, windows: list[int | None], causal: list[bool]
-) -> Tensor:
-    """z [B, H] of a block's embeddings, with the target's features [P, m·H] of all positions before it."""
+    t: dict[str, Tensor], context: Tensor, embeds: Tensor, windows: list[int | None], causal: list[bool],
+    of_root: bool = False,
+) -> Tensor:  # fmt: skip
+    """z [B, H] of a block's embeddings, with the target's features [P, m·H] of all positions before it.
+
+    Windows ``of_root`` are as many positions before the block.
+    """
     seen, size = len(context), len(embeds)
     c, z = rms(linear(context, t["fc.weight"]), t["hidden_norm.weight"]), embeds
     places, own = torch.arange(seen + size), torch.arange(seen, seen + size)
     for j in range(len(windows)):
         p = {name.removeprefix(f"layers.{j}."): value for name, value in t.items() if name.startswith(f"layers.{j}.")}
-        n = rms(z, p["input_layernorm.weight"])
-        both = torch.cat([c, n])
-        q, k, v = (
-            linear(x, p[f"self_attn.{kind}_proj.weight"]).view(len(x), -1, WIDTH).transpose(0, 1)
-            for kind, x in (("q", n), ("k", both), ("v", both))
-        )
-        q = rotated(rms(q, p["self_attn.q_norm.weight"]), own)
-        k = rotated(rms(k, p["self_attn.k_norm.weight"]), places)
-        k, v = (x.repeat_interleave(HEADS // GROUPS, 0) for x in (k, v))
         visible = torch.ones(size, seen + size, dtype=torch.bool)
-        if windows[j] is not None:
-            visible &= own[:, None] - places < windows[j]  # type: ignore[operator]
+        if (window := windows[j]) is not None:
+            visible &= places >= (torch.tensor([[seen]]) if of_root else own[:, None] + 1) - window
         if causal[j]:
             visible &= places <= own[:, None]
-        weights = (q @ k.transpose(1, 2) / math.sqrt(WIDTH)).masked_fill(~visible, -math.inf).softmax(-1)
-        z = z + linear((weights @ v).transpose(0, 1).reshape(size, -1), p["self_attn.o_proj.weight"])
-        m = rms(z, p["post_attention_layernorm.weight"])
-        inner = silu(linear(m, p["mlp.gate_proj.weight"])) * linear(m, p["mlp.up_proj.weight"])
-        z = z + linear(inner, p["mlp.down_proj.weight"])
+
+        def attend(n: Tensor, p: dict[str, Tensor] = p, visible: Tensor = visible) -> Tensor:
+            both = torch.cat([c, n])
+            q, k, v = (
+                linear(x, p[f"self_attn.{kind}_proj.weight"]).view(len(x), -1, WIDTH).transpose(0, 1)
+                for kind, x in (("q", n), ("k", both), ("v", both))
+            )
+            q = rotated(rms(q, p["self_attn.q_norm.weight"]), own)
+            k = rotated(rms(k, p["self_attn.k_norm.weight"]), places)
+            k, v = (x.repeat_interleave(HEADS // GROUPS, 0) for x in (k, v))
+            scores = (q @ k.transpose(1, 2) / math.sqrt(WIDTH)).masked_fill(~visible, -math.inf).exp()
+            sink = p.get("self_attn.attention_sink_bias", torch.tensor([-math.inf])).exp()
+            weights = scores / (scores.sum(-1, keepdim=True) + sink[:, None, None])
+            return linear((weights @ v).transpose(0, 1).reshape(size, -1), p["self_attn.o_proj.weight"])
+
+        def mlp(m: Tensor, p: dict[str, Tensor] = p) -> Tensor:
+            inner = silu(linear(m, p["mlp.gate_proj.weight"])) * linear(m, p["mlp.up_proj.weight"])
+            return linear(inner, p["mlp.down_proj.weight"])
+
+        z = z + convolved(p, "attention_conv", rms(z, p["input_layernorm.weight"]), attend)
+        z = z + convolved(p, "mlp_conv", rms(z, p["post_attention_layernorm.weight"]), mlp)
     return rms(z, t["norm.weight"])
 
 
@@ -181,6 +212,7 @@ def of_blocks(
     windows: list[int | None] | None = None,
     causal: list[bool] | None = None,
     prefix: str = "",
+    of_root: bool = False,
 ) -> Estimate:
     """What a block head estimates; ``first`` is the slot of the first draft."""
     t = {name.removeprefix(prefix): value for name, value in tensors.items()}
@@ -190,7 +222,7 @@ def of_blocks(
         table = t.get("embed_tokens.weight")
         embeds = states.embed(ids) if table is None else embedding(torch.tensor(ids), table)
         context = torch.cat([states.layers[i] for i in layers], -1)
-        z = block_states(t, context, embeds, windows or [None] * 2, causal or [False] * 2)
+        z = block_states(t, context, embeds, windows or [None] * 2, causal or [False] * 2, of_root)
         head = t.get("lm_head.weight")
         base = states.lm_head(z) if head is None else linear(z, head)
         slot = first + len(drafts)
@@ -283,72 +315,36 @@ def z_lab(**nested: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def z_lab_head() -> Layout:
-    tensors = backbone()
-    return Layout(z_lab(), tensors, of_blocks(tensors, [0, 2], 1), BLOCK - 1)
-
-
-def sliding_head() -> Layout:
-    tensors = backbone()
-    config = {**z_lab(), "layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
-    estimate = of_blocks(tensors, [0, 2], 1, windows=[WINDOW, None], causal=[True, False])
-    return Layout(config, tensors, estimate, BLOCK - 1)
-
-
-def early_head() -> Layout:
-    """SpecForge's DSpark, as its first versions nested the heads; layers are not named in order."""
-    tensors = {
-        **backbone(),
-        **{f"logit_head.{name}": x for name, x in (markov_tensors("") | confidence_tensors()).items()},
-    }
-    config = z_lab(
-        projector_type="dspark", markov_rank=RANK, markov_head_type="vanilla", confidence_head_with_markov=True,
-        attention_mode="gqa", target_layer_ids=[2, 0], enable_confidence_head=True,
-    )  # fmt: skip
-    config |= {"architectures": ["DSparkDraftModel"]}
-    return Layout(config, tensors, of_blocks(tensors, [2, 0], 0, vanilla, prefix="logit_head."), BLOCK)
-
-
-def deep_spec(kind: str, copies: bool = True) -> Layout:
-    """Keys at the top of a copied config, and copies of the target's tables."""
-    tensors = {**backbone(), **({} if kind == "none" else markov_tensors(kind))}
-    model = tiny_target()
-    if copies:
-        tensors |= {"embed_tokens.weight": model.get_input_embeddings().weight.data.clone()}
-        tensors |= {"lm_head.weight": model.get_output_embeddings().weight.data.clone()}
-    config = {
-        **QWEN3, "architectures": ["Qwen3DSparkModel"], "block_size": BLOCK, "mask_token_id": MASK, "num_anchors": 8,
-        "target_layer_ids": [0, 2], "num_target_layers": LAYERS, "markov_rank": 0 if kind == "none" else RANK,
-        "enable_confidence_head": False,
-    }  # fmt: skip
-    config |= {} if kind == "none" else {"markov_head_type": kind}
-    correct = {"none": None, "gated": gated, "rnn": rnn}[kind]
-    return Layout(config, tensors, of_blocks(tensors, [0, 2], 0, correct), BLOCK)
-
-
-def reduced_tables(ids: list[int]) -> dict[str, Tensor]:
-    known = torch.zeros(V, dtype=torch.bool)
-    known[ids] = True
-    return {
-        "embed_tokens.weight": rand(V, H, scale=2), "lm_head.weight": rand(len(ids), H), "t2d": known,
-        "d2t": torch.tensor(ids) - torch.arange(len(ids)), "verifier_norm.weight": norm(H),
-        "verifier_lm_head.weight": rand(len(ids), H),
-    }  # fmt: skip
-
-
-def speculators_head(kind: str, markov: str = "", anchor: bool = False) -> Layout:
-    ids = [3, 0, 1] if kind == "dflash" else [0, 1, 3]
-    tensors = {**backbone(), **reduced_tables(ids), **(markov_tensors(markov, len(ids)) if kind == "dspark" else {})}
-    config = of_speculators(
-        kind, len(ids), anchor, **({"markov_rank": RANK, "markov_head_type": markov} if markov else {})
+def selector(t: dict[str, Tensor], states: States, z: Tensor, known: list[int], first: int) -> Tensor:
+    """The likeliest tokens of a slot alone, by the token before them."""
+    slot = z[first + len(known) - 1]
+    base = states.lm_head(slot)
+    made = NEVER - base
+    p, s, w = (
+        t[f"candidate_selector.{name}"]
+        for name in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
     )
-    correct = {"": None, "vanilla": vanilla, "rnn": rnn}[markov]
-    return Layout(config, tensors, of_blocks(tensors, [0, LAYERS - 1], 1 - anchor, correct), BLOCK - 1 + anchor, ids)
+    for token in base.argsort(descending=True)[:CANDIDATES]:
+        made[token] = (p[known[-1]] * (w @ slot) * s[token]).sum()
+    return made
 
 
-def domino_head(shifted: bool) -> Layout:
-    tensors = {**backbone(), **domino_tensors()}
-    config = z_lab(
-        projector_type="domino", emb_dim=NARROW, gru_hidden_dim=STATE, pure_draft_prefix_len=1, shift_label=shifted
-    ) | {"architectures": ["DominoDraftModel"]}
-    return Layout(config, tensors, of_blocks(tensors, [0, 2], 1 - shifted, domino), BLOCK - 1 + shifted)
+def refiner_tensors(drafted: int) -> dict[str, Tensor]:
+    shapes = {
+        "token_embed.weight": (V, RANK), "down_h.weight": (RANK, H), "down_g.weight": (RANK, H),
+        "in_proj.weight": (RANK, 3 * RANK), "mix_l": (RANK, BLOCK, BLOCK), "mlp_gate.weight": (2 * RANK, RANK),
+        "mlp_up.weight": (2 * RANK, RANK), "mlp_down.weight": (RANK, 2 * RANK), "readout.weight": (drafted, RANK),
+    }  # fmt: skip
+    return {f"refiner_head.{name}": rand(*shape, scale=1) for name, shape in shapes.items()}
+
+
+def refiner(t: dict[str, Tensor], states: States, z: Tensor, known: list[int], first: int) -> Tensor:
+    """XPress: every slot so far counts; an idle one reads the token before the root."""
+    r = {name.removeprefix("refiner_head."): value for name, value in t.items()}
+    read, last = [states.text[-2:][0]] * first + known, first + len(known) - 1
+    whole = r["down_g.weight"] @ z.mean(0)
+    inputs = [torch.cat([r["down_h.weight"] @ z[k], whole, r["token_embed.weight"][x]]) for k, x in enumerate(read)]
+    slots = [r["in_proj.weight"] @ each for each in inputs]
+    x = slots[last] + sum(r["mix_l"][:, last, k] * slots[k] for k in range(last + 1))
+    x = x + r["mlp_down.weight"] @ (silu(r["mlp_gate.weight"] @ x) * (r["mlp_up.weight"] @ x))
+    return r["readout.weight"] @ x

@@ -1,4 +1,4 @@
-"""Random heads of other programs in all layouts; those of blocks are in tests/published_blocks.py."""
+"""Random heads of other programs in all layouts; those of blocks are in tests/published_block_heads.py."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ from torch import Tensor
 from torch.nn.functional import embedding, gelu, linear, silu
 
 from tests.published_assistants import ASSISTANTS
+from tests.published_block_heads import (
+    deep_spec,
+    dflash2_head,
+    domino_head,
+    early_head,
+    reduced_tables,
+    sliding_head,
+    speculators_head,
+    z_lab_head,
+)  # fmt: skip
 from tests.published_blocks import (
     GROUPS,
     HEADS,
@@ -24,18 +34,11 @@ from tests.published_blocks import (
     Layout,
     States,
     V,
-    deep_spec,
-    domino_head,
-    early_head,
     norm,
     rand,
-    reduced_tables,
     rms,
     rotated,
-    sliding_head,
-    speculators_head,
-    z_lab_head,
-)
+)  # fmt: skip
 from tests.published_mtp import MTP
 
 # heads without attention ---------------------------------------------------------------------------------------------
@@ -174,14 +177,16 @@ def p_eagle_head() -> Layout:
 
 LAYOUTS: dict[str, Callable[[], Layout]] = {
     "dflash of z-lab": z_lab_head,
-    "dflash with windows": sliding_head,
+    "dflash with sinks": sliding_head,
     "dflash of speculators": lambda: speculators_head("dflash"),
+    "dflash2": dflash2_head,
     "dflash of DeepSpec": lambda: deep_spec("none"),
     "dspark of SpecForge": early_head,
     "dspark of DeepSpec, gated": lambda: deep_spec("gated"),
     "dspark of DeepSpec, rnn": lambda: deep_spec("rnn", copies=False),
     "dspark of speculators": lambda: speculators_head("dspark", "vanilla", anchor=True),
     "dspark of speculators, filling in": lambda: speculators_head("dspark", "rnn"),
+    "xpress": lambda: speculators_head("xpress"),
     "domino": lambda: domino_head(True),
     "domino, filling in": lambda: domino_head(False),
     "p-eagle": p_eagle_head,

@@ -24,10 +24,10 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from fsd_core import functional
 from fsd_core.errors import CheckpointError, ModelLoadError, foreign_errors
+from fsd_core.functional import NEVER
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.steps import HEADS, FeatureReader, FeatureSession, StepDrafter
-from fsd_infer.drafters.vocabulary import NEVER
 from fsd_infer.heads.kinds import ASSISTANT
 from fsd_infer.heads.weights import check_sizes
 from fsd_infer.targets.stack import mask_for

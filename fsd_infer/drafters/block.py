@@ -1,4 +1,4 @@
-"""Draft with block heads (:mod:`fsd_infer.heads.blocks`): DFlash, DSpark and Domino.
+"""Draft with block heads (:mod:`fsd_infer.heads.blocks`): DFlash, DFlash2, DSpark, Domino, XPress.
 
 A round runs the head once, over the root and masks. A chain takes the likeliest token of every slot, a tree the
 likeliest of each depth, which do not depend on the path unless a correction makes them. Drawn nodes follow the slots'
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsd_core.tensors import to_device
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.steps import HEADS, FeatureReader, FeatureSession, StepDrafter
@@ -51,9 +52,11 @@ class BlockModel(FeatureReader):
         config, positions = self.head.config, cache.slots
         slots = torch.arange(visible.shape[-1], device=visible.device)
         back = positions[..., None] - slots  # how far slot s lies before slot i of the block
+        # by windows of the root, slots from the root on are always near
+        near, more = (back[:, :1], 1) if config.root_windows else (back, 0)
         masks = []
         for window, causal in zip(config.windows, config.causal, strict=True):
-            mask = visible if window is None else visible & (back < window)
+            mask = visible if window is None else visible & (near < window + more)
             masks.append(mask & (back >= 0) if causal else mask)
         return self.head(self.embed(tokens), positions, masks, lambda at, k, v: cache.update(k, v, at))
 
@@ -100,7 +103,7 @@ class BlockDrafter(StepDrafter):
         return max_length + self.head.config.block_size
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> BlockSession:
-        return BlockSession(self, request)
+        return BlockSession(self, request, first_tokens)
 
     def describe(self) -> dict[str, Any]:
         config = self.head.config
@@ -109,12 +112,18 @@ class BlockDrafter(StepDrafter):
 
 
 class BlockSession(FeatureSession):
-    """A session with the keys and values of the text's features."""
+    """A session with the keys and values of the text's features.
 
+    Attributes:
+        last_tokens: [B, 2] of each text, the newest last.
+    """
+
+    per_row = FeatureSession.per_row | {"last_tokens"}
     drafter: BlockDrafter
 
-    def __init__(self, drafter: BlockDrafter, request: DraftRequest) -> None:
+    def __init__(self, drafter: BlockDrafter, request: DraftRequest, first_tokens: Tensor) -> None:
         super().__init__(drafter, request)
+        self.last_tokens = to_device(first_tokens, self.device)[:, None].repeat(1, 2)
         if drafter.head.config.confidence is not None:  # it estimates survival; otherwise q does
             self._min_survival, self.shape = self.shape.stop_below, replace(self.shape, stop_below=0.0)
         self._block: Tensor  # [B, K, H] states of the slots that estimate, in this round
@@ -132,10 +141,15 @@ class BlockSession(FeatureSession):
         self._base = model.logits(self._block)
         if config.confidence is not None:
             self._survival = torch.zeros(batch, 1, device=self.device)
-        state = torch.zeros(batch, 1, self.drafter.head.state_size, dtype=block.dtype, device=self.device)
-        if config.fills_in and config.correction == "rnn":  # trained with a step at the idle slot
-            _, state = self.drafter.head.markov_head(roots[:, None], block[:, :1], state)
-        return state
+        return self.drafter.head.begin(block, self.last_tokens)
+
+    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        ends = counts[:, None] + torch.arange(2, device=self.device)
+        self.last_tokens.copy_(torch.cat([self.last_tokens, tokens], 1).gather(1, ends))
+        super().extend(tokens, features, counts)
+
+    def tensors(self) -> list[Tensor]:
+        return [*super().tensors(), self.last_tokens]
 
     def _step(self, depth: int, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         head, shape = self.drafter.head, (*tokens.shape, -1)

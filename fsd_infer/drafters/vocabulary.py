@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fsd_core.functional import NEVER
 from fsd_core.tensors import is_host, to_device
 from fsd_infer.targets.target import Target
 
 MIN_ROOM = 16  # further ids for which recorded rounds have room
-NEVER = -1e4  # a logit whose q underflows to 0 in every dtype; -inf would make 0 · ln 0 NaN
 
 
 class _Further(NamedTuple):

@@ -22,11 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from fsd_core.errors import CheckpointError, foreign_errors
-from fsd_infer.heads.blocks import BlockConfig, BlockHead
+from fsd_infer.heads.block_config import BlockConfig
+from fsd_infer.heads.blocks import BlockHead
 from fsd_infer.heads.stored_parts import (
+    D2T,
     EMBEDDINGS,
     LM_HEAD,
     SLIDING,
+    T2D,
     Options,
     agreed,
     check_sizes_agree,
@@ -43,6 +46,8 @@ from fsd_infer.heads.weights import Weights, check_sizes, fill
 from fsd_infer.targets.target import Target
 
 _LONGEST = 1024  # block; published ones have 32 slots at most, and a cache has room for one
+_SINKS = "attention_sink_bias"  # of heads, and the option
+_TAPS, _SELECTOR, _REFINER = "conv_kernel_size", "selector_rank", "xpress_rank"  # options of DFlash2 and XPress
 _GRU, _EMBED = "prefix_gru.weight_hh_l0", "embed_proj.0.weight"
 _MARKOV, _CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
 _RENAMED = {
@@ -89,7 +94,7 @@ def _described(
     options: Options, weights: Weights, names: Collection[str], target: Target
 ) -> tuple[BlockConfig, list[int], Tensor | None]:
     """Return the head's config, the order of the layers as stored, and its draft ids."""
-    check_uncomputed(options.get)
+    check_uncomputed(options.get, _SINKS, _TAPS, _SELECTOR)
     if not options.flag("use_aux_hidden_state", True):
         raise CheckpointError(
             "its config.json has use_aux_hidden_state False, which is not known here. Use another head."
@@ -112,11 +117,14 @@ def _described(
     own_head = LM_HEAD in names and (ids is not None or not shares_table(weights, LM_HEAD, target))
     _check_width(layer["hidden_size"], own_embeds, own_head, target)
     windows, causal = _attention(options, count)
+    sinks = any(name.endswith(_SINKS) for name in names)
+    check_sizes_agree(options.flag, attention_sink_bias=sinks)
     config = BlockConfig(
         layer, count, tuple(sorted(stored)), size, vocabulary, options.whole("block_size", least=2, most=_LONGEST),
-        _mask_token(options, vocabulary), _fills_in(options, names), windows, causal,
+        _mask_token(options, vocabulary), _fills_in(options, names), windows, causal, options.of_speculators, sinks,
+        *_convolutions(options, layer["hidden_size"]),
         weights.shapes[LM_HEAD][0] if own_head else None, own_embeds, _softcap(options),
-        **_correction(options, layer["hidden_size"], weights.shapes),
+        **_correction(options, layer["hidden_size"], vocabulary, weights.shapes),
     )  # fmt: skip
     return config, stored, ids
 
@@ -204,7 +212,16 @@ def _attention(options: Options, count: int) -> tuple[tuple[int | None, ...], tu
     return tuple(window if slide else None for slide in slides), causal
 
 
-def _correction(options: Options, width: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def _convolutions(options: Options, width: int) -> tuple[int, int]:
+    """Return how many slots DFlash2's convolutions reach, 0: there are none, and how many channels share a kernel."""
+    taps = options.whole(_TAPS, 0, most=_LONGEST)
+    group = options.whole("conv_group_size", least=1, most=width) if taps else 1
+    if width % group:
+        raise CheckpointError(f"conv_group_size in config.json is {group}, which does not divide {width} channels.")
+    return taps, group
+
+
+def _correction(options: Options, width: int, vocabulary: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Return the fields of :class:`BlockConfig` that describe a correction and a confidence head, by the tensors."""
     if any(len(shapes.get(name, (1, 1))) != 2 for name in (_GRU, _EMBED, _MARKOV, _CONFIDENCE)):
         raise CheckpointError("a matrix of its correction has another shape.")
@@ -220,6 +237,14 @@ def _correction(options: Options, width: int, shapes: Mapping[str, tuple[int, ..
             raise CheckpointError(f"markov_head_type is {stated!r:.60}, and its tensors are those of a {kind} head.")
         result = {"correction": kind, "rank": shapes[_MARKOV][1]}
         check_sizes_agree(options.get, markov_rank=result["rank"])
+    elif options.get(_SELECTOR):
+        if D2T in shapes or T2D in shapes:
+            raise CheckpointError("it selects among candidates of a reduced vocabulary, which no program trains.")
+        kept = options.whole("selector_top_k", 16, 1, vocabulary)
+        result = {"correction": "selector", "rank": options.whole(_SELECTOR, least=1), "candidates": kept}
+    elif options.get(_REFINER):
+        rank = options.whole(_REFINER, least=1)
+        result = {"correction": "refiner", "rank": rank, "inner": rank * options.whole("xpress_mlp_ratio", 2, 1)}
     elif options.get("markov_rank") or options.get("projector_type") == "domino":
         raise CheckpointError("its config.json names a correction whose tensors are missing.")
     if _CONFIDENCE in shapes:

@@ -1,4 +1,4 @@
-"""Block heads: DFlash (arXiv 2602.06036), and DSpark (2607.05147) and Domino (2605.29707), which add a correction.
+"""Block heads: DFlash (arXiv 2602.06036), and DSpark (2607.05147), Domino (2605.29707), DFlash2, XPress, correcting it.
 
 One pass over a block of tokens, the root and masks, estimates the next tokens all at once. The target's features of the
 text enter as keys and values of every layer. So the text needs no queries, and a round costs one pass over the block.
@@ -7,8 +7,9 @@ A correction then makes each estimate depend on the tokens drafted before it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,102 +17,29 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
+from fsd_infer.heads.block_config import BlockConfig
+from fsd_infer.heads.corrections import CandidateSelector, MarkovHead, Refiner
 from fsd_infer.heads.layers import build_layers
 
 
-@dataclass(frozen=True)
-class BlockConfig:
-    """A block head, whichever program wrote it.
+class BlockConvolution(nn.Module):
+    """Convolutions over the slots of a block before and after a sublayer, with kernels that depend on its input."""
 
-    Attributes:
-        layer: fields of its Qwen3 layers, as :attr:`EagleConfig.layer`.
-        num_layers: number of layers of the head.
-        layers: the target's layers whose outputs it reads, ascending and counted from 0.
-        target_size: width of the target's features.
-        vocab_size: V.
-        block_size: tokens of the block, the root included.
-        mask_token_id: the token that stands for those to estimate.
-        fills_in: whether slot k of the block estimates the token at its own position, so that the root's slot is idle;
-            else the token after it.
-        windows: attention window of each layer; None: all.
-        causal: whether each layer's block attends to earlier slots alone.
-        draft_vocab_size: Vd if the head has its own LM head; None: it uses the target's.
-        own_embeddings: whether it has an embedding table of its own.
-        softcap: bound of the logits; None: none.
-        correction: "vanilla", "gated" or "rnn", a Markov head; "domino"; None.
-        rank: rank of the Markov head, or width of Domino's embeddings.
-        state_size: width of Domino's recurrent state.
-        plain_slots: estimates that Domino leaves uncorrected.
-        confidence: "state" or "state+token", what a confidence head reads; None: there is none.
-    """
-
-    layer: dict[str, Any]
-    num_layers: int
-    layers: tuple[int, ...]
-    target_size: int
-    vocab_size: int
-    block_size: int
-    mask_token_id: int
-    fills_in: bool
-    windows: tuple[int | None, ...] = ()
-    causal: tuple[bool, ...] = ()
-    draft_vocab_size: int | None = None
-    own_embeddings: bool = False
-    softcap: float | None = None
-    correction: str | None = None
-    rank: int = 0
-    state_size: int = 0
-    plain_slots: int = 0
-    confidence: str | None = None
-
-    @property
-    def depth(self) -> int:
-        """Tokens that one pass estimates."""
-        return self.block_size - self.fills_in
-
-    @property
-    def hidden_size(self) -> int:
-        """H."""
-        return int(self.layer["hidden_size"])
-
-
-class MarkovHead(nn.Module):
-    """DSpark's low-rank bias W2·g(W1[previous token]), [V, r] and [Vd, r].
-
-    ``kind`` is "vanilla", where g is the identity, "gated" by the slot's state, or "rnn", which sees all tokens before.
-    """
-
-    def __init__(self, config: BlockConfig) -> None:
+    def __init__(self, width: int, taps: int, group: int) -> None:
         super().__init__()
-        self.kind, rank, width = config.correction, config.rank, config.hidden_size
-        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
-        if self.kind == "gated":
-            self.gate_proj = nn.Linear(width + rank, rank)
-        elif self.kind == "rnn":
-            self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
+        self.taps, self.group = taps, group
+        self.base_kernel = nn.Parameter(torch.empty(2, taps, width))
+        self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
 
-    def forward(self, tokens: Tensor, slot: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bias [..., Vd] and the next state [..., r]; arguments as of :meth:`read`."""
-        known, state = self.read(tokens, slot, state)
-        return self.markov_w2(known), state
+    def around(self, sublayer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Return the sublayer's output [B, M, H] for x [B, M, H], with both convolved."""
+        dynamic = self.kernel_projection(x).unflatten(-1, (2, self.taps, -1)).repeat_interleave(self.group, -1)
+        before, after = (dynamic + self.base_kernel).unbind(2)  # [B, M, taps, H] each
+        return self._convolved(sublayer(self._convolved(x, before)), after)
 
-    def read(self, tokens: Tensor, slot: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return g(W1[previous token]) and the next state, [..., r] each.
-
-        Args:
-            tokens: [...] previous tokens.
-            slot: [..., H] the block's normed state.
-            state: [..., r] of the "rnn", 0 at first.
-        """
-        known = self.markov_w1(tokens)
-        if self.kind == "gated":
-            known = torch.sigmoid(self.gate_proj(torch.cat([slot, known], -1))) * known
-        elif self.kind == "rnn":
-            gate, new, out = self.joint_proj(torch.cat([state, known, slot], -1)).chunk(3, -1)
-            gate = torch.sigmoid(gate)
-            state, known = gate * state + (1 - gate) * torch.tanh(new), torch.tanh(out)
-        return known, state
+    def _convolved(self, x: Tensor, kernel: Tensor) -> Tensor:
+        reached = nn.functional.pad(x, (0, 0, self.taps - 1, 0)).unfold(1, self.taps, 1)  # the own slot is last
+        return (reached.flip(-1).transpose(2, 3) * kernel).sum(2)
 
 
 class BlockHead(nn.Module):
@@ -130,6 +58,14 @@ class BlockHead(nn.Module):
         self.config, width = config, config.hidden_size
         self.register_buffer("draft_ids", None)
         self.layers, self.rotary_emb, self.norm = build_layers(config.layer, config.num_layers)
+        for part in self.layers:
+            layer: Any = part
+            if config.sinks:
+                heads = layer.self_attn.config.num_attention_heads
+                layer.self_attn.attention_sink_bias = nn.Parameter(torch.empty(heads))
+            if config.taps:
+                layer.attention_conv = BlockConvolution(width, config.taps, config.group)
+                layer.mlp_conv = BlockConvolution(width, config.taps, config.group)
         self.fc = nn.Linear(len(config.layers) * config.target_size, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, eps=self.norm.variance_epsilon)  # type: ignore[arg-type]
         vocabulary = config.draft_vocab_size or config.vocab_size
@@ -144,6 +80,10 @@ class BlockHead(nn.Module):
             self.embed_proj = nn.Sequential(
                 nn.Linear(inner, config.rank, bias=False), nn.SiLU(), nn.Linear(config.rank, outer, bias=False)
             )
+        elif config.correction == "selector":
+            self.candidate_selector = CandidateSelector(config)
+        elif config.correction == "refiner":
+            self.refiner_head = Refiner(config)
         elif config.correction is not None:
             self.markov_head = MarkovHead(config)
         if config.confidence is not None:
@@ -153,6 +93,8 @@ class BlockHead(nn.Module):
     @property
     def state_size(self) -> int:
         """Width of a node's state, which only recurrent corrections use."""
+        if self.config.correction == "refiner":
+            return (1 + self.config.block_size) * self.config.rank
         return self.config.state_size or (self.config.rank if self.config.correction == "rnn" else 0)
 
     def context(self, features: Tensor) -> Tensor:
@@ -188,22 +130,49 @@ class BlockHead(nn.Module):
         Returns:
             [B, M, H], the input of the LM head.
         """
-        x, angles = embeds, self.rotary_emb(embeds, positions)
-        for index, part in enumerate(self.layers):
-            layer: Any = part
-            attention, normed = layer.self_attn, layer.input_layernorm(x)
-            queries = attention.q_norm(_heads(attention.q_proj(normed), attention.head_dim)).transpose(1, 2)
+        angles = self.rotary_emb(embeds, positions)
+
+        def attended(x: Tensor, index: int) -> Tensor:
+            attention: Any = self.layers[index].self_attn
+            queries = attention.q_norm(_heads(attention.q_proj(x), attention.head_dim)).transpose(1, 2)
             queries = apply_rotary_pos_emb(queries, queries, *angles)[0]
-            keys, values = update(index, *self.keys_values(index, normed, positions))
-            if attend is None:
+            keys, values = update(index, *self.keys_values(index, x, positions))
+            if self.config.sinks:
+                mixed = _with_sinks(queries, keys, values, masks[index], attention.attention_sink_bias)
+            elif attend is None:
                 mixed = scaled_dot_product_attention(
                     queries, keys, values, attn_mask=masks[index][:, None], enable_gqa=queries.shape[1] != keys.shape[1]
                 ).transpose(1, 2)
             else:
                 mixed = attend(attention, queries, keys, values, masks[index])
-            x = x + attention.o_proj(mixed.flatten(2))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            made: Tensor = attention.o_proj(mixed.flatten(2))
+            return made
+
+        x = embeds
+        for index, part in enumerate(self.layers):
+            layer: Any = part
+            attention, mlp = partial(attended, index=index), layer.mlp
+            if self.config.taps:
+                attention = partial(layer.attention_conv.around, attention)
+                mlp = partial(layer.mlp_conv.around, mlp)
+            x = x + attention(layer.input_layernorm(x))
+            x = x + mlp(layer.post_attention_layernorm(x))
         return self.norm(x)
+
+    def begin(self, block: Tensor, tokens: Tensor) -> Tensor:
+        """Return the state [B, 1, state_size] before the roots, which follows from the idle slot where there is one.
+
+        Args:
+            block: [B, M, H] states of the slots.
+            tokens: [B, 2], the one before the root and the root.
+        """
+        if self.config.correction == "refiner":
+            state = self.refiner_head.begin(block)
+            return self.refiner_head(0, tokens[:, :1], block[:, :1], state)[1] if self.config.fills_in else state
+        state = block.new_zeros(len(block), 1, self.state_size)
+        if self.config.fills_in and self.config.correction == "rnn":
+            state = self.markov_head(tokens[:, 1:], block[:, :1], state)[1]
+        return state
 
     def corrected(
         self, depth: int, logits: Tensor, slot: Tensor, tokens: Tensor, state: Tensor, embeds: Tensor | None
@@ -223,6 +192,11 @@ class BlockHead(nn.Module):
         """
         if self.config.correction is None:
             return logits, state
+        if self.config.correction == "selector":
+            return self.candidate_selector(logits, slot, tokens), state
+        if self.config.correction == "refiner":
+            bias, state = self.refiner_head(depth + self.config.fills_in, tokens, slot, state)
+            return logits + bias, state
         if self.config.correction != "domino":
             bias, state = self.markov_head(tokens, slot, state)
             return logits + bias, state
@@ -250,6 +224,19 @@ class BlockHead(nn.Module):
             read = torch.cat([slot, self.markov_head.markov_w1(tokens)], -1)
         logits: Tensor = self.confidence_head["proj"](read)
         return logits[..., 0].float()
+
+
+def _with_sinks(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    """Attend [B, M, heads, width] with a logit per head [heads] that stands beside those of the keys and has no value.
+
+    Queries are [B, heads, M, width], keys and values [B, groups, S, width], the mask [B, M, S].
+    """
+    repeats = queries.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
+    scores = (queries @ keys.transpose(2, 3) * queries.shape[-1] ** -0.5).masked_fill(~mask[:, None], -math.inf)
+    beside = sinks[:, None, None].expand(*scores.shape[:3], 1).to(scores.dtype)
+    weights = torch.cat([scores, beside], -1).softmax(-1, dtype=torch.float32)[..., :-1]
+    return (weights.to(values.dtype) @ values).transpose(1, 2)
 
 
 def _heads(x: Tensor, width: int) -> Tensor:

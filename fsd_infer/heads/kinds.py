@@ -15,8 +15,8 @@ MTP, ASSISTANT = "mtp", "assistant"
 
 # What the class names, or keys, of each kind's configs contain.
 _CLASSES = {
-    "dflash": BLOCK, "dspark": BLOCK, "domino": BLOCK, "museglimmerassistant": BLOCK, "peagle": P_EAGLE,
-    "medusa": MEDUSA, "hydra": HYDRA, "mlpspeculator": MLP_SPECULATOR, "gemma4assistant": ASSISTANT,
+    "dflash": BLOCK, "dspark": BLOCK, "domino": BLOCK, "xpress": BLOCK, "museglimmerassistant": BLOCK,
+    "peagle": P_EAGLE, "medusa": MEDUSA, "hydra": HYDRA, "mlpspeculator": MLP_SPECULATOR, "gemma4assistant": ASSISTANT,
     "gemma4unifiedassistant": ASSISTANT, "nextn": MTP, "mtp": MTP,
 }  # fmt: skip
 _KEYS = {

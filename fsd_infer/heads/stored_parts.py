@@ -36,7 +36,7 @@ _UNREAD = {".kv_b_proj.": "latent attention", ".experts.": "experts", ".sinks": 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "conv_kernel_size": (None, 0), "selector_rank": (None, 0), "attention_sink_bias": (None, False),
     "attention_value_scale": (None, 1), "output_multiplier": (None, 1), "is_neox_style": (None, True),
-    "logit_scale": (None, 1), "layernorms": (None, False),
+    "input_embedding_scale": (None, 1), "logit_scale": (None, 1), "layernorms": (None, False),
 }  # fmt: skip
 _TOP = "transformer_layer_config"
 _OF_TARGET = ("verifier_lm_head.weight", "verifier_norm.weight")  # ends of names of its tensors, which some repeat
@@ -168,10 +168,13 @@ def check_sizes_agree(option: Callable[[str], Any], **sizes: int) -> None:
             )
 
 
-def check_uncomputed(option: Callable[[str], Any]) -> None:
-    """Raise CheckpointError for a config with options that no head computes here; ``option`` returns one by name."""
+def check_uncomputed(option: Callable[[str], Any], *computed: str) -> None:
+    """Raise CheckpointError for a config with options that are not computed here, except those that are.
+
+    ``option`` returns one by name.
+    """
     for name, harmless in _HARMLESS.items():
-        if (stated := option(name)) not in harmless:
+        if (stated := option(name)) not in harmless and name not in computed:
             raise CheckpointError(
                 f"its config.json has {name} {stated!r:.60}, which is not known here. Use another head."
             )

@@ -25,7 +25,8 @@ from fsd_core.errors import DataError
 from fsd_core.files import replacing, write_text
 from fsd_core.tensors import to_device
 from fsd_infer.drafters import BlockDrafter, TreeShape
-from fsd_infer.heads.blocks import BlockConfig, BlockHead
+from fsd_infer.heads.block_config import BlockConfig
+from fsd_infer.heads.blocks import BlockHead
 from fsd_infer.heads.layers import llama_layer
 from fsd_infer.heads.weights import SINGLE
 from fsd_infer.targets.target import Target
