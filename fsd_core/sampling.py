@@ -124,12 +124,38 @@ def drawn_weights(ratio: Tensor, parents: Tensor, drawn: Tensor, depth: int) -> 
 
 
 @replaceable
-def descent_probs(ends_here: Tensor, parents: Tensor, drawn: Tensor, depth: int) -> Tensor:
-    """Return the probability that a walk which ends at a node's parent or below its draw ends below its draw: [B, N].
+def block_accept_probs(
+    log_p: Tensor,
+    log_q: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    parents: Tensor,
+    drawn: Tensor,
+    draws: Tensor,
+    depth: int,
+) -> Tensor:
+    """Return the probability that block verification goes from a node's parent to the node: [B, N].
+
+    See :func:`fsd_infer.rules.base.block_test`.
 
     Args:
-        ends_here: [B, N] that it ends at a node, if it does not end below the node's drawn child.
+        log_p, log_q: [B, N] ln p and ln q of each node, given its parent.
+        weight: [B, N] w of :func:`drawn_weights`.
+        residual: [B, N] of :func:`residual_mass`, with these weights.
         parents, drawn, depth: as of :func:`drawn_weights`; a node has at most one drawn child.
+        draws: [B, N] bool, nodes with a drawn child.
+    """
+    at_draws = residual / (residual + 1 - weight).clamp_min(TINY)
+    goes_on = _descent_probs(torch.where(draws & (weight < 1), at_draws, weight), parents, drawn, depth)
+    rest = (weight.gather(1, parents) * log_p.exp() - log_q.exp()).clamp_min(0.0)
+    rest = (rest / residual.gather(1, parents).clamp_min(TINY)).clamp_max(1.0)
+    return torch.where(drawn, goes_on, torch.where(draws.gather(1, parents), (1 - goes_on) * rest, log_p.exp()))
+
+
+def _descent_probs(ends_here: Tensor, parents: Tensor, drawn: Tensor, depth: int) -> Tensor:
+    """Return the probability that a walk which ends at a node's parent or below its draw ends below its draw: [B, N].
+
+    ``ends_here``: [B, N] that it ends at a node, if it does not end below the node's drawn child.
     """
     none = ends_below = torch.zeros_like(ends_here)
     ends_within = ends_here
@@ -137,3 +163,20 @@ def descent_probs(ends_here: Tensor, parents: Tensor, drawn: Tensor, depth: int)
         ends_below = none.scatter_add(1, parents, ends_within.masked_fill(~drawn, 0.0))
         ends_within = ends_below + (1 - ends_below) * ends_here
     return (ends_below / ends_within.clamp_min(TINY)).clamp_max(1.0).gather(1, parents)
+
+
+@replaceable
+def child_offsets(probs: Tensor, uniforms: Tensor, parents: Tensor) -> Tensor:
+    """Return how far each context's uniform number lies from the start of each child's part of [0, 1): [B, N].
+
+    Siblings divide [0, 1) in order, by their probabilities: the number falls on a child if its offset is at least 0 and
+    less than its probability.
+
+    Args:
+        probs: [B, N] of each node, given its parent; 0 for the root.
+        uniforms: [B, N] of each context.
+        parents: [B, N] int64 node numbers, each less than its node's own; 0 for the root.
+    """
+    nodes = torch.arange(parents.shape[1], device=parents.device)
+    earlier = (parents[:, :, None] == parents[:, None]) & (nodes < nodes[:, None])  # siblings
+    return uniforms.gather(1, parents).to(probs.dtype) - torch.where(earlier, probs[:, None], 0.0).sum(-1)

@@ -160,7 +160,7 @@ def test_what_weighted_rows_leave(
 
 @pytest.mark.parametrize("nodes", [2, 9, 30])
 def test_python_walks_few_nodes_as_torch_does(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up and down the drawn nodes of random trees, and of chains, with weights of 0 and 1 among them."""
+    """Up and down the nodes of random trees, and of chains, with weights of 0 and 1 among them."""
     for seed in range(6):
         generator = torch.Generator().manual_seed(seed)
         parents = (torch.rand(3, nodes, generator=generator) * torch.arange(nodes)).long()
@@ -169,11 +169,18 @@ def test_python_walks_few_nodes_as_torch_does(nodes: int, monkeypatch: pytest.Mo
         for row, node in torch.cartesian_prod(torch.arange(3), torch.arange(1, nodes)).tolist():
             siblings = drawn[row, 1:node] & (parents[row, 1:node] == parents[row, node])
             drawn[row, node] = not siblings.any() and bool(torch.rand((), generator=generator) < 0.8)
-        ratio = torch.randn(3, nodes, generator=generator).double().exp()
-        here = torch.rand(3, nodes, generator=generator).double()
-        ratio[:, 1::4], here[:, 1::5], here[:, 2::5] = 0.0, 0.0, 1.0
-        for name, values in (("drawn_weights", ratio), ("descent_probs", here)):
-            arguments = values, parents, drawn, nodes - 1
+        draws = torch.zeros(3, nodes).scatter_add(1, parents, drawn.float()) > 0
+        log_p, log_q, uniforms = (torch.rand(3, nodes, generator=generator).double().log() for _ in range(3))
+        log_p[:, 1::4] = log_p[:, 0] = -torch.inf
+        ratio = (log_p - log_q).exp()
+        weight, rest = sampling.drawn_weights(ratio, parents, drawn, nodes - 1), uniforms.exp() / 2
+        rest[:, 2::5] = 0.0
+        cases = {
+            "drawn_weights": (ratio, parents, drawn, nodes - 1),
+            "block_accept_probs": (log_p, log_q, weight, rest, parents, drawn, draws, nodes - 1),
+            "child_offsets": (log_p.exp(), uniforms.exp().float(), parents),
+        }
+        for name, arguments in cases.items():
             found = getattr(functions, name)(*arguments)
             with monkeypatch.context() as patch:
                 patch.delitem(functional.KERNELS[name], "cpu", raising=False)

@@ -211,12 +211,8 @@ class _Walk:
             prob = torch.where(inputs.at_parents(lossy), self.r_draft, self.p_draft)
         if inputs.greedy:
             return lossy, prob.clone(), self.p_draft
-        # the children divide [0, 1) by their probabilities; the uniform number falls on one of them or on none
-        offset = inputs.at_parents(inputs.uniform(0)).to(prob.dtype)  # [B, N] from the start of each child's part
-        if not inputs.is_chain:
-            siblings = self.tree.parents[:, :, None] == self.tree.parents[:, None]
-            earlier = siblings & (inputs.nodes < inputs.nodes[:, None])
-            offset = offset - torch.where(earlier, prob[:, None], 0.0).sum(-1)
+        # the uniform number falls on one of the children or on none
+        offset = sampling.child_offsets(prob, inputs.uniform(0), self.tree.parents)
         return lossy, (offset >= 0) & (offset < prob), offset < self.p_draft
 
     def _gathered(self, reached: Tensor, lossy: Tensor, follows_under_p: Tensor) -> Verdict:
