@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -31,7 +34,6 @@ def residual_mass(
     return mass.masked_fill(q_index < 0, 0.0)
 
 
-@replaceable
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Draw one index per row by inverse CDF; an index of weight 0 is never drawn.
 
@@ -43,6 +45,46 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     total = cdf[:, -1]
     share = torch.minimum(uniforms.to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, share[:, None], right=True).squeeze(-1)
+
+
+class Rest(NamedTuple):
+    """What is left of p at a context of each row when its drafts were refused: (w·p - q)+, or w·p where there is no q.
+
+    Attributes:
+        p_logits: [B, N, V].
+        nodes: [B] int64, each context's row of p.
+        weight: [B] w, from 0 to 1.
+        refused: [B, K] int64 tokens that are left out, -1 for none.
+        q_logits: [B, I, Vd]; None: there is no q.
+        q_index: [B] int64, each context's row of q, -1 for none; None: as ``q_logits``.
+        draft_ids: [Vd] the tokens of q's columns; None: V = Vd.
+    """
+
+    p_logits: Tensor
+    nodes: Tensor
+    weight: Tensor
+    refused: Tensor
+    q_logits: Tensor | None = None
+    q_index: Tensor | None = None
+    draft_ids: Tensor | None = None
+
+    def weights(self) -> Tensor:
+        """Return it over the vocabulary, [B, V] in fp32."""
+        p = at_nodes(self.p_logits, self.nodes[:, None])[:, 0].float().softmax(-1)
+        weights, refused = self.weight[:, None].float() * p, self.refused
+        if self.q_logits is not None and self.q_index is not None:
+            q = at_nodes(self.q_logits, self.q_index.clamp_min(0)[:, None])[:, 0].float().softmax(-1)
+            q = q.masked_fill(self.q_index[:, None] < 0, 0.0)
+            q = q if self.draft_ids is None else torch.zeros_like(p).index_copy_(1, self.draft_ids.long(), q)
+            weights = (weights - q).clamp_min(0.0)
+        most = torch.zeros_like(refused, dtype=p.dtype).masked_fill(refused < 0, math.inf)
+        return weights.scatter_reduce(1, refused.clamp_min(0), most, "amin")
+
+
+@replaceable
+def draw_rest(rest: Rest, uniforms: Tensor) -> Tensor:
+    """Draw a token of each row by inverse CDF: [B] int64, V where nothing is left. uniforms: [B] in [0, 1)."""
+    return draw(rest.weights(), uniforms)
 
 
 @replaceable

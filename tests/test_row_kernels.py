@@ -216,6 +216,26 @@ def test_a_row_is_sampled_by_inverse_cdf(columns: int, dtype: torch.dtype) -> No
 
 
 @needs_kernels
+@pytest.mark.parametrize("types", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("drafted", [40, 1300, None, 0])
+def test_what_is_left_is_drawn_by_inverse_cdf(drafted: int | None, types: tuple[torch.dtype, torch.dtype]) -> None:
+    """Rows without a q, with all of p refused, and of another tree's nodes among them; 0: a round without any q."""
+    p, q = torch.randn(4, 3, 1300).to(types[0]), torch.randn(4, 2, drafted or 1300).to(types[1])
+    p[0, 1, ::3], p[3, 0, 2:] = -torch.inf, -torch.inf
+    ids = torch.randperm(1300)[:drafted].int() if drafted in (40, 1300) else None
+    refused = torch.tensor([[-1, 7], [3, 3], [-1, -1], [0, 1]])
+    rest = sampling.Rest(p, torch.tensor([1, 2, 0, 0]), torch.tensor([1.0, 0.4, 0.9, 1.0]).double(), refused)
+    rest = rest if drafted == 0 else rest._replace(q_logits=q, q_index=torch.tensor([1, 0, -1, 1]), draft_ids=ids)
+    weights = rest.weights().double()
+    cdf = torch.nn.functional.pad(weights.cumsum(-1), (1, 0)) / weights.sum(-1, keepdim=True).clamp_min(1e-9)
+    for uniform in (0.0, 0.123, 0.5, 0.98765, 1.0 - 2**-24):
+        found = sampling.draw_rest(rest, torch.full((4,), uniform))
+        assert found[3] == 1300 and bool((weights[:3].gather(1, found[:3, None]) > 0).all())
+        inside = cdf.gather(1, torch.stack([found, found + 1], 1).clamp_max(1300)) + torch.tensor([-1e-5, 1e-5])
+        assert bool(((inside[:3, 0] <= uniform) & (uniform <= inside[:3, 1])).all())
+
+
+@needs_kernels
 @pytest.mark.parametrize("width", [1, 2, 5])
 def test_which_children_are_fixed_and_which_contexts_draw(width: int) -> None:
     drawn = 0

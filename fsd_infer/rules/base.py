@@ -24,7 +24,6 @@ from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import FORMER, parameter, parameters_of, reads_former_names
 from fsd_infer.rules.texts import markers
 from fsd_infer.rules.verification import RoundInput, Verdict, row_index
-from fsd_infer.rules.vocab_rows import VocabRows
 from fsd_infer.trees.tree import Draws
 
 
@@ -282,12 +281,7 @@ def block_test(inputs: RuleInputs) -> AcceptanceTest:
         log_p, log_q, weight, inputs.residual_mass(weight), tree.parents, drawn, has_drawn_child, tree.max_depth
     )
     of_end = weight.masked_fill(~has_drawn_child, 1.0).float()  # elsewhere p, to which w·p is in proportion
-    return AcceptanceTest(accept_prob, lambda at: _residual(at, of_end))
-
-
-def _residual(at: VocabRows, weight: Tensor) -> Tensor:
-    """Return (w·p - q)+, [R, V]."""
-    return (at.of(weight)[:, None] * at.p - at.proposal).clamp_min(0.0)
+    return AcceptanceTest(accept_prob, of_end)
 
 
 def apply_rules(rules: Sequence[Rule], round: RoundInput) -> Verdict:

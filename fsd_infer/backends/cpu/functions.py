@@ -98,9 +98,12 @@ def residual_mass(
     return _spread(found.to(weight.dtype), rows, q_index)
 
 
-def draw(weights: Tensor, uniforms: Tensor) -> Any:
-    compiled = _compiled(weights) if weights.dtype == uniforms.dtype == torch.float32 else None
-    return NotImplemented if compiled is None else compiled.draw(weights, uniforms)
+def draw_rest(rest: sampling.Rest, uniforms: Tensor) -> Any:
+    of_q = () if rest.q_logits is None else (rest.q_logits,)
+    compiled = _compiled(rest.p_logits, *of_q) if uniforms.dtype == torch.float32 else None
+    if compiled is None:
+        return NotImplemented
+    return compiled.draw_rest(rest._replace(weight=rest.weight.float(), draft_ids=_wide(rest.draft_ids)), uniforms)
 
 
 def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
@@ -246,5 +249,5 @@ def register() -> None:
     """Let the kernels answer on CPUs."""
     of_rows = (row_max, row_stats, row_entropy, topk_logprobs, keep_top_k, divergence_rows, residual_mass, sample_rows)
     of_trees = (ancestors, drawn_weights, block_accept_probs, child_offsets, tree_union)
-    for kernel in (*of_rows, draw, mixed_children, host_max, host_nonzero, *of_trees):
+    for kernel in (*of_rows, draw_rest, mixed_children, host_max, host_nonzero, *of_trees):
         functional.register(kernel.__name__, "cpu", kernel)
