@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -31,7 +34,6 @@ def residual_mass(
     return mass.masked_fill(q_index < 0, 0.0)
 
 
-@replaceable
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Draw one index per row by inverse CDF; an index of weight 0 is never drawn.
 
@@ -43,6 +45,46 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     total = cdf[:, -1]
     share = torch.minimum(uniforms.to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, share[:, None], right=True).squeeze(-1)
+
+
+class Rest(NamedTuple):
+    """What is left of p at a context of each row when its drafts were refused: (w·p - q)+, or w·p where there is no q.
+
+    Attributes:
+        p_logits: [B, N, V].
+        nodes: [B] int64, each context's row of p.
+        weight: [B] w, from 0 to 1.
+        refused: [B, K] int64 tokens that are left out, -1 for none.
+        q_logits: [B, I, Vd]; None: there is no q.
+        q_index: [B] int64, each context's row of q, -1 for none; None: as ``q_logits``.
+        draft_ids: [Vd] the tokens of q's columns; None: V = Vd.
+    """
+
+    p_logits: Tensor
+    nodes: Tensor
+    weight: Tensor
+    refused: Tensor
+    q_logits: Tensor | None = None
+    q_index: Tensor | None = None
+    draft_ids: Tensor | None = None
+
+    def weights(self) -> Tensor:
+        """Return it over the vocabulary, [B, V] in fp32."""
+        p = at_nodes(self.p_logits, self.nodes[:, None])[:, 0].float().softmax(-1)
+        weights, refused = self.weight[:, None].float() * p, self.refused
+        if self.q_logits is not None and self.q_index is not None:
+            q = at_nodes(self.q_logits, self.q_index.clamp_min(0)[:, None])[:, 0].float().softmax(-1)
+            q = q.masked_fill(self.q_index[:, None] < 0, 0.0)
+            q = q if self.draft_ids is None else torch.zeros_like(p).index_copy_(1, self.draft_ids.long(), q)
+            weights = (weights - q).clamp_min(0.0)
+        most = torch.zeros_like(refused, dtype=p.dtype).masked_fill(refused < 0, math.inf)
+        return weights.scatter_reduce(1, refused.clamp_min(0), most, "amin")
+
+
+@replaceable
+def draw_rest(rest: Rest, uniforms: Tensor) -> Tensor:
+    """Draw a token of each row by inverse CDF: [B] int64, V where nothing is left. uniforms: [B] in [0, 1)."""
+    return draw(rest.weights(), uniforms)
 
 
 @replaceable
@@ -124,12 +166,38 @@ def drawn_weights(ratio: Tensor, parents: Tensor, drawn: Tensor, depth: int) -> 
 
 
 @replaceable
-def descent_probs(ends_here: Tensor, parents: Tensor, drawn: Tensor, depth: int) -> Tensor:
-    """Return the probability that a walk which ends at a node's parent or below its draw ends below its draw: [B, N].
+def block_accept_probs(
+    log_p: Tensor,
+    log_q: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    parents: Tensor,
+    drawn: Tensor,
+    draws: Tensor,
+    depth: int,
+) -> Tensor:
+    """Return the probability that block verification goes from a node's parent to the node: [B, N].
+
+    See :func:`fsd_infer.rules.base.block_test`.
 
     Args:
-        ends_here: [B, N] that it ends at a node, if it does not end below the node's drawn child.
+        log_p, log_q: [B, N] ln p and ln q of each node, given its parent.
+        weight: [B, N] w of :func:`drawn_weights`.
+        residual: [B, N] of :func:`residual_mass`, with these weights.
         parents, drawn, depth: see :func:`drawn_weights`; a node has at most one drawn child.
+        draws: [B, N] bool, nodes with a drawn child.
+    """
+    at_draws = residual / (residual + 1 - weight).clamp_min(TINY)
+    goes_on = _descent_probs(torch.where(draws & (weight < 1), at_draws, weight), parents, drawn, depth)
+    rest = (weight.gather(1, parents) * log_p.exp() - log_q.exp()).clamp_min(0.0)
+    rest = (rest / residual.gather(1, parents).clamp_min(TINY)).clamp_max(1.0)
+    return torch.where(drawn, goes_on, torch.where(draws.gather(1, parents), (1 - goes_on) * rest, log_p.exp()))
+
+
+def _descent_probs(ends_here: Tensor, parents: Tensor, drawn: Tensor, depth: int) -> Tensor:
+    """Return the probability that a walk which ends at a node's parent or below its draw ends below its draw: [B, N].
+
+    ``ends_here``: [B, N] that it ends at a node, if it does not end below the node's drawn child.
     """
     none = ends_below = torch.zeros_like(ends_here)
     ends_within = ends_here
@@ -137,3 +205,20 @@ def descent_probs(ends_here: Tensor, parents: Tensor, drawn: Tensor, depth: int)
         ends_below = none.scatter_add(1, parents, ends_within.masked_fill(~drawn, 0.0))
         ends_within = ends_below + (1 - ends_below) * ends_here
     return (ends_below / ends_within.clamp_min(TINY)).clamp_max(1.0).gather(1, parents)
+
+
+@replaceable
+def child_offsets(probs: Tensor, uniforms: Tensor, parents: Tensor) -> Tensor:
+    """Return how far each context's uniform number lies from the start of each child's part of [0, 1): [B, N].
+
+    Siblings divide [0, 1) in order, by their probabilities: the number falls on a child if its offset is at least 0 and
+    less than its probability.
+
+    Args:
+        probs: [B, N] of each node, given its parent; 0 for the root.
+        uniforms: [B, N] of each context.
+        parents: [B, N] int64 node numbers, each less than its node's own; 0 for the root.
+    """
+    nodes = torch.arange(parents.shape[1], device=parents.device)
+    earlier = (parents[:, :, None] == parents[:, None]) & (nodes < nodes[:, None])  # siblings
+    return uniforms.gather(1, parents).to(probs.dtype) - torch.where(earlier, probs[:, None], 0.0).sum(-1)

@@ -202,7 +202,8 @@ def emissions(rule: str, toy: Grown) -> tuple[RuleInputs, Tensor, Tensor, Tensor
     chance = torch.where(inputs.at_parents(lossy), walk.r_draft, walk.p_draft).double().masked_fill(~tree.is_draft, 0.0)
     emits = torch.zeros_like(stated)
     for node in range(tree.tokens.shape[1]):
-        weights = walk._weights(torch.full_like(tree.parents[:, :1], node), lossy).double()
+        end = torch.full_like(tree.parents[:, :1], node)
+        weights = walk._rest(end, lossy.gather(1, end)).weights().double()
         left = (1.0 - inputs.sum_children(chance)[:, node, None]).clamp_min(0.0)
         emits[:, node] = left * weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)
     batch, drafts = tree.is_draft.nonzero(as_tuple=True)

@@ -13,8 +13,11 @@ import fsd_infer
 from fsd_core.errors import ContextLengthError, NonFiniteLogitsError, UnknownNameError, VocabularyMismatchError
 from fsd_infer import FsdError, FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters import GraftedDrafter, LMDrafter, NoDrafter
+from fsd_infer.drafters.loading import choose_trees
+from fsd_infer.engine import round as engine_round
 from fsd_infer.rules import RandomGate, TokenOrigin, parse_rule
 from fsd_infer.targets.token_ids import left_pad
+from fsd_infer.trees.policy import PricePolicy, policy_store
 from fsd_infer.trees.tree import Nodes
 from tests.families import (
     VOCAB,
@@ -230,3 +233,19 @@ def test_a_small_lm_that_does_not_fit_is_refused(target: Target) -> None:
         LMDrafter(Target(tiny_model("llama", vocab_size=120)), target)
     with pytest.raises(FsdError, match="depth"):
         LMDrafter(target, target, TreeShape.chain(0))
+
+
+def test_the_rules_time_is_no_part_of_the_forwards(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule takes longer over drafts than without: counted as the forward's, that would be the price of nodes."""
+    drafter, now, seen = choose_trees(drafter_of("lookup", target), target), [0.0], list[Any]()
+    apply_rules = engine_round.accept
+
+    def slow(*arguments: Any) -> Any:
+        now[0] += 5.0
+        return apply_rules(*arguments)
+
+    monkeypatch.setattr(engine_round, "accept", slow)
+    monkeypatch.setattr(PricePolicy, "update", lambda self, report: seen.append(report.seconds))
+    policy_store(drafter.learner, target, None).clock = lambda: now[0]
+    FuzzyDecoder(target, drafter).generate(tiny_prompts((5,)), max_new_tokens=4, do_sample=False)
+    assert seen[:2] == [(0.0, 0.0, 5.0)] * 2

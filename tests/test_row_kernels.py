@@ -159,7 +159,7 @@ def test_what_weighted_rows_leave(
 
 @pytest.mark.parametrize("nodes", [2, 9, 30])
 def test_python_walks_few_nodes_as_torch_does(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up and down the drawn nodes of random trees, and of chains, with weights of 0 and 1 among them."""
+    """Up and down the nodes of random trees, and of chains, with weights of 0 and 1 among them."""
     for seed in range(6):
         generator = torch.Generator().manual_seed(seed)
         parents = (torch.rand(3, nodes, generator=generator) * torch.arange(nodes)).long()
@@ -168,11 +168,18 @@ def test_python_walks_few_nodes_as_torch_does(nodes: int, monkeypatch: pytest.Mo
         for row, node in torch.cartesian_prod(torch.arange(3), torch.arange(1, nodes)).tolist():
             siblings = drawn[row, 1:node] & (parents[row, 1:node] == parents[row, node])
             drawn[row, node] = not siblings.any() and bool(torch.rand((), generator=generator) < 0.8)
-        ratio = torch.randn(3, nodes, generator=generator).double().exp()
-        here = torch.rand(3, nodes, generator=generator).double()
-        ratio[:, 1::4], here[:, 1::5], here[:, 2::5] = 0.0, 0.0, 1.0
-        for name, values in (("drawn_weights", ratio), ("descent_probs", here)):
-            arguments = values, parents, drawn, nodes - 1
+        draws = torch.zeros(3, nodes).scatter_add(1, parents, drawn.float()) > 0
+        log_p, log_q, uniforms = (torch.rand(3, nodes, generator=generator).double().log() for _ in range(3))
+        log_p[:, 1::4] = log_p[:, 0] = -torch.inf
+        ratio = (log_p - log_q).exp()
+        weight, rest = sampling.drawn_weights(ratio, parents, drawn, nodes - 1), uniforms.exp() / 2
+        rest[:, 2::5] = 0.0
+        cases = {
+            "drawn_weights": (ratio, parents, drawn, nodes - 1),
+            "block_accept_probs": (log_p, log_q, weight, rest, parents, drawn, draws, nodes - 1),
+            "child_offsets": (log_p.exp(), uniforms.exp().float(), parents),
+        }
+        for name, arguments in cases.items():
             found = getattr(functions, name)(*arguments)
             with monkeypatch.context() as patch:
                 patch.delitem(functional.KERNELS[name], "cpu", raising=False)
@@ -205,6 +212,26 @@ def test_a_row_is_sampled_by_inverse_cdf(columns: int, dtype: torch.dtype) -> No
         inside = cdf.gather(-1, torch.stack([found, found + 1], -1)) + torch.tensor([-1e-6, 1e-6])
         assert bool(((inside[..., 0] <= uniform) & (uniform <= inside[..., 1]))[where].all())
         assert bool((x.gather(-1, found[..., None]) > -torch.inf)[..., 0][where].all())
+
+
+@needs_kernels
+@pytest.mark.parametrize("types", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("drafted", [40, 1300, None, 0])
+def test_what_is_left_is_drawn_by_inverse_cdf(drafted: int | None, types: tuple[torch.dtype, torch.dtype]) -> None:
+    """Rows without a q, with all of p refused, and of another tree's nodes among them; 0: a round without any q."""
+    p, q = torch.randn(4, 3, 1300).to(types[0]), torch.randn(4, 2, drafted or 1300).to(types[1])
+    p[0, 1, ::3], p[3, 0, 2:] = -torch.inf, -torch.inf
+    ids = torch.randperm(1300)[:drafted].int() if drafted in (40, 1300) else None
+    refused = torch.tensor([[-1, 7], [3, 3], [-1, -1], [0, 1]])
+    rest = sampling.Rest(p, torch.tensor([1, 2, 0, 0]), torch.tensor([1.0, 0.4, 0.9, 1.0]).double(), refused)
+    rest = rest if drafted == 0 else rest._replace(q_logits=q, q_index=torch.tensor([1, 0, -1, 1]), draft_ids=ids)
+    weights = rest.weights().double()
+    cdf = torch.nn.functional.pad(weights.cumsum(-1), (1, 0)) / weights.sum(-1, keepdim=True).clamp_min(1e-9)
+    for uniform in (0.0, 0.123, 0.5, 0.98765, 1.0 - 2**-24):
+        found = sampling.draw_rest(rest, torch.full((4,), uniform))
+        assert found[3] == 1300 and bool((weights[:3].gather(1, found[:3, None]) > 0).all())
+        inside = cdf.gather(1, torch.stack([found, found + 1], 1).clamp_max(1300)) + torch.tensor([-1e-5, 1e-5])
+        assert bool(((inside[:3, 0] <= uniform) & (uniform <= inside[:3, 1])).all())
 
 
 @needs_kernels

@@ -171,7 +171,7 @@ class TreeUpdate(Callback):
     def on_phase(self, phase: str) -> None:
         if phase == "start" and (shape := self.state.session.shape) is not None:
             self._shapes.append(shape)
-        if phase in ("start", "draft", "rule") and self.policy.clock is not None:
+        if phase in ("start", "draft", "target") and self.policy.clock is not None:
             self._timestamps.append(self.policy.clock())
 
     def on_round(self, report: RoundReport) -> None:

@@ -211,12 +211,8 @@ class _Walk:
             prob = torch.where(inputs.at_parents(lossy), self.r_draft, self.p_draft)
         if inputs.greedy:
             return lossy, prob.clone(), self.p_draft
-        # the children divide [0, 1) by their probabilities; the uniform number falls on one of them or on none
-        offset = inputs.at_parents(inputs.uniform(0)).to(prob.dtype)  # [B, N] from the start of each child's part
-        if not inputs.is_chain:
-            siblings = self.tree.parents[:, :, None] == self.tree.parents[:, None]
-            earlier = siblings & (inputs.nodes < inputs.nodes[:, None])
-            offset = offset - torch.where(earlier, prob[:, None], 0.0).sum(-1)
+        # the uniform number falls on one of the children or on none
+        offset = sampling.child_offsets(prob, inputs.uniform(0), self.tree.parents)
         return lossy, (offset >= 0) & (offset < prob), offset < self.p_draft
 
     def _gathered(self, reached: Tensor, lossy: Tensor, follows_under_p: Tensor) -> Verdict:
@@ -267,42 +263,41 @@ class _Walk:
             return inputs.likeliest.gather(1, end)
         if inputs.greedy:
             return torch.where(lossy.gather(1, end), self.r_token.gather(1, end), inputs.likeliest.gather(1, end))
-        weights = self._weights(end, lossy)
-        token = sampling.draw(weights, inputs.uniform(1).gather(1, end)[:, 0])[:, None]
-        return torch.where(token < weights.shape[1], token, inputs.likeliest.gather(1, end))  # all weights round to 0
+        uniforms = inputs.uniform(1).gather(1, end)[:, 0]
+        token = sampling.draw_rest(self._rest(end, lossy.gather(1, end)), uniforms)[:, None]
+        is_left = token < inputs.round.scores.shape[-1]  # all may round to 0
+        return torch.where(is_left, token, inputs.likeliest.gather(1, end))
 
-    def _weights(self, end: Tensor, lossy: Tensor) -> Tensor:
-        """Return the weights [B, V] of the token after a path that ends at ``end`` [B, 1], above temperature 0."""
-        inputs, tree, is_lossy = self.inputs, self.tree, lossy.gather(1, end)
-        at = VocabRows(inputs, torch.arange(len(end), device=self.device), end[:, 0])
-        r, r_row = at.p, self.r_row.gather(1, end) if self.dense else end
+    def _rest(self, end: Tensor, is_lossy: Tensor) -> sampling.Rest:
+        """Return the distribution of the token after a path that ends at ``end`` [B, 1], above temperature 0.
+
+        ``is_lossy``: [B, 1] bool; whether the distribution there is a rule's own.
+        """
+        inputs, tree = self.inputs, self.tree
+        scores, nodes = (self._dense_scores(end, is_lossy), end * 0) if self.dense else (inputs.round.scores, end)
+        weight, q_index = torch.ones_like(end, dtype=torch.float), None
+        if inputs.sampled:  # a drawn draft may have been refused
+            q_index = tree.q_index.masked_fill(~inputs.has_drawn_child, -1).gather(1, end)
+        for rule in self.outputs:
+            test = rule.output.test
+            if test is not None and test.weight is not None:
+                weight = rule.put(test.weight.gather(1, end).masked_fill(is_lossy, 1.0), weight)
+            elif test is not None and q_index is not None:
+                q_index = rule.put(q_index.masked_fill(~is_lossy, -1), q_index)
+        # the path ends here, so these children were not picked
+        refused = tree.tokens.masked_fill(~tree.is_draft | (tree.parents != end), -1)
+        index = None if q_index is None else q_index[:, 0]
+        return sampling.Rest(scores, nodes[:, 0], weight[:, 0], refused, tree.q_scores, index, tree.draft_ids)
+
+    def _dense_scores(self, end: Tensor, is_lossy: Tensor) -> Tensor:
+        """Return ln of the distributions [B, 1, V] at contexts ``end`` [B, 1]. ``is_lossy``: as of :meth:`_rest`."""
+        at = VocabRows(self.inputs, torch.arange(len(end), device=self.device), end[:, 0])
+        r, r_row = at.p, self.r_row.gather(1, end)
         for contexts, dense in self.dense:  # whose rows are numbered on from one to the next
             is_here = is_lossy & (r_row >= 0) & (r_row < len(dense))
             r = torch.where(is_here, contexts.over_all(dense, r_row[:, 0].clamp(0, len(dense) - 1), at.p), r)
             r_row = r_row - len(dense)
-        weights = self._residual(at, r, is_lossy) if inputs.sampled else r
-        # the path ends here, so these children were not picked
-        is_refused = tree.is_draft & (tree.parents == end)
-        return weights.scatter_reduce(1, tree.tokens, torch.where(is_refused, 0.0, math.inf), "amin")
-
-    def _residual(self, at: VocabRows, r: Tensor, is_lossy: Tensor) -> Tensor:
-        """Return the weights [B, V] that are left of ``r`` where a drawn draft may have been rejected.
-
-        Args:
-            at: the contexts, one of each row.
-            r: [B, V] the distribution there.
-            is_lossy: [B, 1] bool; whether it is a rule's own.
-        """
-        tests = [(rule, rule.output.test) for rule in self.outputs if rule.output.test is not None]
-        if self.cost is None and len(tests) == len(self.outputs) == 1:
-            residual_of = tests[0][1].residual
-            return r if residual_of is None else residual_of(at)
-        has_drawn_child = at.of(self.inputs.has_drawn_child)[:, None]
-        weights = torch.where(has_drawn_child, (r - at.proposal).clamp_min(0.0), r)
-        for rule, test in tests:
-            residual = r if test.residual is None else test.residual(at)
-            weights = rule.put(torch.where(~is_lossy & has_drawn_child, residual, weights), weights)
-        return weights
+        return r.log()[:, None]
 
     def _final_is_dense(self) -> Tensor:
         """Return whether a lossy token after the path counts as one that p would not emit, [B, 1] bool."""

@@ -24,7 +24,6 @@ from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import FORMER, parameter, parameters_of, reads_former_names
 from fsd_infer.rules.texts import markers
 from fsd_infer.rules.verification import RoundInput, Verdict, row_index
-from fsd_infer.rules.vocab_rows import VocabRows
 from fsd_infer.trees.tree import Draws
 
 
@@ -277,21 +276,12 @@ def block_test(inputs: RuleInputs) -> AcceptanceTest:
     """
     tree, drawn, has_drawn_child = inputs.tree, inputs.is_drawn, inputs.has_drawn_child
     log_p, log_q = (each.to(wide(drawn.device)) for each in (inputs.log_p, inputs.log_q))
-    p, q = log_p.exp(), log_q.exp()
     weight = sampling.drawn_weights((log_p - log_q).exp(), tree.parents, drawn, tree.max_depth)
-    residual = inputs.residual_mass(weight)
-    at_draws = residual / (residual + 1 - weight).clamp_min(sampling.TINY)
-    ends_here = torch.where(has_drawn_child & (weight < 1), at_draws, weight)
-    goes_on = sampling.descent_probs(ends_here, tree.parents, drawn, tree.max_depth)  # given that the walk is here
-    rest = (inputs.at_parents(weight) * p - q).clamp_min(0.0) / inputs.at_parents(residual).clamp_min(sampling.TINY)
-    fixed = torch.where(inputs.at_parents(has_drawn_child), (1 - goes_on) * rest.clamp_max(1.0), p)
+    accept_prob = sampling.block_accept_probs(
+        log_p, log_q, weight, inputs.residual_mass(weight), tree.parents, drawn, has_drawn_child, tree.max_depth
+    )
     of_end = weight.masked_fill(~has_drawn_child, 1.0).float()  # elsewhere p, to which w·p is in proportion
-    return AcceptanceTest(torch.where(drawn, goes_on, fixed), lambda at: _residual(at, of_end))
-
-
-def _residual(at: VocabRows, weight: Tensor) -> Tensor:
-    """Return (w·p - q)+, [R, V]."""
-    return (at.of(weight)[:, None] * at.p - at.proposal).clamp_min(0.0)
+    return AcceptanceTest(accept_prob, of_end)
 
 
 def apply_rules(rules: Sequence[Rule], round: RoundInput) -> Verdict:

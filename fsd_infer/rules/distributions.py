@@ -33,11 +33,12 @@ class AcceptanceTest(NamedTuple):
 
     Attributes:
         accept_prob: [B, N] of each draft.
-        residual: contexts -> [R, V] weights of the draw that replaces a rejected draft; None: p without the draft.
+        weight: [B, N] w from 0 to 1, 1 without a drawn child: (w·p - q)+ replaces a rejected draft; None: p does,
+            without the draft.
     """
 
     accept_prob: Tensor
-    residual: VocabFunction | None = None
+    weight: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -98,9 +98,12 @@ def residual_mass(
     return _spread(found.to(weight.dtype), rows, q_index)
 
 
-def draw(weights: Tensor, uniforms: Tensor) -> Any:
-    compiled = _compiled(weights) if weights.dtype == uniforms.dtype == torch.float32 else None
-    return NotImplemented if compiled is None else compiled.draw(weights, uniforms)
+def draw_rest(rest: sampling.Rest, uniforms: Tensor) -> Any:
+    of_q = () if rest.q_logits is None else (rest.q_logits,)
+    compiled = _compiled(rest.p_logits, *of_q) if uniforms.dtype == torch.float32 else None
+    if compiled is None:
+        return NotImplemented
+    return compiled.draw_rest(rest._replace(weight=rest.weight.float(), draft_ids=_wide(rest.draft_ids)), uniforms)
 
 
 def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
@@ -175,20 +178,53 @@ def drawn_weights(ratio: Tensor, parents: Tensor, drawn: Tensor, depth: int) -> 
     return torch.tensor(found, dtype=ratio.dtype)
 
 
-def descent_probs(ends_here: Tensor, parents: Tensor, drawn: Tensor, depth: int) -> Any:
-    """Walk up the few nodes of trees, as :func:`drawn_weights` walks down."""
-    if ends_here.numel() > _FEW_NODES:
+def block_accept_probs(log_p: Tensor, *of_nodes: Any) -> Any:
+    """Walk up the few nodes of trees, as :func:`drawn_weights` walks down. ``of_nodes``: the others, then the depth."""
+    if log_p.numel() > _FEW_NODES:
+        return NotImplemented
+    trees = zip(log_p.tolist(), *(values.tolist() for values in of_nodes[:-1]))
+    return torch.tensor([_block_accept_probs(*tree) for tree in trees], dtype=log_p.dtype)
+
+
+def _block_accept_probs(
+    log_p: list[float],
+    log_q: list[float],
+    weight: list[float],
+    residual: list[float],
+    parents: list[int],
+    drawn: list[bool],
+    draws: list[bool],
+) -> list[float]:
+    """Return the probabilities of one tree's nodes."""
+    below, within, probs = [0.0] * len(parents), [0.0] * len(parents), []
+    for node in reversed(range(len(parents))):
+        here, rest = weight[node], residual[node]
+        if draws[node] and here < 1:
+            here = rest / max(rest + 1 - here, sampling.TINY)
+        within[node] = below[node] + (1 - below[node]) * here
+        if drawn[node]:
+            below[parents[node]] = within[node]
+    for node, parent in enumerate(parents):
+        goes_on, prob = min(below[parent] / max(within[parent], sampling.TINY), 1.0), math.exp(log_p[node])
+        if draws[parent]:
+            rest = max(weight[parent] * prob - math.exp(log_q[node]), 0.0) / max(residual[parent], sampling.TINY)
+            prob = (1 - goes_on) * min(rest, 1.0)
+        probs.append(goes_on if drawn[node] else prob)
+    return probs
+
+
+def child_offsets(probs: Tensor, uniforms: Tensor, parents: Tensor) -> Any:
+    """Walk down the few nodes of trees, as :func:`drawn_weights` does."""
+    if probs.numel() > _FEW_NODES:
         return NotImplemented
     found = []
-    for here, above, is_drawn in zip(ends_here.tolist(), parents.tolist(), drawn.tolist()):
-        below = [0.0] * len(here)
-        within = below.copy()
-        for node in reversed(range(len(here))):
-            within[node] = below[node] + (1 - below[node]) * here[node]
-            if is_drawn[node]:
-                below[above[node]] = within[node]
-        found.append([min(below[parent] / max(within[parent], sampling.TINY), 1.0) for parent in above])
-    return torch.tensor(found, dtype=ends_here.dtype)
+    for of_tree, left, above in zip(probs.tolist(), uniforms.tolist(), parents.tolist()):
+        offsets = []
+        for prob, parent in zip(of_tree, above):
+            offsets.append(left[parent])
+            left[parent] -= prob
+        found.append(offsets)
+    return torch.tensor(found, dtype=probs.dtype)
 
 
 def ancestors(parents: Tensor) -> Any:
@@ -212,6 +248,6 @@ def _compiled(*logits: Tensor) -> Kernels | None:
 def register() -> None:
     """Let the kernels answer on CPUs."""
     of_rows = (row_max, row_stats, row_entropy, topk_logprobs, keep_top_k, divergence_rows, residual_mass, sample_rows)
-    of_trees = (ancestors, drawn_weights, descent_probs, tree_union)
-    for kernel in (*of_rows, draw, mixed_children, host_max, host_nonzero, *of_trees):
+    of_trees = (ancestors, drawn_weights, block_accept_probs, child_offsets, tree_union)
+    for kernel in (*of_rows, draw_rest, mixed_children, host_max, host_nonzero, *of_trees):
         functional.register(kernel.__name__, "cpu", kernel)

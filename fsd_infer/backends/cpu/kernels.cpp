@@ -207,13 +207,28 @@ void fsd_sample(int narrow_x, const void* x, const int64_t* pick, int64_t rows, 
   }
 }
 
-// where [rows]: an index of each row of weights x [rows, columns] for a uniform number; `columns` if all are 0.
-void fsd_draw(const float* x, int64_t rows, int64_t columns, const float* uniforms, int64_t* where, int threads) {
+// found [batch]: see draw_rest in fsd_core/sampling.py. p [batch, count, columns] and q [batch, drafts, drafted], in bf16
+// (narrow) or fp32, have a row for each of nodes and q_index [batch]; without q, q is null or the index -1.
+// refused [batch, most].
+void fsd_draw_rest(int narrow_p, const void* p, const int64_t* nodes, int64_t count, int64_t columns, int narrow_q,
+                   const void* q, const int64_t* q_index, int64_t drafts, int64_t drafted, const int64_t* ids,
+                   const float* weights, const float* uniforms, const int64_t* refused, int64_t most, int64_t batch,
+                   int64_t* found, int threads) {
+  const auto draw = [&](auto of_p, auto of_q, int64_t row) {
+    if (nodes[row] < 0 || nodes[row] >= count) return columns;
+    of_q = of_q && q_index[row] >= 0 && q_index[row] < drafts ? of_q + (row * drafts + q_index[row]) * drafted : nullptr;
+    return drawn_rest(of_p + (row * count + nodes[row]) * columns, columns, weights[row], of_q, drafted, ids,
+                      refused + row * most, most, uniforms[row]);
+  };
 #pragma omp parallel num_threads(threads)
   {
-    const Share share(rows);
-    for (int64_t row = share.begin; row < share.end; ++row)
-      where[row] = drawn(x + row * columns, columns, uniforms[row]);
+    const Share share(batch);
+    for (int64_t row = share.begin; row < share.end; ++row) {
+      if (narrow_p && narrow_q) found[row] = draw((const bf16*)p, (const bf16*)q, row);
+      else if (narrow_p) found[row] = draw((const bf16*)p, (const float*)q, row);
+      else if (narrow_q) found[row] = draw((const float*)p, (const bf16*)q, row);
+      else found[row] = draw((const float*)p, (const float*)q, row);
+    }
   }
 }
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fsd_core.errors import KernelsError
 from fsd_core.functional import TreeTensors
+from fsd_core.sampling import Rest
 from fsd_infer.backends.cpu.codebooks import rewritten
 from fsd_infer.backends.cpu.pages import zeroed
 from fsd_infer.backends.cpu.sets import VARIABLE, wanted
@@ -64,7 +65,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "divergence": (None, c_int, c_int64, *_ROWS, *_ROWS, *[c_void_p] * 3, c_int),
     "likeliest": (None, c_int, c_void_p, *[c_int64] * 3, *[c_void_p] * 2, c_int),
     "sample": (None, *_ROWS, c_int64, *[c_void_p] * 2, c_int),
-    "draw": (None, c_void_p, *[c_int64] * 2, *[c_void_p] * 2, c_int),
+    "draw_rest": (None, *[*_ROWS, c_int64] * 2, *[c_void_p] * 4, *[c_int64] * 2, c_void_p, c_int),
     "mixed_children": (None, *[c_void_p] * 3, *[c_int64] * 4, POINTER(Mixing), *[c_void_p] * 5),
     "keep_largest": (None, c_void_p, *[c_int64] * 3, c_float, c_void_p, c_int),
     "ancestors": (None, c_void_p, *[c_int64] * 2, c_void_p),
@@ -159,13 +160,10 @@ class Kernels:
 
     def likeliest(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Compute :func:`fsd_core.functional.topk_logprobs` of logits [..., V] in bf16 or fp32; count <= V."""
-        log_q = torch.empty(*logits.shape[:-1], count)
-        where = torch.empty(log_q.shape, dtype=torch.long)
-        columns = logits.shape[-1]
-        narrow, rows, threads = logits.dtype == torch.bfloat16, logits.numel() // columns, team_size()
-        self._library.fsd_likeliest(
-            narrow, logits.data_ptr(), rows, columns, count, log_q.data_ptr(), where.data_ptr(), threads
-        )
+        log_q, columns = torch.empty(*logits.shape[:-1], count), logits.shape[-1]
+        where, (narrow, numbers, _) = torch.empty(log_q.shape, dtype=torch.long), _rows(logits, None)
+        sizes, out = (logits.numel() // columns, columns, count), (log_q.data_ptr(), where.data_ptr())
+        self._library.fsd_likeliest(narrow, numbers, *sizes, *out, team_size())
         return log_q, where
 
     def sample(self, logits: Tensor, uniforms: Tensor, rows: Tensor) -> Tensor:
@@ -176,11 +174,14 @@ class Kernels:
         self._library.fsd_sample(*_rows(logits, rows), *sizes, *out, _threads(*sizes))
         return found
 
-    def draw(self, weights: Tensor, uniforms: Tensor) -> Tensor:
-        """Compute :func:`fsd_core.sampling.draw` of weights [R, M] and uniforms [R] in fp32."""
-        weights, uniforms = weights.contiguous(), uniforms.contiguous()
-        found, sizes = torch.empty(len(weights), dtype=torch.long), weights.shape
-        self._library.fsd_draw(weights.data_ptr(), *sizes, uniforms.data_ptr(), found.data_ptr(), _threads(*sizes))
+    def draw_rest(self, rest: Rest, uniforms: Tensor) -> Tensor:
+        """Compute :func:`fsd_core.sampling.draw_rest` of weights and uniforms in fp32."""
+        p, nodes, weight, refused, q, index, ids = (None if x is None else x.contiguous() for x in rest)
+        uniforms, found = uniforms.contiguous(), torch.empty(len(uniforms), dtype=torch.long)
+        of_p = (*_rows(p, nodes), *rest.p_logits.shape[1:])
+        of_q = (False, None, None, 0, 0) if q is None or index is None else (*_rows(q, index), *q.shape[1:])
+        given = *(address_of(x) for x in (ids, weight, uniforms, refused)), rest.refused.shape[1]
+        self._library.fsd_draw_rest(*of_p, *of_q, *given, len(found), found.data_ptr(), _threads(len(found), of_p[-1]))
         return found
 
     def mixed_children(
@@ -203,9 +204,8 @@ class Kernels:
 
     def ancestors(self, parents: Tensor) -> Tensor:
         """Compute :func:`fsd_core.functional.ancestors` of int64 parents."""
-        batch, count = parents.shape
-        found = torch.empty(batch, count, count, dtype=torch.bool)
-        self._library.fsd_ancestors(parents.data_ptr(), batch, count, found.data_ptr())
+        found = torch.empty(*parents.shape, parents.shape[1], dtype=torch.bool)
+        self._library.fsd_ancestors(parents.data_ptr(), *parents.shape, found.data_ptr())
         return found
 
     def union(

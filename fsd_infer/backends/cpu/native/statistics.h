@@ -279,11 +279,6 @@ int64_t drawn(int64_t columns, float uniform, Weights weights) {
   return found;
 }
 
-// An index of x [columns], which are weights.
-int64_t drawn(const float* x, int64_t columns, float uniform) {
-  return drawn(columns, uniform, [&](int64_t at) { return _mm512_maskz_loadu_ps(lanes(columns - at), x + at); });
-}
-
 // Copy x [columns] to `to`; numbers below `least` become `other`.
 void keep_from(const float* x, int64_t columns, float least, float other, float* to) {
   for (int64_t at = 0; at < columns; at += LANES) {
@@ -302,6 +297,36 @@ int64_t sampled(const Number* x, int64_t columns, float uniform) {
   return drawn(columns, uniform, [&](int64_t at) {
     const __mmask16 inside = lanes(columns - at);
     return _mm512_maskz_mov_ps(inside, exponential(_mm512_sub_ps(load(x + at, inside), _mm512_set1_ps(highest))));
+  });
+}
+
+// An index of (weight · softmax(p) - softmax(q))+ without refused ones, of which -1 is none; `columns` if p is no logits of
+// a distribution, or nothing is left. q may be null; ids are its tokens, null for all.
+template <class P, class Q>
+int64_t drawn_rest(const P* p, int64_t columns, float weight, const Q* q, int64_t drafted, const int64_t* ids,
+                   const int64_t* refused, int64_t most, float uniform) {
+  const float highest = maximum(p, columns).value;
+  if (!std::isfinite(highest)) return columns;
+  std::vector<float> taken(q || most ? columns : 0);
+  const auto take = [&](int64_t token, float mass) {
+    if (token >= 0 && token < columns) taken[token] = mass;
+  };
+  const __m512 of_q = _mm512_set1_ps(q ? log_sum_exp(q, drafted) : 0.f);
+  for (int64_t at = 0; q && at < drafted; at += LANES) {
+    alignas(64) float own[LANES];
+    _mm512_store_ps(own, exponential(_mm512_sub_ps(load(q + at, lanes(drafted - at)), of_q)));
+    for (int64_t i = 0; i < std::min<int64_t>(LANES, drafted - at); ++i) take(ids ? ids[at + i] : at + i, own[i]);
+  }
+  for (int64_t i = 0; i < most; ++i) take(refused[i], INFINITY);
+  const float total = q ? log_sum_exp(p, columns, highest) : highest;  // without q any multiple of p will do
+  return drawn(columns, uniform, [&](int64_t at) {
+    const __mmask16 inside = lanes(columns - at);
+    __m512 mass = exponential(_mm512_sub_ps(load(p + at, inside), _mm512_set1_ps(total)));
+    if (!taken.empty()) {
+      const __m512 less = _mm512_maskz_loadu_ps(inside, taken.data() + at);
+      mass = _mm512_max_ps(_mm512_setzero_ps(), _mm512_sub_ps(_mm512_mul_ps(_mm512_set1_ps(weight), mass), less));
+    }
+    return _mm512_maskz_mov_ps(inside, mass);
   });
 }
 
