@@ -20,7 +20,6 @@ from fsd_train.checkpoints import check_order
 from fsd_train.data import AnswersDataModule, PackingSampler, read_answers
 from fsd_train.data.answers import encode_row
 from fsd_train.data.backends import Completion
-from fsd_train.data.packs import collate
 from fsd_train.data.plan import answer_line, plan_jobs
 from tests.test_prompts import BOT, USER
 from tests.test_regenerate import prompts_file
@@ -155,22 +154,6 @@ def test_every_epoch_has_all_rows_in_as_many_full_batches(
         assert len(first & second) < 0.1 * len(first)  # other rows together each time
         again, other = (list(PackingSampler(sizes, tokens, seed=seed)) for seed in (0, 1))
         assert again != other and (ranks > 1 or again == epochs[0])
-
-
-def test_a_batch_is_one_row(tmp_path: Path) -> None:
-    rows, _ = read_answers([answers(tmp_path / "a.jsonl", 3)])
-    items = [rows[i] for i in range(3)]
-    batch = collate(items, 64)
-    assert rows.lengths == [3, 11, 19]  # padding is as long as the longest at most: positions stay within a context
-    assert batch["lengths"].tolist() == [*rows.lengths, 19, 12] and batch["ids"] == rows.row_ids
-    assert batch["input_ids"].shape == batch["loss_mask"].shape == (1, 64)
-    for name in ("input_ids", "loss_mask"):
-        parts = batch[name][0].split(batch["lengths"].tolist())  # type: ignore[literal-required]
-        assert all(torch.equal(part, item[name]) for part, item in zip(parts, items))  # type: ignore[literal-required]
-        assert not any(part.any() for part in parts[3:])
-    assert collate(items)["lengths"].tolist() == rows.lengths
-    asked = [{"input_ids": torch.tensor([1, 2]), "loss_mask": torch.tensor([1, 1])}] * 2
-    assert collate(asked)["loss_mask"].tolist() == [[0, 1, 0, 1]]  # what begins a conversation follows nothing
 
 
 def test_repeated_validation_batches_supervise_nothing(tmp_path: Path) -> None:

@@ -210,8 +210,9 @@ def test_numbers_of_numpy_and_torch_are_numbers(decoder: FuzzyDecoder) -> None:
     assert decoder.generate(PROMPT, **of_torch, seed=3).sequences == found
 
 
-def test_no_eos_tokens_are_none(decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_eos_tokens_and_no_stop_strings_are_none(decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     free = decoder.generate(PROMPT, max_new_tokens=LENGTH, eos_token_id=None).sequences
+    assert decoder.generate(PROMPT, max_new_tokens=LENGTH, eos_token_id=None, stop_strings=[]).sequences == free
     own = decoder.target.model.generation_config
     monkeypatch.setattr(own, "pad_token_id", None)
     monkeypatch.setattr(own, "eos_token_id", free[0][3])
@@ -220,11 +221,6 @@ def test_no_eos_tokens_are_none(decoder: FuzzyDecoder, monkeypatch: pytest.Monke
         assert decoder.generate(PROMPT, max_new_tokens=LENGTH, eos_token_id=none).sequences == free
         config = FuzzyConfig(max_new_tokens=LENGTH, eos_token_id=none)
         assert decoder.generate(PROMPT, config).sequences == free
-
-
-def test_no_stop_strings_are_none(decoder: FuzzyDecoder) -> None:
-    plain = decoder.generate(PROMPT, max_new_tokens=4).sequences
-    assert decoder.generate(PROMPT, max_new_tokens=4, stop_strings=[]).sequences == plain
 
 
 def test_padding_is_no_part_of_a_prompt(decoder: FuzzyDecoder) -> None:

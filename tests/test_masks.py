@@ -82,6 +82,7 @@ ASKED = "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
 ENDED = CHATML.replace("<|end|>\n", "<|pad|>")
 
 
+@pytest.mark.parametrize("eos", ["<|end|>", "<|pad|>"])
 @pytest.mark.parametrize(
     ("template", "end"),
     [
@@ -95,22 +96,16 @@ ENDED = CHATML.replace("<|end|>\n", "<|pad|>")
         (CHATML.replace("<|end|>", "<|pad|><|end|>"), "<|pad|><|end|>"),  # ends turns by two tokens
     ],
 )
-def test_what_a_template_writes_after_the_end_of_a_turn_is_not_supervised(template: str, end: str) -> None:
+def test_what_a_template_writes_after_the_end_of_a_turn_is_not_supervised(template: str, end: str, eos: str) -> None:
     tokenizer = tiny_tokenizer(template)
+    tokenizer.eos_token = eos
+    end = eos if end.startswith(eos) else end  # what eos ends, ends there
     for turns in ([USER, BOT], [USER, BOT, MORE, LAST]):
         texts = [said(tokenizer, sequence) for sequence in encode_conversation(tokenizer, turns)]
         assert "".join(texts) == "".join(turn["content"] + end for turn in turns[1::2])
     [cut] = encode_conversation(tokenizer, [USER, BOT], complete=False)
     assert said(tokenizer, cut) == BOT["content"]
     assert end == tokenizer.decode(end_of_turn(tokenizer))
-
-
-def test_an_opening_right_after_another_end_than_eos_is_not_supervised() -> None:
-    tokenizer = tiny_tokenizer(CHATML.replace(ASKED, "{{ '<|start|>assistant\n' }}").replace("<|end|>\n", "<|end|>"))
-    tokenizer.eos_token = "<|pad|>"
-    [sequence] = encode_conversation(tokenizer, [USER, BOT])
-    assert said(tokenizer, sequence) == BOT["content"] + "<|end|>"
-    assert tokenizer.decode(end_of_turn(tokenizer)) == "<|end|>"
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])

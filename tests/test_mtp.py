@@ -26,14 +26,11 @@ from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.mtp import find_mtp
 from fsd_infer.rules import parse_rule
 from fsd_infer.trees.shape import TreeShape
-from tests.families import altered, reference, tiny_model
+from tests.families import altered, tiny_model
 from tests.published_blocks import States
 from tests.published_mtp import MTP, SPARSE, change_config, checkpoint, estimate_of, mtp_target, single_experts
 from tests.rules_toy import V
-from tests.seeing_toys import SEEING, save_seeing
 from tests.test_published_heads import PROMPTS, drafted, plain_of
-from tests.test_seeing import LIMITS
-from tests.test_seeing import PROMPTS as TEXTS
 
 State = dict[str, Tensor]
 
@@ -87,21 +84,6 @@ def test_layers_with_sparse_attention_draft_for_targets_that_have_it(family: str
         with torch.no_grad():
             wanted = estimate_of(family)(states, PROMPTS[0], path)
         torch.testing.assert_close(tree.q_logits[0, tree.q_index[0, node]], wanted, rtol=1e-5, atol=1e-5)
-
-
-def test_a_layer_of_a_target_that_sees_drafts_after_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GLM-OCR, of whose processor there is no toy. tests/test_seeing_heads.py has layers after images."""
-    monkeypatch.setitem(SEEING, "glm_ocr", SEEING["glm4v"])
-    save_seeing(tmp_path, "glm_ocr")
-    state, layer = load_file(tmp_path / "model.safetensors"), "model.language_model.layers.1."
-    block = "model.language_model.layers.2."
-    names = [f"{block}{part}.weight" for part in ("eh_proj", "enorm", "hnorm", "shared_head.norm")]
-    own = {name.replace(layer, block): value.clone() for name, value in state.items() if name.startswith(layer)}
-    own |= {name: torch.ones(32) for name in names[1:]} | {names[0]: torch.rand(32, 64) - 0.5}
-    save_file({**state, **own}, tmp_path / "model.safetensors")
-    decoder = FuzzyDecoder.from_pretrained(str(tmp_path), dtype="fp32", device="cpu")
-    assert decoder.drafter.name == "mtp"
-    assert decoder.generate(TEXTS, **LIMITS).sequences == reference(decoder.target.model, TEXTS, **LIMITS)
 
 
 def test_a_checkpoint_with_an_mtp_layer_drafts_by_it_unless_told_otherwise() -> None:

@@ -17,7 +17,7 @@ from fsd_core.text.conversations import row_conversation, row_messages
 from fsd_core.text.encoding import encode_chat, end_of_turn, read_prompts
 from fsd_core.text.masks import encode_conversation
 from fsd_train.data import read_answers
-from tests.text_toys import CHATML, OTHERWISE, THINKING, tiny_tokenizer, write_rows
+from tests.text_toys import CHATML, OTHERWISE, tiny_tokenizer, write_rows
 
 USER = {"role": "user", "content": "what is the answer"}
 BOT = {"role": "assistant", "content": "it is there"}
@@ -84,20 +84,6 @@ def test_files_that_cannot_be_read(name: str, files: dict[str, bytes], message: 
         path.write_bytes(content)
     with pytest.raises(DataError, match=message):
         list(read_prompts(tmp_path / name))
-
-
-@pytest.mark.parametrize("complete", [True, False])
-def test_templates_that_change_earlier_turns_give_a_sequence_per_answer(complete: bool) -> None:
-    tokenizer = tiny_tokenizer(THINKING)
-    assert len(encode_conversation(tokenizer, [USER, BOT])) == 1  # one answer: no turn is an earlier one
-    turns = [USER, BOT, MORE, LAST]
-    found = encode_conversation(tokenizer, turns, complete)
-    thought = "<think>\n\n</think>\n\n"
-    said = [thought + BOT["content"] + "<|end|>", thought + LAST["content"] + ("<|end|>" if complete else "")]
-    for (ids, mask), before, answer in zip(found, (turns[:1], turns[:3]), said, strict=True):
-        prompt = encode_chat(tokenizer, before)  # what decoding sees at that turn
-        assert ids[: len(prompt)] == prompt and mask == [0] * len(prompt) + [1] * (len(ids) - len(prompt))
-        assert tokenizer.decode(ids[len(prompt) :]) == answer
 
 
 def test_answers_that_do_not_continue_their_prompt_are_refused() -> None:
