@@ -7,7 +7,7 @@ as a streamer, callbacks or a drafter are arguments of ``generate`` instead.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -245,8 +245,8 @@ class RuntimeConfig(Renamed):
             if value not in known:
                 hint = did_you_mean(value, map(str, known))
                 raise FsdError(f"{name} is one of {', '.join(map(str, known))}, got {value!r:.60}.{hint}")
-        for pair in self.record if isinstance(self.record, Sequence) else [self.record]:
-            if not isinstance(pair, Sequence) or len(pair) != 2 or not is_whole(pair[0], 1) or not is_whole(pair[1], 2):
+        for pair in self.record if isinstance(self.record, Iterable) else [self.record]:
+            if not isinstance(pair, Sized) or len(pair) != 2 or not is_whole(pair[0], 1) or not is_whole(pair[1], 2):
                 raise FsdError(f"record lists pairs of rows and tokens, such as (8, 2048), got {pair!r:.60}.")
         object.__setattr__(self, "record", tuple((rows, tokens) for rows, tokens in self.record))
         size = self.prefix_cache_bytes
