@@ -28,17 +28,25 @@ VocabFunction = Callable[[VocabRows], Tensor]
 ROUNDING = 1e-5  # error of ln p: a token whose own ln p is the cutoff must pass
 
 
-class AcceptanceTest(NamedTuple):
+@dataclass(frozen=True)
+class AcceptanceTest:
     """A test of sampled drafts under p, in place of the probability min(1, p/q).
 
     Attributes:
         accept_prob: [B, N] of each draft.
         weight: [B, N] w from 0 to 1, 1 without a drawn child: (w·p - q)+ replaces a rejected draft; None: p does,
             without the draft.
+
+    Raises:
+        FsdError: a function as the weight, which once gave what replaces a draft.
     """
 
     accept_prob: Tensor
     weight: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if callable(self.weight):
+            raise FsdError("AcceptanceTest takes the weight w of (w·p - q)+ [B, N] now, not a function of contexts.")
 
 
 @dataclass(frozen=True)

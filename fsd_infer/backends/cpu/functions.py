@@ -27,14 +27,7 @@ def row_max(logits: Tensor) -> Any:
 
 def row_stats(logits: Tensor, where: Tensor | None = None) -> Any:
     compiled = _compiled(logits)
-    if compiled is None:
-        return NotImplemented
-    if where is None:
-        return compiled.row_statistics(logits.contiguous())
-    flat, rows = _chosen(logits, where)
-    highest, best, total = compiled.row_statistics(flat, rows)
-    assert total is not None
-    return tuple(_spread(found, rows, where) for found in (highest, best, total))
+    return NotImplemented if compiled is None else compiled.row_statistics(logits.contiguous(), where)
 
 
 def row_entropy(logits: Tensor, where: Tensor | None = None) -> Any:
@@ -79,10 +72,8 @@ def divergence_rows(
         return NotImplemented
     if q_index is None:
         return compiled.divergence(measure.name, p_logits.contiguous(), q_logits.contiguous(), _wide(draft_ids))
-    flat, rows = _chosen(p_logits, q_index >= 0)
-    which, q_logits = (rows, _rows_of_q(q_logits, q_index, rows)), q_logits.contiguous().flatten(0, 1)
-    found = compiled.divergence(measure.name, flat, q_logits, _wide(draft_ids), which)
-    return _spread(found, rows, q_index, math.inf)
+    given = p_logits.contiguous(), q_logits.contiguous().flatten(0, 1), _wide(draft_ids)
+    return compiled.divergence(measure.name, *given, _rows_of_q(q_logits, q_index))
 
 
 def residual_mass(
@@ -91,11 +82,9 @@ def residual_mass(
     compiled = _compiled(p_logits, q_logits)
     if compiled is None:
         return NotImplemented
-    flat, rows = _chosen(p_logits, q_index >= 0)
-    which, weights = (rows, _rows_of_q(q_logits, q_index, rows)), weight.flatten().index_select(0, rows).float()
-    q_logits = q_logits.contiguous().flatten(0, 1)
-    found = compiled.divergence("residual", flat, q_logits, _wide(draft_ids), which, weights)
-    return _spread(found.to(weight.dtype), rows, q_index)
+    given = p_logits.contiguous(), q_logits.contiguous().flatten(0, 1), _wide(draft_ids)
+    weights = weight.float().contiguous()
+    return compiled.divergence("residual", *given, _rows_of_q(q_logits, q_index), weights).to(weight.dtype)
 
 
 def draw_rest(rest: sampling.Rest, uniforms: Tensor) -> Any:
@@ -148,9 +137,9 @@ def _chosen(logits: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
     return logits.contiguous().view(-1, logits.shape[-1]), where.flatten().nonzero().squeeze(-1)
 
 
-def _spread(found: Tensor, rows: Tensor, where: Tensor, other: float = 0.0) -> Tensor:
-    """Return results [R, ...] at their places in [..., ...], ``other`` elsewhere."""
-    whole = found.new_full((where.numel(), *found.shape[1:]), other)
+def _spread(found: Tensor, rows: Tensor, where: Tensor) -> Tensor:
+    """Return results [R, ...] at their places in [..., ...], 0 elsewhere."""
+    whole = found.new_zeros(where.numel(), *found.shape[1:])
     return whole.index_copy_(0, rows, found).unflatten(0, where.shape)
 
 
@@ -159,10 +148,10 @@ def _wide(draft_ids: Tensor | None) -> Tensor | None:
     return None if draft_ids is None else draft_ids.long().contiguous()
 
 
-def _rows_of_q(q_logits: Tensor, q_index: Tensor, rows: Tensor) -> Tensor:
-    """Return the rows [R] of q [B · I, Vd] for rows [R] of p [B · N, V]. ``q_index``: [B, N]."""
-    index = q_index if len(q_index) == 1 else q_index + q_logits.shape[1] * torch.arange(len(q_index))[:, None]
-    return index.flatten().index_select(0, rows)
+def _rows_of_q(q_logits: Tensor, q_index: Tensor) -> Tensor:
+    """Return rows [B, N] of q [B, I, Vd] as rows of [B · I, Vd]; -1, for none, stays."""
+    first = q_logits.shape[1] * torch.arange(len(q_index))[:, None]
+    return q_index if len(q_index) == 1 else (q_index + first).where(q_index >= 0, -1)
 
 
 def drawn_weights(ratio: Tensor, parents: Tensor, drawn: Tensor, depth: int) -> Any:

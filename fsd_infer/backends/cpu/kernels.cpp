@@ -119,18 +119,18 @@ void fsd_linear_forward(const bf16* x, const fsd_linear* layer, bf16* y, int64_t
 }
 
 // For `rows` rows of logits x [·, columns], in bf16 (narrow) or fp32: the largest number (NaN if the row has one), its
-// first place and, unless `totals` is null, ln Σ e^x. pick [rows]: the numbers of the rows, null for all in order.
-void fsd_row_statistics(int narrow_x, const void* x, const int64_t* pick, int64_t rows, int64_t columns,
+// first place and, unless `totals` is null, ln Σ e^x. chosen [rows]: the rows that count, null for all; others get 0.
+void fsd_row_statistics(int narrow_x, const void* x, const uint8_t* chosen, int64_t rows, int64_t columns,
                         float* highest, int64_t* where, float* totals, int threads) {
   const auto of = [&](auto numbers) {
-    const Rows<std::remove_const_t<std::remove_pointer_t<decltype(numbers)>>> from{numbers, columns, pick};
-    const Share share(rows);
-    for (int64_t row = share.begin; row < share.end; ++row) {
-      const Maximum found = maximum(from[row], columns);
+    // threads take turns, as rows that count may come first
+    for (int64_t row = omp_get_thread_num(); row < rows; row += omp_get_num_threads()) {
+      const auto* const from = numbers + row * columns;
+      const Maximum found = chosen && !chosen[row] ? Maximum{0.f, 0} : maximum(from, columns);
       highest[row] = found.value;
       where[row] = found.place;
-      if (totals)
-        totals[row] = std::isfinite(found.value) ? log_sum_exp(from[row], columns, found.value) : found.value;
+      if (totals && chosen && !chosen[row]) totals[row] = 0.f;
+      else if (totals) totals[row] = std::isfinite(found.value) ? log_sum_exp(from, columns, found.value) : found.value;
     }
   };
 #pragma omp parallel num_threads(threads)
@@ -140,7 +140,8 @@ void fsd_row_statistics(int narrow_x, const void* x, const int64_t* pick, int64_
   }
 }
 
-// The entropy of each row's softmax, arguments as above. If the largest number is infinite or NaN, that number.
+// The entropy of each row's softmax; if its largest number is infinite or NaN, that number. pick [rows]: the numbers of
+// the rows, null for all in order.
 void fsd_row_entropies(int narrow_x, const void* x, const int64_t* pick, int64_t rows, int64_t columns,
                        float* entropies, int threads) {
   const auto of = [&](auto numbers) {
@@ -159,8 +160,8 @@ void fsd_row_entropies(int narrow_x, const void* x, const int64_t* pick, int64_t
 }
 
 // out [rows] = divergence `kind` between rows of logits p [·, columns] and q [·, drafted], in bf16 (narrow) or fp32.
-// p_rows, q_rows [rows]: the numbers of the rows, null for all in order. ids [drafted]: the tokens of q, null for all.
-// Divergences that are infinite where q is 0 take no ids. weights [rows] of the residual's p, else null.
+// p_rows, q_rows [rows]: the numbers of the rows, null for all in order; -1 of q for none, where the result is infinite, or
+// 0 of a residual. ids [drafted]: the tokens of q, null for all. Divergences that are infinite where q is 0 take no ids. weights [rows] of the residual's p, else null.
 void fsd_divergence(int kind, int64_t rows, int narrow_p, const void* p, const int64_t* p_rows, int64_t columns,
                     int narrow_q, const void* q, const int64_t* q_rows, int64_t drafted, const int64_t* ids,
                     const float* weights, float* out, int threads) {

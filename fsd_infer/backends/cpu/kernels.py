@@ -139,19 +139,18 @@ class Kernels:
         return found
 
     def row_statistics(
-        self, logits: Tensor, rows: Tensor | None = None, log_sum: bool = True
+        self, logits: Tensor, where: Tensor | None = None, log_sum: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Compute :func:`fsd_core.functional.row_stats` of logits [..., V] or of rows [R] of [M, V]."""
-        rows = _checked(rows, logits)
-        shape = logits.shape[:-1] if rows is None else rows.shape
-        highest, where = torch.empty(shape), torch.empty(shape, dtype=torch.long)
-        total = torch.empty(shape) if log_sum else None
-        sizes, out = (highest.numel(), logits.shape[-1]), (highest.data_ptr(), where.data_ptr(), address_of(total))
-        self._library.fsd_row_statistics(*_rows(logits, rows), *sizes, *out, _threads(*sizes))
-        return highest, where, total
+        """Compute :func:`fsd_core.functional.row_stats` of logits [..., V], 0 in other rows than ``where`` [...]."""
+        where, shape = None if where is None else where.contiguous(), logits.shape[:-1]
+        highest, best, total = torch.empty(shape), torch.empty(shape, dtype=torch.long), torch.empty(shape)
+        sizes, totals = (highest.numel(), logits.shape[-1]), total if log_sum else None
+        out = highest.data_ptr(), best.data_ptr(), address_of(totals)
+        self._library.fsd_row_statistics(*_rows(logits, where), *sizes, *out, _threads(*sizes))
+        return highest, best, totals
 
     def row_entropies(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Compute :func:`fsd_core.functional.row_entropy`; arguments as of :meth:`row_statistics`."""
+        """Compute :func:`fsd_core.functional.row_entropy` of logits [..., V] or of rows [R] of [M, V]."""
         rows = _checked(rows, logits)
         found = torch.empty(logits.shape[:-1] if rows is None else rows.shape)
         sizes = found.numel(), logits.shape[-1]
@@ -176,9 +175,9 @@ class Kernels:
 
     def draw_rest(self, rest: Rest, uniforms: Tensor) -> Tensor:
         """Compute :func:`fsd_core.sampling.draw_rest` of weights and uniforms in fp32."""
-        p, nodes, weight, refused, q, index, ids = (None if x is None else x.contiguous() for x in rest)
-        uniforms, found = uniforms.contiguous(), torch.empty(len(uniforms), dtype=torch.long)
-        of_p = (*_rows(p, nodes), *rest.p_logits.shape[1:])
+        p, nodes, uniforms = rest.p_logits.contiguous(), rest.nodes.contiguous(), uniforms.contiguous()
+        weight, refused, q, index, ids = (None if x is None else x.contiguous() for x in rest[2:])
+        of_p, found = (*_rows(p, nodes), *p.shape[1:]), torch.empty(len(uniforms), dtype=torch.long)
         of_q = (False, None, None, 0, 0) if q is None or index is None else (*_rows(q, index), *q.shape[1:])
         given = *(address_of(x) for x in (ids, weight, uniforms, refused)), rest.refused.shape[1]
         self._library.fsd_draw_rest(*of_p, *of_q, *given, len(found), found.data_ptr(), _threads(len(found), of_p[-1]))
@@ -228,7 +227,7 @@ class Kernels:
         p: Tensor,
         q: Tensor,
         ids: Tensor | None,
-        rows: tuple[Tensor | None, Tensor | None] = (None, None),
+        q_rows: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
         """Compute D(p, q) in fp32, see :func:`fsd_core.divergence.divergence`, or as "residual" Σ (w·p - q)+.
@@ -237,21 +236,19 @@ class Kernels:
             name: "residual" or one of :data:`PLAIN_DIVERGENCES`; with ``ids`` one that is finite where q is 0.
             p, q: [..., V] and [..., Vd] logits in bf16 or fp32.
             ids: [Vd] int64, the tokens of q's columns; None: V = Vd.
-            rows: [R] int64 each, the rows of p [M, V] and of q [I, Vd] to compare; None: all in order.
-            weights: [R] w in fp32, of a residual.
+            q_rows: [...] int64, the row of q [I, Vd] for each of p, -1 for none; None: all in order.
+            weights: [...] w in fp32, of a residual.
 
         Returns:
-            [...], or [R] with ``rows``.
+            [...], infinite where there is no q; of a residual 0.
 
         Raises:
             IndexError: a row or a token is out of range.
         """
         if ids is not None and not 0 <= int(ids.min()) <= int(ids.max()) < p.shape[-1]:
             raise IndexError(f"tokens {int(ids.min())} to {int(ids.max())} of logits with {p.shape[-1]} columns.")
-        for x, which in zip((p, q), rows):
-            _checked(which, x)
-        out = torch.empty(p.shape[:-1] if rows[0] is None else rows[0].shape)
-        of_p, of_q = ((*_rows(x, which), x.shape[-1]) for x, which in zip((p, q), rows, strict=True))
+        q_rows = None if q_rows is None else _checked(q_rows.flatten(), q, first=-1)
+        out, of_p, of_q = torch.empty(p.shape[:-1]), (*_rows(p, None), p.shape[-1]), (*_rows(q, q_rows), q.shape[-1])
         kind, addresses = _KINDS.index(name), (address_of(ids), address_of(weights), out.data_ptr())
         self._library.fsd_divergence(kind, out.numel(), *of_p, *of_q, *addresses, team_size())
         return out
@@ -326,9 +323,9 @@ def _no_rows(ids: Tensor, layer: Linear) -> IndexError:
     return IndexError(f"token ids from {int(ids.min())} to {int(ids.max())}, but the vocabulary has {layer.columns}.")
 
 
-def _checked(rows: Tensor | None, of: Tensor) -> Tensor | None:
-    """Return contiguous rows. Raises IndexError for one outside [M, V], which the kernels would read."""
-    if rows is not None and not all(0 <= row < len(of) for row in rows.tolist()):
+def _checked(rows: Tensor | None, of: Tensor, first: int = 0) -> Tensor | None:
+    """Return contiguous rows, from ``first`` on. Raises IndexError for one outside [M, V], which kernels would read."""
+    if rows is not None and not all(first <= row < len(of) for row in rows.tolist()):
         raise IndexError(f"rows {rows.tolist()} of logits with {len(of)} rows.")
     return None if rows is None else rows.contiguous()
 

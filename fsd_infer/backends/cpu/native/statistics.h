@@ -341,9 +341,12 @@ struct Rows {
 
 template <Kind KIND, class P, class Q>
 void divergences(Rows<P> p, Rows<Q> q, int64_t rows, const int64_t* ids, const float* weights, float* out) {
-  const Share share(rows);
-  for (int64_t row = share.begin; row < share.end; ++row)
-    out[row] = divergence<KIND>(p[row], p.columns, q[row], q.columns, ids, weights ? weights[row] : 1.f);
+  // threads take turns, as rows with a q may come first
+  for (int64_t row = omp_get_thread_num(); row < rows; row += omp_get_num_threads()) {
+    const bool has_q = !q.pick || q.pick[row] >= 0;
+    out[row] = has_q ? divergence<KIND>(p[row], p.columns, q[row], q.columns, ids, weights ? weights[row] : 1.f)
+                     : KIND == RESIDUAL ? 0.f : INFINITY;
+  }
 }
 
 template <class P, class Q>
