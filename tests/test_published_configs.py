@@ -146,6 +146,12 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
     "the embeddings": ("dflash of z-lab", z_lab(target_layer_ids=[-1, 2]), "-1\\) are not read here"),
     "a second version": ("dflash of z-lab", z_lab(conv_kernel_size=4), "conv_group_size .* from 1 to 16, got None"),
     "sinks": ("dflash of z-lab", z_lab(attention_sink_bias=True), "attention_sink_bias is True .* and False by"),
+    "channels in no groups": (
+        "dflash2", z_lab(conv_kernel_size=2, conv_group_size=5), "conv_group_size in config.json is 5, which does not"
+    ),
+    "candidates without end": ("dflash2", z_lab(selector_rank=3, selector_top_k=5), "selector_top_k .* from 1 to 4"),
+    "a scale of embeddings": ("dflash2", z_lab(input_embedding_scale=2.0), "input_embedding_scale 2.0, which is not"),
+    "another refiner": ("xpress", {"xpress_mlp_ratio": 4}, "wrong shape .'refiner_head.mlp_down.weight'"),
     "two values": ("dflash of z-lab", z_lab(block_size=8), "says block_size twice"),
     "slots without end": ("dflash of z-lab", {"block_size": 10**9}, "block_size .* from 2 to 1024, got 1000000000"),
     "no mask": ("dflash of z-lab", z_lab(mask_token_id=None), "no mask_token_id"),
@@ -252,3 +258,17 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, fault: str) -> Non
     change(copied)
     with pytest.raises(FsdError, match=words):
         load_drafter(str(copied.write(tmp_path)), target())
+
+
+def test_an_adapter_beside_a_head_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Model-Optimizer trains a LoRA of the target with a head, and exports both into one directory."""
+    place = layout("p-eagle").write(tmp_path)
+    (place / "adapter_config.json").write_text("{}")
+    load_drafter(str(place), target(), TREE)
+    assert "trained on the adapted target, and LlamaForCausalLM has no adapter" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(target().config, "merged_adapter", "0123", raising=False)
+    load_drafter(str(place), target(), TREE)
+    assert "adapter" not in caplog.text

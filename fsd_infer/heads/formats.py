@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,10 +36,13 @@ from fsd_infer.heads.weights import (
     names_in_pickle,
     naming,
 )
+from fsd_infer.targets.adapters import ADAPTER_CONFIG, beside, is_adapter
 from fsd_infer.targets.checks import is_mtp_alone
 
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
+
+logger = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 24  # of a config
 NEWEST_OLD = 2  # last version of the format with the options under "head"
@@ -72,6 +76,7 @@ def read_kind(directory: Path, config: Mapping[str, Any], kind: str, target: Tar
             stored = (eagle3_head if kind == EAGLE_3 else eagle_head)(flat(config), weights, target)
     if target is not None:
         _check_target(directory, stored.config.target or {}, target)
+        _check_adapter(directory, target)
     return stored
 
 
@@ -151,6 +156,17 @@ def _check_target(directory: Path, trained_for: Mapping[str, Any], target: Targe
                 f"the head in {directory} was trained with another vocabulary than {target.name}'s "
                 f"({key}: {theirs!r:.60} against {ours!r}): token ids would mean different words. Train a head for it."
             )
+
+
+def _check_adapter(directory: Path, target: Target) -> None:
+    """Warn of a LoRA beside a head, which Model-Optimizer trains together, if the target has none."""
+    has_one = getattr(target.config, "merged_adapter", None) or beside(target.model)
+    if is_adapter(directory) and not has_one:
+        logger.warning(
+            "%s has an adapter of the target beside the head, which was trained on the adapted target, and %s has no "
+            "adapter: fewer drafts are accepted. Give that directory as the target, too, once its %s names the base "
+            "model (base_model_name_or_path).", directory, target.name, ADAPTER_CONFIG,
+        )  # fmt: skip
 
 
 def _check_program(directory: Path, config: Mapping[str, Any], kind: str) -> None:
