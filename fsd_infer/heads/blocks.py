@@ -227,15 +227,15 @@ class BlockHead(nn.Module):
 
 
 def _with_sinks(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
-    """Attend [B, M, heads, width] with a logit per head [heads] that stands beside those of the keys and has no value.
+    """Attend [B, M, heads, width] with a logit per head [heads] that joins those of the keys and has no value.
 
     Queries are [B, heads, M, width], keys and values [B, groups, S, width], the mask [B, M, S].
     """
     repeats = queries.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
     scores = (queries @ keys.transpose(2, 3) * queries.shape[-1] ** -0.5).masked_fill(~mask[:, None], -math.inf)
-    beside = sinks[:, None, None].expand(*scores.shape[:3], 1).to(scores.dtype)
-    weights = torch.cat([scores, beside], -1).softmax(-1, dtype=torch.float32)[..., :-1]
+    sink = sinks[:, None, None].expand(*scores.shape[:3], 1).to(scores.dtype)
+    weights = torch.cat([scores, sink], -1).softmax(-1, dtype=torch.float32)[..., :-1]
     return (weights.to(values.dtype) @ values).transpose(1, 2)
 
 

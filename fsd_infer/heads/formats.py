@@ -36,7 +36,7 @@ from fsd_infer.heads.weights import (
     names_in_pickle,
     naming,
 )
-from fsd_infer.targets.adapters import ADAPTER_CONFIG, beside, is_adapter
+from fsd_infer.targets.adapters import ADAPTER_CONFIG, is_adapter, lora_layers
 from fsd_infer.targets.checks import is_mtp_alone
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _check_target(directory: Path, trained_for: Mapping[str, Any], target: Targe
 
 def _check_adapter(directory: Path, target: Target) -> None:
     """Warn of a LoRA beside a head, which Model-Optimizer trains together, if the target has none."""
-    has_one = getattr(target.config, "merged_adapter", None) or beside(target.model)
+    has_one = getattr(target.config, "merged_adapter", None) or lora_layers(target.model)
     if is_adapter(directory) and not has_one:
         logger.warning(
             "%s has an adapter of the target beside the head, which was trained on the adapted target, and %s has no "
