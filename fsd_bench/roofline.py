@@ -82,7 +82,7 @@ class Work:
 
     Attributes:
         name: what it is.
-        bytes, operations: the part of each time.
+        bytes, operations: of one repetition.
         how: the formula, with its numbers.
         times: number of times.
         shared: whether several devices divide it evenly; otherwise each of them does all of it.
@@ -138,4 +138,6 @@ def device_rows(
 
 def size(number: float) -> str:
     """Format bytes in GB or MB, which are powers of ten."""
-    return f"{number / 1e9:.1f} GB" if number >= 5e7 else f"{number / 1e6:.2g} MB"
+    if number < 5e7:
+        return f"{number / 1e6:.2g} MB"
+    return f"{number / 1e9:.{1 if number >= 1e9 else 2}f} GB"

@@ -20,12 +20,13 @@ from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURE
 from benchmarks.write_gguf import finish
 from fsd_core.errors import FsdError, ModelLoadError
 from fsd_infer import FuzzyDecoder
-from fsd_infer.targets import gguf_keys
+from fsd_infer.targets import gguf_foreign, gguf_keys
 from fsd_infer.targets.gguf import FAMILIES, expand_gguf
 from fsd_infer.targets.gguf_file import read_gguf
 from fsd_infer.targets.gguf_keys import end_ids
 from fsd_infer.targets.gguf_tokenizer import load_gguf_tokenizer
 from fsd_infer.targets.loading import load_target
+from tests.families import tiny_model
 from tests.gguf_toys import CONTROL, TOKENS, family_model, stablelm, tiny_llama, write_gguf
 
 LLAMA, TOK = "llama.", "tokenizer.ggml."
@@ -257,6 +258,20 @@ def test_what_transformers_would_drop_or_draw_at_random_is_refused(
 ) -> None:
     with pytest.raises(FsdError, match=re.escape(words)):
         loaded(stablelm(tmp_path, facts, more)[0])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_falcon_files_repeat_the_embeddings_in_another_type(tied: bool) -> None:
+    """The reader ties the two tables only if they are equal, whatever the config says."""
+    model = tiny_model("falcon")
+    if not tied:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    stored: dict[str, Any] = {f"{number}": value for number, value in enumerate(model.parameters())}
+    table = {"output.weight": model.lm_head.weight} if tied else {}
+    assert not gguf_foreign._unread(Path("x.gguf"), model, {**stored, **table}, "falcon")
+    lost = {"token_embd.weight": model.lm_head.weight}
+    with pytest.raises(ModelLoadError, match="its tensors hold .* numbers, and its model"):
+        gguf_foreign._unread(Path("x.gguf"), model, lost, "falcon")
 
 
 # Tokenizers ----------------------------------------------------------------------------------------------------------

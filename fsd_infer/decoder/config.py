@@ -245,10 +245,11 @@ class RuntimeConfig(Renamed):
             if value not in known:
                 hint = did_you_mean(value, map(str, known))
                 raise FsdError(f"{name} is one of {', '.join(map(str, known))}, got {value!r:.60}.{hint}")
-        for pair in self.record if isinstance(self.record, Iterable) else [self.record]:
+        pairs = tuple(self.record) if isinstance(self.record, Iterable) else (self.record,)
+        for pair in pairs:
             if not isinstance(pair, Sized) or len(pair) != 2 or not is_whole(pair[0], 1) or not is_whole(pair[1], 2):
                 raise FsdError(f"record lists pairs of rows and tokens, such as (8, 2048), got {pair!r:.60}.")
-        object.__setattr__(self, "record", tuple((rows, tokens) for rows, tokens in self.record))
+        object.__setattr__(self, "record", tuple((rows, tokens) for rows, tokens in pairs))
         size = self.prefix_cache_bytes
         if size is not None and not is_whole(size, 1):
             raise FsdError(f"a prefix cache needs a whole number of bytes, at least 1, got {size!r:.60}.")

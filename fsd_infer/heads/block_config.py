@@ -22,8 +22,8 @@ class BlockConfig:
             else the token after it.
         windows: attention window of each layer; None: all.
         causal: whether each layer's block attends to earlier slots alone.
-        root_windows: whether windows end at the root for all slots, and a slot is seen whatever its distance; else each
-            slot has a window of its own, which it is part of.
+        root_windows: whether every slot sees as many tokens as a window has before the root, and the whole block; else
+            each slot sees the last ones of its own window, itself included.
         sinks: whether each attention head has one more logit, which takes weight from all it attends to.
         taps: slots that the convolutions around DFlash2's sublayers reach, their own included; 0: there are none.
         group: channels that share their dynamic part.
@@ -34,7 +34,7 @@ class BlockConfig:
             None.
         rank: of the Markov head, selector or refiner, or width of Domino's embeddings.
         inner: width of the refiner's MLP.
-        candidates: of a slot, which alone the selector scores.
+        candidates: number of a slot's likeliest tokens that the selector scores.
         state_size: width of Domino's recurrent state.
         plain_slots: estimates that Domino leaves uncorrected.
         confidence: "state" or "state+token", what a confidence head reads; None: there is none.

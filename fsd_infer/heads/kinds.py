@@ -29,7 +29,7 @@ def kind_of(config: Mapping[str, Any], names: Collection[str] = ()) -> str | Non
     """Return the kind of a draft head, or None for another model.
 
     Args:
-        config: its config.json, which is seldom specific for EAGLE's.
+        config: its config.json, which rarely identifies EAGLE heads.
         names: names of its tensors, as far as known.
     """
     if config.get("model_type") == EagleConfig.model_type:

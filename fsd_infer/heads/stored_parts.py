@@ -169,7 +169,7 @@ def check_sizes_agree(option: Callable[[str], Any], **sizes: int) -> None:
 
 
 def check_uncomputed(option: Callable[[str], Any], *computed: str) -> None:
-    """Raise CheckpointError for a config with options that are not computed here, except those that are.
+    """Raise CheckpointError for a config with options that no head computes here, except ``computed``.
 
     ``option`` returns one by name.
     """

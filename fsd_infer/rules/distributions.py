@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import InitVar, dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,14 +38,15 @@ class AcceptanceTest:
             without the draft.
 
     Raises:
-        FsdError: a function as the weight, which once gave what replaces a draft.
+        FsdError: a function as the weight or as ``residual``, which once gave what replaces a draft.
     """
 
     accept_prob: Tensor
     weight: Tensor | None = None
+    residual: InitVar[Any] = None
 
-    def __post_init__(self) -> None:
-        if callable(self.weight):
+    def __post_init__(self, residual: Any) -> None:
+        if callable(self.weight) or callable(residual):
             raise FsdError("AcceptanceTest takes the weight w of (w·p - q)+ [B, N] now, not a function of contexts.")
 
 

@@ -125,7 +125,7 @@ def _has_scale(name: str, names: Collection[str]) -> bool:
 
 
 def check_numbers(values: Any, where: str, advice: str = "correct config.json") -> None:
-    """Raise CheckpointError, from ``where`` to ``advice``, for numbers of a config that no model has.
+    """Raise CheckpointError, which begins with ``where`` and ends with ``advice``, for numbers that no model has.
 
     transformers builds such models, which then end in an overflow or answer nonsense.
     """

@@ -65,7 +65,7 @@ def load_foreign(
     for name, stored, wanted in sorted(info["mismatched_keys"]):
         refuse_shape(source, name, stored, wanted)
     missing = info["missing_keys"]
-    left = () if missing else _unread(model, tensors, facts["general.architecture"])
+    left = () if missing else _unread(source, model, tensors, facts["general.architecture"])
     refuse_rest(source, model, left, missing)
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and not _is_packed(model):  # whole weights are not quantised ones
@@ -79,20 +79,31 @@ def _is_packed(model: PreTrainedModel) -> bool:
     return any(parameter.dtype == torch.uint8 for parameter in model.parameters())
 
 
-def _unread(model: PreTrainedModel, tensors: Mapping[str, StoredTensor], family: str) -> Collection[str]:
+def _is_tied(model: Any) -> bool:
+    """Whether the embeddings are the LM head's, which the reader leaves apart where a file's two tables differ."""
+    tables = model.get_input_embeddings(), model.get_output_embeddings()
+    return tables[0].weight is tables[1].weight
+
+
+def _unread(source: Path, model: PreTrainedModel, tensors: Mapping[str, StoredTensor], family: str) -> Collection[str]:
     """Return tensors that transformers' reader has left out: it drops those that it does not know in silence.
 
-    It joins and renames some, so the numbers are counted; the names are of the gguf package's table.
+    It joins and renames some, so the numbers are counted; the names are of the gguf package's table. Raises
+    ModelLoadError if the counts differ and all names are known.
     """
     state, stored = model.state_dict(), dict(tensors)
-    if family in ("falcon", "bloom") and model.config.tie_word_embeddings:
-        stored.pop("output.weight", None)  # these files repeat the embeddings, and the reader ties them
-    held = {value.data_ptr(): value.numel() for value in state.values()}
-    if _is_packed(model) or sum(held.values()) == sum(math.prod(tensor.shape) for tensor in stored.values()):
+    if family in ("falcon", "bloom") and _is_tied(model):
+        stored.pop("output.weight", None)  # these files repeat the embeddings
+    held = sum({value.data_ptr(): value.numel() for value in state.values()}.values())
+    count = sum(math.prod(tensor.shape) for tensor in stored.values())
+    if _is_packed(model) or held == count:
         return ()
     known = [kind for kind, name in MODEL_ARCH_NAMES.items() if name == family]
     names = get_tensor_name_map(known[0] if known else MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
-    return stored.keys() - {names.get_name(name, (".weight", ".bias")) for name in state} or stored.keys()
+    left = stored.keys() - {names.get_name(name, (".weight", ".bias")) for name in state}
+    if not left:
+        raise ModelLoadError(f"{source}: its tensors hold {count} numbers, and its model {held}. Use another file.")
+    return left
 
 
 def refuse_shape(source: Path, name: str, stored: Sequence[int], wanted: Sequence[int]) -> None:

@@ -74,8 +74,8 @@ class DecodedTau(Curves):
     use (2 bytes per parameter in bf16). Rank 0 decodes while the others wait. If fsdp shards the target, all ranks
     decode the same prompts, because each layer is gathered from all.
 
-    A signal that ends the run (:class:`.RunDirectory`) ends the decoding, unless fsdp shards the target. It comes again
-    when the run goes on; after the last step it is left out.
+    A signal that ends the run (:class:`.RunDirectory`) ends the decoding, unless fsdp shards the target. It is repeated
+    when the run goes on, unless a signal ends that too; after the last step it is left out.
 
     Args:
         rules: rules as in `fsd-infer`: "exact", "fuzzy:js:0.3" ...

@@ -160,8 +160,9 @@ void fsd_row_entropies(int narrow_x, const void* x, const int64_t* pick, int64_t
 }
 
 // out [rows] = divergence `kind` between rows of logits p [·, columns] and q [·, drafted], in bf16 (narrow) or fp32.
-// p_rows, q_rows [rows]: the numbers of the rows, null for all in order; -1 of q for none, where the result is infinite, or
-// 0 of a residual. ids [drafted]: the tokens of q, null for all. Divergences that are infinite where q is 0 take no ids. weights [rows] of the residual's p, else null.
+// p_rows, q_rows [rows]: the numbers of the rows, null for all in order; -1 of q for none, where the result is infinite,
+// or 0 of a residual. ids [drafted]: the tokens of q, null for all. Divergences that are infinite where q is 0 take no
+// ids. weights [rows] of the residual's p, else null.
 void fsd_divergence(int kind, int64_t rows, int narrow_p, const void* p, const int64_t* p_rows, int64_t columns,
                     int narrow_q, const void* q, const int64_t* q_rows, int64_t drafted, const int64_t* ids,
                     const float* weights, float* out, int threads) {
