@@ -145,8 +145,8 @@ class BlockHead(nn.Module):
                 ).transpose(1, 2)
             else:
                 mixed = attend(attention, queries, keys, values, masks[index])
-            made: Tensor = attention.o_proj(mixed.flatten(2))
-            return made
+            output: Tensor = attention.o_proj(mixed.flatten(2))
+            return output
 
         x = embeds
         for index, part in enumerate(self.layers):
@@ -215,7 +215,7 @@ class BlockHead(nn.Module):
         return (1 - update) * new + update * state
 
     def confidence(self, slot: Tensor, tokens: Tensor) -> Tensor:
-        """Return the logit [B, E], fp32, of the chance that the draft after each node is accepted.
+        """Return the logit [B, E], fp32, of the probability that the draft after each node is accepted.
 
         Arguments as of :meth:`corrected`.
         """
