@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import Self
@@ -66,14 +65,6 @@ class ModelOptions:
             self.target, drafter, dtype=parse_dtype(self.dtype), device=self.device, tree=self.tree,
             config=replace(self.runtime, **changes), **(self.target_kwargs or {}),
         )  # fmt: skip
-
-
-def check_lists(options: ModelOptions, *names: str) -> None:
-    """Raise FsdError for a text or a path where a list of them is expected: Python would iterate over it."""
-    for name in names:
-        value = getattr(options, name)
-        if isinstance(value, (str, Path)):
-            raise FsdError(f"{name} is a list: give [{str(value)!r}] in place of {str(value)!r}.")
 
 
 class Models:

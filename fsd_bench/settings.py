@@ -9,10 +9,11 @@ from typing import Any
 
 from fsd_bench.layouts import layout_of
 from fsd_bench.methods import parse_methods
-from fsd_bench.models import ModelOptions, check_lists
+from fsd_bench.models import ModelOptions
 from fsd_bench.record import choose_baselines
 from fsd_bench.score import AUTO, check_score
 from fsd_core.errors import FsdError
+from fsd_core.registry import check_listed
 
 
 @dataclass
@@ -72,7 +73,8 @@ class RunOptions(ModelOptions):
     def check(self) -> None:
         """Raise FsdError for options that can be refused before anything is loaded."""
         super().check()
-        check_lists(self, "methods", "baselines")
+        check_listed("methods", self.methods)
+        check_listed("baselines", self.baselines)
         choose_baselines([spec.name for spec in parse_methods(self.methods)], self.baselines)
         check_score(self.score)
         layout_of(self.layout, self.fields)

@@ -257,12 +257,14 @@ def divergence(name: str | Divergence) -> Divergence:
     return _top_k(DIVERGENCES.get(stem.removeprefix("top_k_")), k, name)
 
 
-def expand_draft(q_logits: Tensor, draft_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Expand drafter logits to the target's vocabulary: [..., Vd], [Vd] -> [..., V], -inf outside ``draft_ids``."""
+def expand_draft(q: Tensor, draft_ids: Tensor | None, vocab_size: int, other: float = -math.inf) -> Tensor:
+    """Expand logits of the drafter's tokens to the target's vocabulary: [..., Vd], [Vd] -> [..., V].
+
+    ``other``: value outside ``draft_ids``; 0 expands probabilities.
+    """
     if draft_ids is None:
-        return q_logits
-    whole = q_logits.new_full((*q_logits.shape[:-1], vocab_size), -math.inf)
-    return whole.index_copy(-1, draft_ids, q_logits)
+        return q
+    return q.new_full((*q.shape[:-1], vocab_size), other).index_copy(-1, draft_ids.long(), q)
 
 
 def reduced(p_logits: Tensor, q_logits: Tensor, draft_ids: Tensor) -> tuple[Tensor, Tensor]:

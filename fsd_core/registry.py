@@ -12,9 +12,10 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from numbers import Integral
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from fsd_core.errors import UnknownNameError
+from fsd_core.errors import FsdError, UnknownNameError
 
 T = TypeVar("T")
 
@@ -91,6 +92,15 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 def is_whole(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
     """Return whether a value is a whole number within these bounds; True and False are none."""
     return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
+
+
+def check_listed(name: str, value: Any, of: str = "", error: type[FsdError] = FsdError) -> None:
+    """Raise ``error`` for a text or a path in place of a list of them, whose letters would count as entries.
+
+    ``of``: what the list holds, after "is a list", such as " of files".
+    """
+    if isinstance(value, (str, Path)):
+        raise error(f"{name} is a list{of}: give [{str(value)!r}] in place of {str(value)!r}.")
 
 
 def read_int(text: str) -> int | None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fsd_core.divergence import expand_draft
 from fsd_core.functional import at_nodes, replaceable, wide
 
 # prior probability that the target accepts a draw from the rest of q, where the largest q is 0 and where it is 1
@@ -75,8 +76,7 @@ class Rest(NamedTuple):
         if self.q_logits is not None and self.q_index is not None:
             q = at_nodes(self.q_logits, self.q_index.clamp_min(0)[:, None])[:, 0].float().softmax(-1)
             q = q.masked_fill(self.q_index[:, None] < 0, 0.0)
-            q = q if self.draft_ids is None else torch.zeros_like(p).index_copy_(1, self.draft_ids.long(), q)
-            weights = (weights - q).clamp_min(0.0)
+            weights = (weights - expand_draft(q, self.draft_ids, p.shape[-1], 0.0)).clamp_min(0.0)
         most = torch.zeros_like(refused, dtype=p.dtype).masked_fill(refused < 0, math.inf)
         return weights.scatter_reduce(1, refused.clamp_min(0), most, "amin")
 

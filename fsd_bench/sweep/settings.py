@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsd_bench.models import ModelOptions, Models, check_lists
+from fsd_bench.models import ModelOptions, Models
 from fsd_bench.prompts import spread_rows
 from fsd_bench.score import AUTO, check_score
 from fsd_core.errors import FsdError
+from fsd_core.registry import check_listed
 from fsd_core.text.encoding import PromptRow
 from fsd_infer.drafters import TreeShape
 from fsd_infer.rules import Rule, parse_rule
@@ -106,7 +107,8 @@ class SweepOptions(ModelOptions):
     def check(self) -> None:
         """Raise FsdError for options that can be refused before anything is loaded."""
         super().check()
-        check_lists(self, "prompts", "rules")
+        check_listed("prompts", self.prompts)
+        check_listed("rules", self.rules)
         self.settings()
         if not self.prompts:
             raise FsdError("no file of prompts: name at least one.")

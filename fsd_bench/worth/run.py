@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsd_bench.models import ModelOptions, check_lists
+from fsd_bench.models import ModelOptions
 from fsd_bench.prompts import Encoder, encode_rows, spread_rows, without_copies
 from fsd_bench.worth.forecasts import forecast
 from fsd_bench.worth.result import COSTS, Forecast, ForecastRow
 from fsd_core.errors import FsdError
+from fsd_core.registry import check_listed
 from fsd_core.tables import number, percent, table
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.engine.first_choices import drafts_text
@@ -48,7 +49,7 @@ class WorthOptions(ModelOptions):
     def check(self) -> None:
         """Raise FsdError for options that can be refused before anything is loaded."""
         super().check()
-        check_lists(self, "rules")
+        check_listed("rules", self.rules)
         if isinstance(self.tree, str):
             raise FsdError(f"worth decodes with a named tree and cuts it: give a shape for tree {self.tree}.")
         for rule in self.rules:

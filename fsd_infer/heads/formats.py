@@ -160,8 +160,7 @@ def _check_target(directory: Path, trained_for: Mapping[str, Any], target: Targe
 
 def _check_adapter(directory: Path, target: Target) -> None:
     """Warn of a LoRA beside a head, which Model-Optimizer trains together, if the target has none."""
-    has_one = getattr(target.config, "merged_adapter", None) or lora_layers(target.model)
-    if is_adapter(directory) and not has_one:
+    if is_adapter(directory) and not (getattr(target.config, "merged_adapter", None) or lora_layers(target.model)):
         logger.warning(
             "%s has an adapter of the target beside the head, which was trained on the adapted target, and %s has no "
             "adapter: fewer drafts are accepted. Give that directory as the target, too, once its %s names the base "

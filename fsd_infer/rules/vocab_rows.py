@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fsd_core.divergence import Divergence
+from fsd_core.divergence import Divergence, expand_draft
 from fsd_core.sampling import TINY
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.texts import repeating_tokens
@@ -103,8 +103,7 @@ class VocabRows:
 
     def _over_all(self, q: Tensor) -> Tensor:
         """Return probabilities [R, Vd] of the drafter's vocabulary over the target's."""
-        ids = self.inputs.tree.draft_ids
-        return q if ids is None else q.new_zeros(len(q), self.scores.shape[-1]).index_copy_(1, ids.long(), q)
+        return expand_draft(q, self.inputs.tree.draft_ids, self.scores.shape[-1], 0.0)
 
     @cached_property
     def fixed(self) -> Tensor:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from typing_extensions import NotRequired
 
 from fsd_core.errors import DataError
-from fsd_core.registry import is_whole
+from fsd_core.registry import check_listed, is_whole
 from fsd_core.text.conversations import WEIGHT, row_questions
 from fsd_core.text.encoding import row_id
 from fsd_core.text.row_check import RowCheck
@@ -205,12 +205,6 @@ def _point(prompt: Any) -> float:
     return stable_seed("validation", prompt) / 2**31
 
 
-def check_listed(name: str, paths: Any) -> None:
-    """Raise DataError for one path in place of a list of them, whose letters would count as paths."""
-    if isinstance(paths, (str, Path)):
-        raise DataError(f"{name} is a list of files: give [{str(paths)!r}] in place of {str(paths)!r}.")
-
-
 def read_answers(
     paths: Sequence[str | Path],
     tokenizer: Any = None,
@@ -241,7 +235,7 @@ def read_answers(
         DataError: a single path, numbers out of range, no row, or what ``check`` raises (with file and line or row
             number).
     """
-    check_listed("paths", paths)
+    check_listed("paths", paths, " of files", DataError)
     if not is_whole(max_length, 1):
         raise DataError(f"max_length is {max_length!r:.60}: give a whole number from 1 on.")
     if not 0 <= validation_fraction <= 1:
@@ -262,24 +256,33 @@ def read_answers(
         check.finish()
         cure = "Raise data.max_length, or shorten the prompts." if left_out else "Add rows with answers."
         raise DataError(f"{named}: no row to train on ({read} read, max_length {max_length}). {cure}")
+    _name_repeats(placed, named)
+    if left_out:
+        what = "%s: %d of %d rows have no answer in their first %d tokens and are skipped. Raise data.max_length."
+        log.warning(what, named, left_out, read, max_length)
+    parts = _divided(placed, validation_fraction)
+    if not parts[0]:
+        raise DataError(f"{named}: all {len(placed)} rows were held out. Lower validation_fraction, or add rows.")
+    train, held = (_dataset(part, max(top for _, _, top in placed), reader) for part in parts)
+    return train, held
+
+
+def _name_repeats(placed: Sequence[_Sided], named: str) -> None:
+    """Warn of sequences that repeat an earlier one of the files ``named``."""
     distinct = {hash((tuple(ids), tuple(mask), seen and seen.digest)) for _, (_, ids, mask, seen), _ in placed}
     repeated = len(placed) - len(distinct)
     if repeated:
         log.warning(
             "%s: %d of %d sequences repeat an earlier one, token by token; each counts.", named, repeated, len(placed)
         )
-    if left_out:
-        what = "%s: %d of %d rows have no answer in their first %d tokens and are skipped. Raise data.max_length."
-        log.warning(what, named, left_out, read, max_length)
+
+
+def _divided(placed: Sequence[_Sided], fraction: float) -> tuple[list[_Sided], list[_Sided]]:
+    """Divide sequences in those to train on and those held out, at least one prompt's unless ``fraction`` is 0."""
     points = {point for point, _, _ in placed}
-    border = validation_fraction
-    if border and len(points) > 1:
-        border = max(border, math.nextafter(min(points), 1.0))  # at least one is held out
-    parts = [[row for row in placed if (row[0] < border) is held] for held in (False, True)]
-    if not parts[0]:
-        raise DataError(f"{named}: all {len(placed)} rows were held out. Lower validation_fraction, or add rows.")
-    train, held = (_dataset(part, max(top for _, _, top in placed), reader) for part in parts)
-    return train, held
+    if fraction and len(points) > 1:
+        fraction = max(fraction, math.nextafter(min(points), 1.0))
+    return [row for row in placed if row[0] >= fraction], [row for row in placed if row[0] < fraction]
 
 
 def conclude(check: RowCheck, tokenizer: Any, listing: Path | None = None, report: bool = True) -> None:

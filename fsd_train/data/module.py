@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fsd_core.errors import DataError
+from fsd_core.registry import check_listed
 from fsd_core.text.control import set_control_tokens
 from fsd_core.text.row_check import LISTING, RowCheck
 from fsd_infer.targets.loading import load_tokenizer
 from fsd_infer.targets.target import Target
 from fsd_train import MAX_LENGTH
 from fsd_train.checkpoints import check_order
-from fsd_train.data.answers import AnswersDataset, Item, check_listed, conclude, read_answers
+from fsd_train.data.answers import AnswersDataset, Item, conclude, read_answers
 from fsd_train.data.features import FeatureStore
 from fsd_train.data.images import ImageReader
 from fsd_train.data.packs import collate, keep_on_host
@@ -83,8 +84,8 @@ class AnswersDataModule(LightningDataModule):
         super().__init__()
         if not train_files:
             raise DataError("train_files is empty. Name at least one file of answers.")
-        check_listed("train_files", train_files)
-        check_listed("validation_files", validation_files)
+        check_listed("train_files", train_files, " of files", DataError)
+        check_listed("validation_files", validation_files, " of files", DataError)
         self.train_files, self.validation_files = list(train_files), list(validation_files or [])
         self.validation_fraction, self.max_length = validation_fraction, max_length
         self.batch_tokens, self.validation_batch_tokens = batch_tokens, validation_batch_tokens or batch_tokens
