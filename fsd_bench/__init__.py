@@ -22,7 +22,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fsd_core.former import say
+from fsd_core.former import warn_renamed
 
 if TYPE_CHECKING:
     from fsd_bench.base import MeasuredAnswer, Method, TimedRun
@@ -59,7 +59,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "Settings":
-        say("fsd_bench.Settings", "it is now RunOptions", 3)
+        warn_renamed("fsd_bench.Settings", "it is now RunOptions", 3)
         return __getattr__("RunOptions")
     if name not in _HOME:
         raise AttributeError(f"module 'fsd_bench' has no attribute {name!r}")

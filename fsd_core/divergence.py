@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -243,9 +243,12 @@ def divergence(name: str | Divergence) -> Divergence:
         UnknownNameError: no such name.
         FsdError: a k that is not a positive integer, or a k on a form that has none.
     """
-    if isinstance(name, Divergence):
-        return name
-    stem, colon, parameter = str(name).partition(":")
+    return name if isinstance(name, Divergence) else _named(str(name))
+
+
+@cache  # rules ask in every round
+def _named(name: str) -> Divergence:
+    stem, colon, parameter = name.partition(":")
     measure = DIVERGENCES.get(stem)
     if not colon:
         return measure

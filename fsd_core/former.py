@@ -7,6 +7,7 @@ import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from functools import wraps
+from operator import attrgetter
 from typing import Any, ClassVar, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -15,7 +16,7 @@ _warned: set[str] = set()
 
 
 class FormerName:
-    """A former name of an attribute: instances read what has the present name."""
+    """A former name of an attribute: instances read what has the present name, which may be dotted."""
 
     def __init__(self, owner: type, old: str, new: str, what: str = "") -> None:
         self.owner, self.old, self.new, self.what = owner, old, new, what or f"{owner.__name__}.{old}"
@@ -26,8 +27,8 @@ class FormerName:
         defining = [base for base in owner.__mro__ if self.old in vars(base) and base is not self.owner]
         # a class that still defines the former name is here because of super().old: go on above it
         source: Any = super(defining[-1], instance) if defining else instance
-        value = getattr(source, self.new)
-        say(self.what, f"it is now {self.new}", 3)
+        value = attrgetter(self.new)(source)
+        warn_renamed(self.what, f"it is now {self.new}", 3)
         return value
 
 
@@ -49,7 +50,7 @@ class Renamed:
             for old, new in vars(base).get("former_members", {}).items():
                 if old in vars(cls):
                     # abstract classes are made by a function of abc
-                    say(f"{cls.__name__}.{old}", f"call it {new}", 3 + isinstance(cls, ABCMeta))
+                    warn_renamed(f"{cls.__name__}.{old}", f"call it {new}", 3 + isinstance(cls, ABCMeta))
                     setattr(cls, new, vars(cls)[old])
         for old, new in vars(cls).get("former_members", {}).items():
             setattr(cls, old, FormerName(cls, old, new))
@@ -68,7 +69,7 @@ def former_keywords(of: str = "", /, **names: str) -> Callable[[F], F]:
         def renamed(*args: Any, **options: Any) -> Any:
             for old in names.keys() & options.keys():
                 taker = function.__qualname__.removesuffix(".__init__")
-                say(f"{old} of {of}" if of else f"{taker}({old}=...)", f"it is now {names[old]}", 3)
+                warn_renamed(f"{old} of {of}" if of else f"{taker}({old}=...)", f"it is now {names[old]}", 3)
                 if names[old] in options:
                     raise TypeError(f"{old} is the former name of {names[old]}: give one of the two.")
                 options[names[old]] = options.pop(old)
@@ -90,13 +91,13 @@ def former_names(module: str, **names: str) -> Callable[[str], Any]:
     def read(name: str) -> Any:  # only called for names that the module does not have
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        say(f"{module}.{name}", f"it is now {names[name]}", 3)
+        warn_renamed(f"{module}.{name}", f"it is now {names[name]}", 3)
         return getattr(sys.modules[module], names[name])
 
     return read
 
 
-def say(old: str, new: str, stacklevel: int = 4) -> None:
+def warn_renamed(old: str, new: str, stacklevel: int = 4) -> None:
     """Warn, once, that a name is a former one and what to write instead."""
     if old not in _warned:
         _warned.add(old)

@@ -236,10 +236,10 @@ def hub_fault(error: BaseException, revision: str | None = None) -> str | FsdErr
             return f"does not fit on the disk ({cause}): free some space, or set HF_HOME to another disk."
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     for kind, says in _FAULTS:
-        for found in chain:
-            if isinstance(found, kind) and (kind is not HfHubHTTPError or not isinstance(found, EntryNotFoundError)):
-                reason = shortened(chain[-1] if found.__cause__ else found, 200)
-                return found if isinstance(found, HubError) else says(found).format(revision=revision, reason=reason)
+        for link in chain:
+            if isinstance(link, kind) and (kind is not HfHubHTTPError or not isinstance(link, EntryNotFoundError)):
+                reason = shortened(chain[-1] if link.__cause__ else link, 200)
+                return link if isinstance(link, HubError) else says(link).format(revision=revision, reason=reason)
     return None
 
 

@@ -42,13 +42,13 @@ class Registry(Generic[T]):
     def register(self, name: str) -> Callable[[T], T]:
         """Return a decorator that registers an object under ``name``. Raises ValueError if the name is taken."""
 
-        def file(entry: T) -> T:
+        def add(entry: T) -> T:
             if name in self._entries:
                 raise ValueError(f"{self.kind} {name!r} is registered twice")
             self._entries[name] = entry
             return entry
 
-        return file
+        return add
 
     def retire(self, name: str, advice: str) -> None:
         """Make a former name an error with ``advice``."""

@@ -22,6 +22,7 @@ from fsd_infer.engine.first_choices import FirstChoiceStats
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.engine.stats import RowRecord
 from fsd_infer.rules import (
+    Emission,
     Exact,
     Fuzzy,
     LossyRule,
@@ -32,6 +33,7 @@ from fsd_infer.rules import (
     RuleInputs,
     Tilted,
     TokenHistory,
+    TokenOrigin,
     parse_rule,
 )
 from fsd_infer.rules.parameters import FORMER, parameter
@@ -132,11 +134,15 @@ GRAFT: Any = GraftedDrafter(NoDrafter(9), RecycleDrafter(9), nodes=2)
 STATE: Any = object.__new__(DecodeState)  # with what its properties read
 STATE.texts = TokenHistory([[7, 9, 8]])
 ONE_NAT: Any = OutputDistribution.biased(INPUTS, lambda: torch.ones_like(INPUTS.logprob_gap))
+DRAWN: Any = RuleInputs(tree_round(0, greedy=False))
+EMISSION: Any = Emission(7, TokenOrigin.GATE, True, 0.5, 0, 1, None, None)
 RECORD, CHOICES = RowRecord([1]), FirstChoiceStats({"head": [[0.5]]})
 # a former name as its warning has it, and a use of it that is true
 USES: dict[str, Callable[[], bool]] = {
     "RuleInputs.regret": lambda: INPUTS.regret is INPUTS.logprob_gap,
     "RuleInputs.chance": lambda: INPUTS.chance is INPUTS.accept_prob,
+    "RuleInputs.coin": lambda: torch.equal(DRAWN.coin, DRAWN.uniform),
+    "Emission.gate_open": lambda: EMISSION.gate_open is EMISSION.relaxed,
     "OutputDistribution.lifted": lambda: (
         OutputDistribution.lifted(INPUTS, lambda: INPUTS.logprob_gap).logit_bias is INPUTS.logprob_gap
     ),

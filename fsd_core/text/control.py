@@ -35,7 +35,7 @@ def hidden(tokenizer: Any, value: Any) -> Any:
         return value
     if isinstance(value, str):
         pattern, codes, _ = _names(tokenizer)
-        return pattern.sub(lambda found: _ESCAPE + codes[found[0]], value)
+        return pattern.sub(lambda match: _ESCAPE + codes[match[0]], value)
     if isinstance(value, Mapping):
         return {hidden(tokenizer, name): hidden(tokenizer, item) for name, item in value.items()}
     return [hidden(tokenizer, item) for item in value] if isinstance(value, list) else value
@@ -135,9 +135,9 @@ def _places(tokenizer: Any, part: str) -> list[int]:
     """Return for each character of the shown text the place in ``part`` where it, or its escape, begins."""
     places: list[int] = []
     place = 0
-    for found in _ESCAPED.finditer(part):
-        places += [*range(place, found.start()), *[found.start()] * len(_shown(tokenizer, found[0]))]
-        place = found.end()
+    for match in _ESCAPED.finditer(part):
+        places += [*range(place, match.start()), *[match.start()] * len(_shown(tokenizer, match[0]))]
+        place = match.end()
     return [*places, *range(place, len(part) + 1)]
 
 
@@ -148,7 +148,7 @@ def _width(part: str, place: int) -> int:
 def _shown(tokenizer: Any, text: str) -> str:
     """Return a text without escapes."""
     names = _names(tokenizer)[2]
-    return _ESCAPED.sub(lambda found: names.get(found[1], found[0]), text)
+    return _ESCAPED.sub(lambda match: names.get(match[1], match[0]), text)
 
 
 def _parts(tokenizer: Any, text: str) -> list[tuple[str, bool]]:
@@ -156,10 +156,10 @@ def _parts(tokenizer: Any, text: str) -> list[tuple[str, bool]]:
     pattern = _names(tokenizer)[0]
     parts: list[tuple[str, bool]] = []
     place = 0
-    for found in pattern.finditer(text):
-        if found[0] != _ESCAPE:
-            parts += [(text[place : found.start()], False), (found[0], True)]
-            place = found.end()
+    for match in pattern.finditer(text):
+        if match[0] != _ESCAPE:
+            parts += [(text[place : match.start()], False), (match[0], True)]
+            place = match.end()
     return [*parts, (text[place:], False)]
 
 

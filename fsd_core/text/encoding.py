@@ -167,8 +167,8 @@ def answer_end(
 
     def after(*more: Message) -> list[int]:  # the answer's own text may hold special tokens too
         text = render(tokenizer, [*turns, {"role": "assistant", "content": WORD}, *more], False, options)
-        _, found, rest = text.rpartition(WORD)
-        return encode_rendered(tokenizer, rest if found else "")
+        _, word, rest = text.rpartition(WORD)
+        return encode_rendered(tokenizer, rest if word else "")
 
     last, special = after(), special_ids(tokenizer)
     end = _turn_end(tokenizer, last, special)

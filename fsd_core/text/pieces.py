@@ -155,11 +155,11 @@ class TokenBytes:
         """
         mended = list[int]()
         for is_byte, run in groupby(tokens, self._byte_of.__contains__):
-            found = list(run)
+            pieces = list(run)
             if is_byte:
-                text = bytes(self._byte_of[token] for token in found).decode("utf-8", "replace")
-                found = [self._of_byte[byte] for byte in text.encode()] if UNKNOWN in text else found
-            mended += found
+                text = bytes(self._byte_of[token] for token in pieces).decode("utf-8", "replace")
+                pieces = [self._of_byte[byte] for byte in text.encode()] if UNKNOWN in text else pieces
+            mended += pieces
         return mended
 
 

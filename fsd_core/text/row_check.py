@@ -67,7 +67,7 @@ class RowFields(dict[str, Any]):
 
 def _turn_fields(turns: Any) -> list[str]:
     """Return the fields of chat turns that hold something and that no reader of conversations takes."""
-    found: set[str] = set()
+    unread: set[str] = set()
     for turn in turns if isinstance(turns, list) else ():
         if not isinstance(turn, Mapping):
             continue
@@ -76,14 +76,14 @@ def _turn_fields(turns: Any) -> list[str]:
         thoughts = [name for name in THOUGHTS if name in given]
         for key in given:
             if key in (WEIGHT, *THOUGHTS) and role != "assistant":
-                found.add(f"{key} of turns of the role {role}")
+                unread.add(f"{key} of turns of the role {role}")
             else:
-                found.add(f"{key} next to {thoughts[0]}" if key in thoughts[1:] else str(key))
+                unread.add(f"{key} next to {thoughts[0]}" if key in thoughts[1:] else str(key))
         content = turn.get("content")
         parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
         others = {key for part in parts for key in part if part[key] not in _EMPTY}
-        found |= {f"content[].{key}" for key in others - {"type", "text"}}
-    return sorted(found)
+        unread |= {f"content[].{key}" for key in others - {"type", "text"}}
+    return sorted(unread)
 
 
 class BadRow(NamedTuple):
@@ -227,11 +227,11 @@ class RowCheck:
         """Print once, on standard error, which fields nothing reads, except turns' fields and `tools` in ``known``."""
         read = {TOOLS} & {*known}
         ends = tuple(f"[].{name}" for name in known)
-        found = Counter({n: count for n, count in self.unread.items() if n not in read and not n.endswith(ends)})
+        unread = Counter({n: count for n, count in self.unread.items() if n not in read and not n.endswith(ends)})
         self.unread.clear()
-        if found:
-            named = ", ".join(f"`{name}` ({count} rows)" for name, count in found.most_common(2 * _MAX_REPORTED))
-            more = f" and {len(found) - 2 * _MAX_REPORTED} more" if len(found) > 2 * _MAX_REPORTED else ""
+        if unread:
+            named = ", ".join(f"`{name}` ({count} rows)" for name, count in unread.most_common(2 * _MAX_REPORTED))
+            more = f" and {len(unread) - 2 * _MAX_REPORTED} more" if len(unread) > 2 * _MAX_REPORTED else ""
             print(f"notice: nothing reads the fields {named}{more} (docs/training.md)", file=sys.stderr)
 
 

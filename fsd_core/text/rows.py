@@ -222,7 +222,7 @@ def rows_digest(path: str | Path) -> str:
     if not path.is_dir():
         return sha256_of(path)
     whole = hashlib.sha256()
-    for file in sorted(found for found in path.rglob("*") if found.is_file()):
+    for file in sorted(entry for entry in path.rglob("*") if entry.is_file()):
         whole.update(f"{file.relative_to(path).as_posix()} {rows_digest(file)}\n".encode())
     return whole.hexdigest()
 
@@ -243,7 +243,7 @@ def _parquet_files(directory: Path) -> list[Path]:
         raise DataError(
             f"{directory}: neither .parquet files nor a dataset saved by `datasets`. Give a file, or such a directory."
         )
-    splits = {file: found.group(1) if (found := _SPLIT.match(file.name)) else None for file in files}
+    splits = {file: match[1] if (match := _SPLIT.match(file.name)) else None for file in files}
     if len(set(splits.values())) == 1:
         return files
     chosen = [file for file, split in splits.items() if split == "train"]

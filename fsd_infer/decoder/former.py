@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fsd_core.errors import FsdError
-from fsd_core.former import say
+from fsd_core.former import warn_renamed
 from fsd_infer.decoder.prompts import listed
 from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.callbacks import Streaming
@@ -25,21 +25,21 @@ def request_options(
     """Return the arguments of ``generate`` with former names translated."""
     result = dict(options)
     if isinstance(config, (str, Rule, list, tuple)):
-        say("a rule as second argument", "give it by name, rule=...")
+        warn_renamed("a rule as second argument", "give it by name, rule=...")
         config, result["rule"] = None, config
     for old, new in _RENAMED.items():
         if old in result:
-            say(old, f"it is now {new}")
+            warn_renamed(old, f"it is now {new}")
             result[new] = result.pop(old)
     if "schema" in result:
-        say("schema", 'it is now guide={"json": schema}')
+        warn_renamed("schema", 'it is now guide={"json": schema}')
         schema = result.pop("schema")
         if schema is not None and result.get("guide") is not None:
             raise FsdError("schema is short for a guide: give one of the two.")
         result |= {} if schema is None else {"guide": {"json": schema}}
     functions = {name: result.pop(name) for name in _FUNCTIONS if name in result}
     for name in functions:
-        say(name, "watch the request with a Callback, see fsd_infer.engine.callbacks.Streaming")
+        warn_renamed(name, "watch the request with a Callback, see fsd_infer.engine.callbacks.Streaming")
     if any(function is not None for function in functions.values()):
         callbacks = [_Functions(**functions), *callbacks]
     return config, callbacks, result
@@ -49,7 +49,7 @@ def former_images(options: dict[str, Any]) -> Any:
     """Pop the former keyword ``images`` of ``generate``. None: none are given."""
     images = options.pop("images", None)
     if images is not None:
-        say("images=", 'a prompt carries its images, {"prompt": ..., "images": [...]}')
+        warn_renamed("images=", 'a prompt carries its images, {"prompt": ..., "images": [...]}')
     return images
 
 
@@ -79,7 +79,7 @@ def _per_prompt(images: Any, count: int) -> list[Any]:
 def runtime_options(options: Mapping[str, Any], warn: bool = True) -> dict[str, Any]:
     """Return the keywords of ``from_pretrained``, or options of a record, with former names translated."""
     result = dict(options)
-    tell = say if warn else lambda old, new: None
+    tell = warn_renamed if warn else lambda old, new: None
     if "pack" in result or "expand" in result:
         pack, expand = result.pop("pack", None), result.pop("expand", False)
         weights = "expanded" if expand and pack is not False else {None: "auto", True: "packed", False: "plain"}[pack]

@@ -228,12 +228,12 @@ class Prefixes(Callback):
 
     def find(self) -> list[Prefix | None]:
         """Return each prompt's kept prefix."""
-        found = [
+        prefixes = [
             self.cache.find(prompt, key) if len(prompt) <= self.max_length else None
             for prompt, key in zip(self.prompts, self.keys, strict=True)
         ]
-        self._cached_tokens = [0 if prefix is None else len(prefix.tokens) for prefix in found]
-        return found
+        self._cached_tokens = [0 if prefix is None else len(prefix.tokens) for prefix in prefixes]
+        return prefixes
 
     def on_round(self, report: RoundReport) -> None:
         for prompt_index, features, accepted in zip(

@@ -209,8 +209,11 @@ class VerifiedTree:
     def answers(self) -> dict[Question, Tensor]:
         """Return the answers so far that the host computed."""
         by_host = self._state.processors.contextual
-        found = ((asked, values) for asked, values in self._answers.items() if by_host or isinstance(asked, int))
-        return {question: values for question, values in found if values is not None}
+        return {
+            question: values
+            for question, values in self._answers.items()
+            if values is not None and (by_host or isinstance(question, int))
+        }
 
     def with_answers(self, state: DecodeState, answers: Mapping[Question, Tensor] | None = None) -> VerifiedTree:
         """Return the same tree for ``state``, with these answers and no others."""

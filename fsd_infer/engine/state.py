@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fsd_core.former import say
+from fsd_core.former import Renamed, warn_renamed
 from fsd_core.tensors import kept_rows, to_device
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters.session import DraftSession
@@ -20,7 +20,7 @@ from fsd_infer.trees.policy import TreePolicy
 
 
 @dataclass
-class DecodeState:
+class DecodeState(Renamed):
     """The unfinished rows of a batch, B of them. Recorded rounds have buckets of rows: those without a text come last.
 
     Attributes:
@@ -43,6 +43,8 @@ class DecodeState:
         history: returns the tokens before each row's root, as processors take them; None for finished rows.
         on_phase: called with the name of every phase as it ends.
     """
+
+    former_members = {"roots": "texts.roots"}
 
     target: Target
     processors: TreeProcessors
@@ -70,14 +72,8 @@ class DecodeState:
     @property
     def lengths(self) -> Tensor:
         """[B] tokens that the target has read: ``texts.lengths - 1``, which had this name."""
-        say("DecodeState.lengths", "it is now texts.lengths - 1", 3)
+        warn_renamed("DecodeState.lengths", "it is now texts.lengths - 1", 3)
         return self.texts.lengths - 1
-
-    @property
-    def roots(self) -> Tensor:
-        """[B] ``texts.roots``, which had this name."""
-        say("DecodeState.roots", "it is now texts.roots", 3)
-        return self.texts.roots
 
     @property
     def asks_host(self) -> bool:

@@ -60,12 +60,12 @@ class RequestTracker:
 
         None: the row has finished, or only fills the bucket.
         """
-        found: list[Tensor | None] = [None] * len(self.state.rules)
+        texts: list[Tensor | None] = [None] * len(self.state.rules)
         for row, prompt_index in enumerate(self.state.prompt_indices):
             if self.records[prompt_index].finish_reason is None:
                 text = [*self.request.texts[prompt_index], *self.records[prompt_index].tokens]
-                found[row] = torch.tensor(text[:-1], dtype=torch.long)  # also of a text without tokens
-        return found
+                texts[row] = torch.tensor(text[:-1], dtype=torch.long)  # also of a text without tokens
+        return texts
 
     def unfinished(self) -> list[int]:
         """Return the indices of rows whose answers go on."""

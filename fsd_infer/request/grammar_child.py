@@ -51,14 +51,14 @@ def problem_of(matcher: Any) -> str:
 
 def rules_of(log: str) -> dict[str, list[list[str]]]:
     """Return the rules in llguidance's log: name -> alternatives, each a list of names and terminals."""
-    found: dict[str, list[list[str]]] = defaultdict(list)
+    rules: dict[str, list[list[str]]] = defaultdict(list)
     name = ""
     for line in log.partition(NAMED[0])[2].partition(NAMED[1])[0].splitlines():
         left, arrow, right = line.partition("⇦ ")
         if arrow:
             name = left.strip().removesuffix("::_") or name
-            found[name].append(right.partition("  ")[0].split())
-    return found
+            rules[name].append(right.partition("  ")[0].split())
+    return rules
 
 
 def endless(rules: dict[str, list[list[str]]]) -> str | None:
@@ -82,15 +82,15 @@ def endless(rules: dict[str, list[list[str]]]) -> str | None:
                 owner, count = left[id(rule)]
                 left[id(rule)] = owner, count - 1
                 queue += [owner] if count == 1 else []
-    seen, queue, found = {"start"}, ["start"], list[str]()
+    seen, queue, never_end = {"start"}, ["start"], list[str]()
     while queue:
         name = queue.pop()
         if name in parts and name not in ended and not name.startswith("#"):  # llguidance's own names
-            found.append(name)
+            never_end.append(name)
         new = {part for rule in parts.get(name, ()) for part in rule} - seen
         seen |= new
         queue += new
-    return max(found, key=lambda name: (SCHEMA in name, not name.startswith("start")), default=None)
+    return max(never_end, key=lambda name: (SCHEMA in name, not name.startswith("start")), default=None)
 
 
 def _known(rule: list[str], rules: dict[str, list[list[str]]]) -> Iterator[str]:

@@ -212,7 +212,7 @@ class _Walk:
         if inputs.greedy:
             return lossy, prob.clone(), self.p_draft
         # the uniform number falls on one of the children or on none
-        offset = sampling.child_offsets(prob, inputs.uniform(0), self.tree.parents)
+        offset = sampling.child_offsets(prob, inputs.uniforms(0), self.tree.parents)
         return lossy, (offset >= 0) & (offset < prob), offset < self.p_draft
 
     def _gathered(self, reached: Tensor, lossy: Tensor, follows_under_p: Tensor) -> Verdict:
@@ -263,7 +263,7 @@ class _Walk:
             return inputs.likeliest.gather(1, end)
         if inputs.greedy:
             return torch.where(lossy.gather(1, end), self.r_token.gather(1, end), inputs.likeliest.gather(1, end))
-        uniforms = inputs.uniform(1).gather(1, end)[:, 0]
+        uniforms = inputs.uniforms(1).gather(1, end)[:, 0]
         token = sampling.draw_rest(self._rest(end, lossy.gather(1, end)), uniforms)[:, None]
         is_left = token < inputs.round.scores.shape[-1]  # all may round to 0
         return torch.where(is_left, token, inputs.likeliest.gather(1, end))
@@ -301,11 +301,11 @@ class _Walk:
 
     def _final_is_dense(self) -> Tensor:
         """Return whether a lossy token after the path counts as one that p would not emit, [B, 1] bool."""
-        found = torch.zeros_like(self.tree.is_draft[:, :1])
+        is_dense = torch.zeros_like(self.tree.is_draft[:, :1])
         for rule in self.outputs:
             if rule.output.log_r is not None and not self.inputs.sampled:
-                found = rule.put(torch.ones_like(found), found)
-        return found
+                is_dense = rule.put(torch.ones_like(is_dense), is_dense)
+        return is_dense
 
     def _faults(self) -> dict[str, Tensor]:
         """Return what may be wrong with the round, see :attr:`Verdict.faults`."""

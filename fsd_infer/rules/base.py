@@ -72,10 +72,17 @@ class Rule(Renamed):
         return self.lead or 0
 
     def lossy_at(self, inputs: RuleInputs) -> Tensor | None:
-        """[B, N] bool; contexts outside of which the rule decodes exactly, whatever its distribution; None for no such
-        bound.
+        """[B, N] bool; contexts where the rule may be lossy: elsewhere it decodes exactly, whatever its distribution.
+        None: everywhere.
         """
-        return None
+        conditions = []
+        if self.exact_answer_tokens:
+            conditions.append(inputs.answered >= self.exact_answer_tokens)
+        if self.exact_sentence_tokens:
+            conditions.append(inputs.in_sentence >= self.exact_sentence_tokens)
+        if self.only_in is not None:
+            conditions.append(inputs.inside(self.only_in))
+        return reduce(torch.logical_and, conditions) if conditions else None
 
     @property
     def max_nats(self) -> float:
@@ -83,7 +90,7 @@ class Rule(Renamed):
         return math.inf if self.budget is None else self.budget
 
     def output(self, inputs: RuleInputs) -> OutputDistribution:
-        """Return the output distribution r: a function of the text, the tree and ``inputs.coin`` alone."""
+        """Return the output distribution r: a function of the text, the tree and ``inputs.uniform`` alone."""
         raise NotImplementedError
 
     def check_greedy(self, inputs: RuleInputs) -> None:
@@ -99,7 +106,9 @@ class Rule(Renamed):
         output = self.output(inputs)
         if not isinstance(output.inputs, RuleInputs):
             raise former_order(output, f"rule {self.name!r}: ")
-        return output
+        output = output.without_copies(self.exact_ngram_size) if self.exact_ngram_size else output
+        where = self.lossy_at(inputs)
+        return output if where is None else output.where(where)
 
     def __call__(self, round: RoundInput) -> Verdict:
         """Return the verdict on a round with this rule for every row; see :func:`apply_rules`."""
@@ -173,22 +182,6 @@ class LossyRule(Rule):
         if self.only_in is not None:
             markers(self.only_in)
 
-    def restricted_output(self, inputs: RuleInputs) -> OutputDistribution:
-        output = super().restricted_output(inputs)
-        output = output.without_copies(self.exact_ngram_size) if self.exact_ngram_size else output
-        where = self.lossy_at(inputs)
-        return output if where is None else output.where(where)
-
-    def lossy_at(self, inputs: RuleInputs) -> Tensor | None:
-        bounds = []
-        if self.exact_answer_tokens:
-            bounds.append(inputs.answered >= self.exact_answer_tokens)
-        if self.exact_sentence_tokens:
-            bounds.append(inputs.in_sentence >= self.exact_sentence_tokens)
-        if self.only_in is not None:
-            bounds.append(inputs.inside(self.only_in))
-        return reduce(torch.logical_and, bounds) if bounds else None
-
 
 R = TypeVar("R", bound=type[Rule])
 
@@ -199,9 +192,9 @@ class _Rules(Registry[type[Rule]]):
 
         The decorator raises TypeError for a class that is no rule, or has fields and is no dataclass.
         """
-        file: Any = super().register(name)
+        add: Any = super().register(name)
 
-        def named(rule: R) -> R:
+        def add_rule(rule: R) -> R:
             if not issubclass(rule, Rule) or rule.output is Rule.output:
                 raise TypeError(f"rule {name!r} must be a class that derives from LossyRule or Rule and has output().")
             fields = [kind for kind in get_annotations(rule).values() if "ClassVar" not in str(kind)]
@@ -209,9 +202,9 @@ class _Rules(Registry[type[Rule]]):
                 raise TypeError(f"rule {name!r}: put @dataclass(frozen=True) between @RULES.register and the class.")
             rule.name = name
             reads_former_names(rule)
-            return file(rule)
+            return add(rule)
 
-        return named
+        return add_rule
 
     def unknown(self, name: str) -> str:
         if name in ("plain", "none"):  # a method of benchmarks, and a drafter

@@ -1,4 +1,4 @@
-"""Distributions: the distributions r from which rules emit the next token.
+"""Output distributions r, from which rules emit the next token.
 
 A rule returns r. The walk (:mod:`fsd_infer.rules._walk`) draws from it, charges its cost, and enforces budgets. The
 cost is KL(r || p) in nats, with p the processed target. At temperature 0 the KL of one-hot distributions is 0 or
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import FsdError
-from fsd_core.former import say
+from fsd_core.former import warn_renamed
 from fsd_core.functional import wide
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.optimal import clipped_distribution, passing_distribution
@@ -77,6 +77,12 @@ class OutputDistribution:
         return cls(inputs, torch.zeros_like(inputs.tree.is_draft))
 
     @classmethod
+    def lifted(cls, inputs: RuleInputs, lift: Tensor | Callable[[], Tensor] | None) -> OutputDistribution:
+        """Return :meth:`biased`, which had this name."""
+        warn_renamed("OutputDistribution.lifted", "it is now OutputDistribution.biased")
+        return cls.biased(inputs, lift)
+
+    @classmethod
     def biased(
         cls, inputs: RuleInputs, logit_bias: Tensor | Callable[[], Tensor] | None, gain: VocabFunction | float = 1.0
     ) -> OutputDistribution:
@@ -105,14 +111,6 @@ class OutputDistribution:
             return clipped_distribution(at.log_p, at.proposal.log().masked_fill(at.fixed, math.inf), gains)
 
         return cls.drawn(inputs, logit_bias, log_r)
-
-    @classmethod
-    def lifted(
-        cls, inputs: RuleInputs, lift: Tensor | Callable[[], Tensor] | None, gain: VocabFunction | float = 1.0
-    ) -> OutputDistribution:
-        """Return :meth:`biased`, which had this name."""
-        say("OutputDistribution.lifted", "it is now OutputDistribution.biased")
-        return cls.biased(inputs, lift, gain)
 
     @classmethod
     def drawn(cls, inputs: RuleInputs, logit_bias: Tensor | None, log_r: VocabFunction) -> OutputDistribution:
@@ -224,7 +222,7 @@ class OutputDistribution:
         Such drafts get the bias -inf. A dense distribution gives such a y at most p(y); the excess is drawn from p.
         """
         if former:  # the inputs came first
-            say("OutputDistribution.without_copies(inputs, n)", "leave inputs out", 3)
+            warn_renamed("OutputDistribution.without_copies(inputs, n)", "leave inputs out", 3)
             (n,) = former
         dense, inputs, logit_bias = self.log_r, self.inputs, self.logit_bias
         if logit_bias is not None:

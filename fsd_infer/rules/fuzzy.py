@@ -106,7 +106,7 @@ class RandomGate(LossyRule):
     rate: float = parameter(low=0, high=1)
 
     def output(self, inputs: RuleInputs) -> OutputDistribution:
-        return OutputDistribution.passing(inputs, -math.inf).where(inputs.has_q & (inputs.coin < self.rate))
+        return OutputDistribution.passing(inputs, -math.inf).where(inputs.has_q & (inputs.uniform < self.rate))
 
 
 @RULES.register("draft-only")
@@ -140,11 +140,10 @@ def divergence_gate(inputs: RuleInputs, measure: str, threshold: float, processe
         return torch.zeros_like(inputs.has_q)
     if threshold == math.inf:
         return inputs.has_q
-    found = divergence(measure)
-    never = found.infinite_on_reduced_vocabulary and inputs.tree.draft_ids is not None
-    if never and (inputs.greedy or not processed):
+    is_reduced = inputs.tree.draft_ids is not None and (inputs.greedy or not processed)
+    if is_reduced and divergence(measure).infinite_on_reduced_vocabulary:
         _warn_never_opens(measure)
-    return inputs.divergence(found, processed) <= threshold
+    return inputs.divergence(measure, processed) <= threshold
 
 
 @cache

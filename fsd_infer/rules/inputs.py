@@ -41,7 +41,7 @@ class RuleInputs(Renamed):
         "regret": "logprob_gap", "chance": "accept_prob", "tested": "accept_prob_under", "known": "repeats_ngram",
         "draws": "has_drawn_child", "unsettled": "has_drawn_below", "total": "sum_children", "some": "any_child",
         "of_children": "over_children", "above": "at_parents", "entries": "draft_entries",
-        "places": "draft_index",
+        "places": "draft_index", "coin": "uniform",
     }  # fmt: skip
 
     def __init__(self, round: RoundInput) -> None:
@@ -238,12 +238,12 @@ class RuleInputs(Renamed):
         return self._divergences[key]
 
     @property
-    def coin(self) -> Tensor:
+    def uniform(self) -> Tensor:
         """An independent uniform number in [0, 1) per context, for rules that act at random."""
-        return self.uniform(2)
+        return self.uniforms(2)
 
-    def uniform(self, column: int) -> Tensor:
-        """A column of the uniforms, see :class:`RoundInput`."""
+    def uniforms(self, column: int) -> Tensor:
+        """A column of :attr:`RoundInput.uniforms`."""
         if self.round.uniforms is None:
             raise FsdError("this rule draws at random at every temperature; pass uniforms [B, N, 3] in RoundInput.")
         return self.round.uniforms[..., column]
@@ -258,10 +258,10 @@ class RuleInputs(Renamed):
     def repeats_ngram(self, n: int) -> Tensor:
         """bool; would the draft complete an n-gram of prompt, answer, its path or other texts the drafter reads?"""
         if n not in self._repeats:
-            ask = None if self.tree.sampled else self.round.seen_ngrams
-            seen = None if ask is None else ask(n)
-            found = repeats_ngram(self.texts, self.tree, n)
-            self._repeats[n] = found if seen is None else found | seen
+            ask_drafter = None if self.tree.sampled else self.round.seen_ngrams
+            seen = None if ask_drafter is None else ask_drafter(n)
+            repeats = repeats_ngram(self.texts, self.tree, n)
+            self._repeats[n] = repeats if seen is None else repeats | seen
         return self._repeats[n]
 
     @property

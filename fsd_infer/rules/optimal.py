@@ -1,4 +1,4 @@
-"""Distributions r [R, V] that are the best of their kind at contexts with drawn children, found without a sync."""
+"""Distributions r [R, V] that are the best of their kind at contexts with drawn children, computed without a sync."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def least_divergent(p: Tensor, q: Tensor, fixed: Tensor) -> Tensor:
         free = a * p < bound
         used = 1.0 - q.masked_fill(free, 0.0).sum(-1, keepdim=True)
         better = (used / p.masked_fill(~free, 0.0).sum(-1, keepdim=True).clamp_min(sampling.TINY)).clamp_min(1.0)
-        found = better <= a * (1 + CLOSE)
-        a = torch.where(found, a, better)  # a row that is done stays as it is, whatever the others need
-        if functional.host_all(found):
+        is_close = better <= a * (1 + CLOSE)
+        a = torch.where(is_close, a, better)  # a row that is done stays as it is, whatever the others need
+        if functional.host_all(is_close):
             break
     r = torch.minimum(a * p, bound)
     return r / r.sum(-1, keepdim=True).clamp_min(sampling.TINY)
@@ -80,13 +80,13 @@ def clipped_distribution(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:
     log_a = high
     for _ in range(_STEPS):
         log_r, total, slope = _clip(log_p, log_q, gain, log_a)
-        found = (total - 1).abs() < _NEAR
-        if functional.host_all(found):
+        is_near = (total - 1).abs() < _NEAR
+        if functional.host_all(is_near):
             break
         low, high = torch.where(total < 1, log_a, low), torch.where(total >= 1, log_a, high)
         newton = log_a + ((1 - total + slope).clamp_min(0.0) / slope).log()
         bracketed = (newton >= low) & (newton <= high)
-        log_a = torch.where(found, log_a, torch.where(bracketed, newton, (low + high) / 2))
+        log_a = torch.where(is_near, log_a, torch.where(bracketed, newton, (low + high) / 2))
     else:
         log_r, total, _ = _clip(log_p, log_q, gain, log_a)
     return log_r - total.log()

@@ -10,7 +10,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsd_core.errors import FsdError
-from fsd_core.former import former_keywords, say
+from fsd_core.former import former_keywords, warn_renamed
 from fsd_core.registry import read_float, read_int
 
 FORMER = {"floor": "min_p", "heat": "match_temperature", "novel": "exact_ngram_size", "price": "kl_coef"}
@@ -126,12 +126,12 @@ def parameters_of(rule: type) -> dict[str, Parameter]:
     return {field.name: Parameter(rule, field, types[field.name]) for field in fields}
 
 
-def current(name: str, parameters: Container[str]) -> str:
+def present_name(name: str, parameters: Container[str]) -> str:
     """Return the parameter that a name stands for: itself, or the present name of a former one, with one warning."""
     new = FORMER.get(name, name)
     if name == new or name in parameters or new not in parameters:
         return name
-    say(f"{name} of a rule", f"it is now {new}")
+    warn_renamed(f"{name} of a rule", f"it is now {new}")
     return new
 
 

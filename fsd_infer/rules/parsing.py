@@ -8,7 +8,7 @@ from typing import Any
 
 from fsd_core.errors import FsdError
 from fsd_infer.rules.base import RULES, Rule
-from fsd_infer.rules.parameters import current, parameters_of
+from fsd_infer.rules.parameters import parameters_of, present_name
 
 RuleLike = str | Rule | Sequence[str | Rule]
 
@@ -39,7 +39,7 @@ def parse_rule(rule: str | Rule) -> Rule:
         key, equals, text = part.partition("=")
         if not equals:
             key, text = next(order, ""), part
-        key = current(key, keys)
+        key = present_name(key, keys)
         if key not in keys:
             renamed = "no_repeat is now exact_ngram_size; " if key == "no_repeat" else ""
             raise FsdError(f"rule {rule!r}: cannot use {part!r}; {renamed}{usage}.")

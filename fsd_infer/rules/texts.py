@@ -140,12 +140,12 @@ def repeating_tokens(
 
     columns: [V] column of each token, -1 for none; None: its id.
     """
-    found = torch.zeros(rows.shape[0], width + 1, dtype=torch.bool, device=rows.device)  # last column: misses
+    repeats = torch.zeros(rows.shape[0], width + 1, dtype=torch.bool, device=rows.device)  # last column: misses
 
     def put(same: Tensor, tokens: Tensor) -> None:
         if columns is not None:
             tokens = columns[tokens.clamp_min(0)]
-        found.scatter_(1, torch.where(same & (tokens >= 0), tokens, width), True)
+        repeats.scatter_(1, torch.where(same & (tokens >= 0), tokens, width), True)
 
     of_nodes = last_tokens(texts, tree, n)
     begun, last = of_nodes[rows, nodes, 1:], of_nodes[rows]  # [R, n - 1], [R, N, n]
@@ -157,7 +157,7 @@ def repeating_tokens(
         windows = tokens.unfold(1, n, 1)  # [R, L - n + 1, n]
         same = (windows[..., :-1] == begun[:, None]).all(-1) & (windows[..., -1] >= 0)
         put(same, windows[..., -1])
-    return found[:, :-1]
+    return repeats[:, :-1]
 
 
 def markers(phase: str) -> tuple[str, str]:

@@ -62,8 +62,8 @@ class Tilted(LossyRule):
             adaptive if there is a temperature to match.
         min_p: drafts below this share of the likeliest token's probability count as not drafted. None: 0.25; with
             an adaptive λ, the share that the samples take 100 times less often than the likeliest token.
-        gate: tilt only where ``divergence`` of target and drafter (raw) is at most this. V assumes open gates below.
-            None: tilt everywhere, even where no q is known.
+        gate: favour drafts only where ``divergence`` of target and drafter (raw) is at most this. V assumes open gates
+            below. None: everywhere, even where no q is known.
         divergence: a name in :data:`fsd_core.divergence.DIVERGENCES`.
         match_temperature: of the samples whose cost an adaptive λ matches. 0.3 allows about 0.04 nats per token of
             chat and 0.015 of a worked sum.

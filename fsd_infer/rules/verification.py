@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import FsdError, NonFiniteLogitsError
-from fsd_core.former import Renamed, say
+from fsd_core.former import FormerName, Renamed
 from fsd_core.tensors import on_host, to_device
 from fsd_infer.rules.texts import TokenHistory
 from fsd_infer.trees.tree import DraftTree
@@ -53,11 +53,8 @@ class Emission(NamedTuple):
     first_choice: tuple[int, float] | None
     log_likelihood: float | None
 
-    @property
-    def gate_open(self) -> bool:
-        """:attr:`relaxed`, by its former name."""
-        say("Emission.gate_open", "it is now relaxed", 3)
-        return self.relaxed
+
+Emission.gate_open = FormerName(Emission, "gate_open", "relaxed")  # type: ignore[attr-defined]
 
 
 @dataclass

@@ -148,12 +148,12 @@ class VocabRows:
 
     def _find_repeating(self, n: int) -> Tensor:
         inputs, tree = self.inputs, self.inputs.tree
-        found = repeating_tokens(inputs.texts, tree, self.rows, self.nodes, n, inputs.round.scores.shape[-1])
+        repeats = repeating_tokens(inputs.texts, tree, self.rows, self.nodes, n, inputs.round.scores.shape[-1])
         if inputs.round.seen_ngrams is not None and not tree.sampled:
             copied = tree.is_child[self.rows, self.nodes] & inputs.repeats_ngram(n)[self.rows]  # [R, N]
-            column = tree.tokens[self.rows].where(copied, found.shape[1])  # one more than there are, for the others
-            found = torch.nn.functional.pad(found, (0, 1)).scatter(1, column, True)[:, :-1]
-        return found
+            column = tree.tokens[self.rows].where(copied, repeats.shape[1])  # one more than there are, for the others
+            repeats = torch.nn.functional.pad(repeats, (0, 1)).scatter(1, column, True)[:, :-1]
+        return repeats
 
 
 class ReducedVocabRows(VocabRows):

@@ -178,7 +178,7 @@ class PricedGrowth:
             kinds = kinds.masked_fill(tree.proposers > 0, int(DraftKind.GRAFTED))
         if tree.drawn is not None:
             kinds = kinds.masked_fill(tree.drawn, int(DraftKind.DRAWN))
-        found = []
+        rows: list[tuple[list[DraftStep], list[float]]] = []
         for row, (scores, parents, kind) in enumerate(zip(*lists(tree.scores, tree.parents, kinds))):
             if any(map(math.isnan, scores)):  # else such drafts would be dropped unnoticed
                 raise NonFiniteLogitsError(
@@ -200,5 +200,5 @@ class PricedGrowth:
                 parent_prob = probs[parent]
                 of_step = self.prices.calibration.accept_prob(step.log_q, depths[node], step.first, step.kind)
                 probs[node] = parent_prob * of_step if parent_prob > UNLIKELY else 0.0
-            found.append((steps, probs))
-        return found
+            rows.append((steps, probs))
+        return rows

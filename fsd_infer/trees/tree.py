@@ -1,6 +1,6 @@
 """The draft tree: a drafter proposes it, a rule walks it, and the cache keeps its accepted path.
 
-Of the candidates that a drafter has found, those that a walk visits most likely are worth verifying.
+Of the candidates that a drafter proposes, those that a walk visits most likely are worth verifying.
 
 Shapes: B batch rows; N nodes per tree, the root included; I drafter distributions; D the depth of the deepest node. V
 is the size of the target's vocabulary. Vd is the size of the drafter's, which is a subset of the target's or all of it.
@@ -122,7 +122,7 @@ class DraftTree(Renamed):
 
     @cached_property
     def max_depth(self) -> int:
-        """At least the depth of the deepest node, found out, where that is free, if its builder does not say."""
+        """At least the depth of the deepest node: its builder's bound, else computed where the host may read it."""
         most = self.parents.shape[1] - 1
         return functional.host_max(self.depths, most) if self.depth_bound is None else min(self.depth_bound, most)
 

@@ -69,8 +69,8 @@ class Planner:
             for search, beams in zip(searches, frontiers, strict=True)
         ]
         if any(unread):
-            found = self.session.successors(frontier, unread, self.list_size)
-            for search, nodes, guesses in zip(searches, unread, found, strict=True):
+            guesses_of = self.session.successors(frontier, unread, self.list_size)
+            for search, nodes, guesses in zip(searches, unread, guesses_of, strict=True):
                 for node, guess in zip(nodes, guesses, strict=True):
                     search.successors[node].proposed = guess
 
@@ -79,7 +79,7 @@ class Planner:
         successors = [search.successors[beam.node] for beam in beams]
         lists = [of.likely or of.proposed or NO_SUCCESSORS for of in successors]
         if self.parameters.draw is None or not beams:
-            found = [
+            draws = [
                 (beam.score + value, beam.node, token)
                 for beam, guess in zip(beams, lists, strict=True)
                 for value, token in zip(*guess)
@@ -87,6 +87,6 @@ class Planner:
         else:
             hashes, scores = [search.text_hashes[beam.node] for beam in beams], [beam.score for beam in beams]
             arrived = first_arrivals(hashes, scores, lists, self.parameters.candidates * width)
-            found = [(scores[index] + value, beams[index].node, token) for _, index, token, value in arrived]
-        going = [draw for draw in found if draw[2] not in self.parameters.eos_token_ids]
+            draws = [(scores[index] + value, beams[index].node, token) for _, index, token, value in arrived]
+        going = [draw for draw in draws if draw[2] not in self.parameters.eos_token_ids]
         return sorted(going, key=lambda draw: -draw[0])[: self.options.breadth(width)]

@@ -55,12 +55,12 @@ def first_arrivals(
     values = padded([values for values, _ in lists], -math.inf).double()
     weights = values + torch.tensor(scores, dtype=torch.double)[:, None]
     times, order = (exponentials(text_hashes, tokens).log() - weights).flatten().sort()
-    found = []
+    arrivals = []
     for time, index in zip(times[:count].tolist(), order[:count].tolist()):
         node, column = divmod(index, tokens.shape[1])
         if time < math.inf:  # else its list is shorter than the longest
-            found.append((time, node, lists[node][1][column], lists[node][0][column]))
-    return found
+            arrivals.append((time, node, lists[node][1][column], lists[node][0][column]))
+    return arrivals
 
 
 def draw(search: Search, count: int, weights_of: Callable[[int], Tensor]) -> list[Draw]:
