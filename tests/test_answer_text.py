@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from fsd_core.text.control import encode_with_offsets, hidden, set_control_tokens
+from fsd_core.text.control import encode_with_offsets, escaped, set_control_tokens
 from fsd_core.text.encoding import encode_chat, special_ids
 from fsd_core.text.masks import encode_conversation
 from fsd_core.text.pieces import Pieces, TokenBytes, token_pieces
@@ -224,8 +224,8 @@ def test_messages_hold_no_control_tokens_unless_allowed(tokenizer: Any) -> None:
         assert sum(mask) and content in tokenizer.decode([token for token, kept in zip(ids, mask) if kept])
     assert not special_ids(tokenizer) & set(ids)
     tokenizer.chat_template = template
-    assert names[0] not in str(hidden(tokenizer, {"properties": {names[0]: [names[0]]}})), "names of fields too"
-    shown = hidden(tokenizer, content)
+    assert names[0] not in str(escaped(tokenizer, {"properties": {names[0]: [names[0]]}})), "names of fields too"
+    shown = escaped(tokenizer, content)
     ids, offsets = encode_with_offsets(tokenizer, shown)
     assert not specials & set(ids) and all(a <= b <= len(shown) for a, b in offsets)
     assert [a for a, _ in offsets] == sorted(a for a, _ in offsets) and offsets[-1][1] == len(shown)

@@ -17,7 +17,7 @@ from fsd_core.errors import FsdError, NonFiniteLogitsError
 from fsd_core.sampling import draw
 from fsd_infer.rules import Exact, Fuzzy, RoundInput, TokenHistory, TokenOrigin, parse_rule
 from fsd_infer.rules.fuzzy import _warn_never_opens
-from fsd_infer.rules.texts import in_sentence, sentence_ends
+from fsd_infer.rules.texts import sentence_ends, sentence_position
 from fsd_infer.trees.tree import DraftTree
 from tests.covering import covering
 from tests.tree_rounds import INF, SPECS, OneByOne, any_round, assert_same, chain_round, tree_round, verdict_of
@@ -154,9 +154,9 @@ def test_tokens_of_a_sentence_are_counted_over_text_and_path() -> None:
     parents, tokens = torch.tensor([[0, 0, 0, 1, 3]] * 3), torch.tensor([[2, 0, 2, 1, 6]] * 3)
     tree = DraftTree(tokens, parents, torch.empty(3, 0, 8), torch.full((3, 5), -1), torch.zeros(3, 5))
     texts = TokenHistory([[0, 1, 0, 2], [0, 2], [1]], [[1], [6], [6]], sentence_ends=ends)
-    assert in_sentence(texts, tree).tolist() == [[2, 3, 3, 0, 1], [3, 4, 4, 0, 1], [0, 1, 1, 0, 1]]
+    assert sentence_position(texts, tree).tolist() == [[2, 3, 3, 0, 1], [3, 4, 4, 0, 1], [0, 1, 1, 0, 1]]
     with pytest.raises(FsdError, match="no ends of sentences"):
-        in_sentence(TokenHistory([[0]] * 3), tree)
+        sentence_position(TokenHistory([[0]] * 3), tree)
 
 
 def test_a_look_ahead_stops_where_a_sentence_begins() -> None:

@@ -141,6 +141,8 @@ RECORD, CHOICES = RowRecord([1]), FirstChoiceStats({"head": [[0.5]]})
 USES: dict[str, Callable[[], bool]] = {
     "RuleInputs.regret": lambda: INPUTS.regret is INPUTS.logprob_gap,
     "RuleInputs.chance": lambda: INPUTS.chance is INPUTS.accept_prob,
+    "RuleInputs.best": lambda: torch.equal(INPUTS.best(2), INPUTS.topk_log_p(2)),
+    "TokenHistory.answered": lambda: STATE.texts.answered.tolist() == [3],
     "RuleInputs.coin": lambda: torch.equal(DRAWN.coin, DRAWN.uniform),
     "Emission.gate_open": lambda: EMISSION.gate_open is EMISSION.relaxed,
     "OutputDistribution.lifted": lambda: (

@@ -1,7 +1,7 @@
 """Control tokens in messages: what users write is text, as in mistral-common, and cannot end a turn or open another.
 
-:func:`hidden` escapes the names of special tokens in messages, a chat template writes its own around them, and
-:func:`encode_hidden` encodes the escaped names as ordinary text.
+:func:`escaped` escapes the names of special tokens in messages, a chat template writes its own around them, and
+:func:`encode_escaped` encodes the escaped names as ordinary text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def set_control_tokens(tokenizer: Any, allowed: bool) -> None:
     vars(tokenizer)[_ALLOWED] = allowed
 
 
-def hidden(tokenizer: Any, value: Any) -> Any:
+def escaped(tokenizer: Any, value: Any) -> Any:
     """Return a text with the names of special tokens escaped; lists and objects with all their texts so."""
     if vars(tokenizer).get(_ALLOWED):
         return value
@@ -37,11 +37,11 @@ def hidden(tokenizer: Any, value: Any) -> Any:
         pattern, codes, _ = _names(tokenizer)
         return pattern.sub(lambda match: _ESCAPE + codes[match[0]], value)
     if isinstance(value, Mapping):
-        return {hidden(tokenizer, name): hidden(tokenizer, item) for name, item in value.items()}
-    return [hidden(tokenizer, item) for item in value] if isinstance(value, list) else value
+        return {escaped(tokenizer, name): escaped(tokenizer, item) for name, item in value.items()}
+    return [escaped(tokenizer, item) for item in value] if isinstance(value, list) else value
 
 
-def encode_hidden(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
+def encode_escaped(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
     """Return the ids of a text, in which escaped names of special tokens are ordinary text."""
     if begins_as_processors_do(tokenizer, text):
         return encode_with_offsets(tokenizer, text)[0]
@@ -93,22 +93,22 @@ def render_marked(
         options: further arguments of the template.
     """
     template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
-    given = {**tokenizer.special_tokens_map, **hidden_options(tokenizer, options), "chat_template": template}
-    shown = in_parts(tokenizer, hidden_turns(tokenizer, turns))
+    given = {**tokenizer.special_tokens_map, **escaped_options(tokenizer, options), "chat_template": template}
+    shown = in_parts(tokenizer, escaped_turns(tokenizer, turns))
     rendered: Any = render_jinja_template(conversations=[shown], return_assistant_tokens_mask=True, **given)
     (text,), (marked,) = rendered
     return expanded(tokenizer, turns, text, marked)
 
 
-def hidden_turns(tokenizer: Any, turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def escaped_turns(tokenizer: Any, turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return turns with the names of special tokens escaped, but not in their roles."""
-    return [{**hidden(tokenizer, turn), "role": turn["role"]} for turn in turns]
+    return [{**escaped(tokenizer, turn), "role": turn["role"]} for turn in turns]
 
 
-def hidden_options(tokenizer: Any, options: Mapping[str, Any] | None) -> dict[str, Any]:
+def escaped_options(tokenizer: Any, options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return arguments of a chat template with the names of special tokens escaped where they hold users' texts."""
     texts = ("tools", "documents")
-    return {name: hidden(tokenizer, value) if name in texts else value for name, value in (options or {}).items()}
+    return {name: escaped(tokenizer, value) if name in texts else value for name, value in (options or {}).items()}
 
 
 def _as_text(tokenizer: Any, part: str, encoded: list[int]) -> _Encoded:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsd_core.errors import DataError, FsdError
-from fsd_core.text.control import encode_hidden, hidden, hidden_options, hidden_turns
+from fsd_core.text.control import encode_escaped, escaped, escaped_options, escaped_turns
 from fsd_core.text.conversations import Message, check_messages, check_text, row_messages, template_options
 from fsd_core.text.image_marks import expanded, in_parts
 from fsd_core.text.image_rows import has_row_images, take_images
@@ -135,7 +135,7 @@ def encode_chat(
             raise DataError("this tokenizer has no chat template. Give one user turn and nothing else.")
         if options:
             raise DataError(f"this tokenizer has no chat template. Leave out {', '.join(options)}.")
-        ids = encode_hidden(tokenizer, hidden(tokenizer, turns[0]["content"]), add_special_tokens=True)
+        ids = encode_escaped(tokenizer, escaped(tokenizer, turns[0]["content"]), add_special_tokens=True)
     else:
         ids = encode_rendered(tokenizer, render(tokenizer, turns, add_generation_prompt, options))
     if not ids:
@@ -217,9 +217,9 @@ def render_turns(
     options: Mapping[str, Any] | None = None,
 ) -> str:
     """Return what the chat template writes of turns in its own form (:func:`.turns_for`); errors as :func:`render`."""
-    given = {**hidden_options(tokenizer, options), "tokenize": False, "add_generation_prompt": add_generation_prompt}
+    given = {**escaped_options(tokenizer, options), "tokenize": False, "add_generation_prompt": add_generation_prompt}
     try:
-        text = str(tokenizer.apply_chat_template(in_parts(tokenizer, hidden_turns(tokenizer, turns)), **given))
+        text = str(tokenizer.apply_chat_template(in_parts(tokenizer, escaped_turns(tokenizer, turns)), **given))
     except Exception as error:  # a template is a program of the model's author
         raise refusal(turns, error) from error
     return check_text(expanded(tokenizer, turns, text)[0], "what the chat template writes")
@@ -238,4 +238,4 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 def encode_rendered(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of a chat template's text, which has its special tokens already."""
-    return encode_hidden(tokenizer, text)
+    return encode_escaped(tokenizer, text)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fsd_core.errors import DataError
-from fsd_core.text.control import encode_with_offsets, hidden, render_marked
+from fsd_core.text.control import encode_with_offsets, escaped, render_marked
 from fsd_core.text.conversations import WEIGHT, Message, check_messages
 from fsd_core.text.encoding import answer_end, encode_chat, encode_rendered, refusal, render, special_ids
 from fsd_core.text.templates import template_of, turns_for
@@ -70,7 +70,7 @@ def encode_conversation(
         raise DataError("every answer has weight 0, so nothing would be trained. Remove the row.")
     if not getattr(tokenizer, "chat_template", None):
         prompt = encode_chat(tokenizer, turns[:-1], options=options)
-        answer = encode_rendered(tokenizer, hidden(tokenizer, turns[-1]["content"]))
+        answer = encode_rendered(tokenizer, escaped(tokenizer, turns[-1]["content"]))
         if complete and tokenizer.eos_token_id is not None:
             answer.append(tokenizer.eos_token_id)
         return [(prompt + answer, [0] * len(prompt) + [1] * len(answer))]

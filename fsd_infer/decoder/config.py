@@ -145,7 +145,7 @@ class FuzzyConfig(GenerationConfig):
                 del values[name]
         if isinstance(bias := values.get("sequence_bias"), dict):  # JSON's keys are texts
             values["sequence_bias"] = [[list(ids), value] for ids, value in bias.items()]
-        return {name: _plain(value) for name, value in values.items()}
+        return {name: _as_json(value) for name, value in values.items()}
 
     def save_pretrained(
         self, save_directory: Any, config_file_name: Any = None, push_to_hub: bool = False, **options: Any
@@ -320,8 +320,8 @@ def _refuse_unknown(names: Any, known: Any, kind: str) -> None:
             raise FsdError(f"unknown {kind} {name!r}.{did_you_mean(name, known)}")
 
 
-def _plain(value: Any) -> Any:
-    """Return one of our values as JSON."""
+def _as_json(value: Any) -> Any:
+    """Return a field's value as JSON: rules, trees, guides and beams as they are written."""
     if isinstance(value, Rule):
         return rule_text(value)
     if isinstance(value, TreeShape):
@@ -330,4 +330,4 @@ def _plain(value: Any) -> Any:
         return {"llguidance": value.grammar}
     if isinstance(value, BeamOptions):
         return value.given()
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return [_as_json(item) for item in value] if isinstance(value, (list, tuple)) else value

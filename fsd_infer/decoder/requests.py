@@ -77,19 +77,19 @@ def prepare(
     model = target.model
     fields, processing, stopping = split_options(overrides, {*OWN, "drafter", "streamer", "callbacks"})
     # what the request sets, and what the model does, whose lengths count unless the request sets one
-    asked = _set({} if given is None else vars(given)) | _set(fields)
-    own = _set(vars(model.generation_config))
+    asked = _given({} if given is None else vars(given)) | _given(fields)
+    own = _given(vars(model.generation_config))
     replaced = LENGTHS - asked.keys() if LENGTHS & asked.keys() else frozenset[str]()
     stated = {name: own[name] for name in own.keys() & LENGTHS - replaced} | asked
     check_numbers(stated)
     check_token_ids(asked, target.vocab_size)
     fields = with_defaults(fields, stated)
-    asked = asked | _set(fields)
+    asked = asked | _given(fields)
     named = ", ".join([*fields, *([] if given is None else ["generation_config"])]) or "of the model's own config"
     with foreign_errors(FsdError, f"transformers refuses these options ({named}): {{why}}"):
         if given is not None:  # transformers warns of keywords next to a configuration
             given = copy.deepcopy(given)
-            given.update(**_set(fields))
+            given.update(**_given(fields))
             fields = {name: None for name, value in fields.items() if value is None}
         config: GenerationConfig = model._prepare_generation_config(given, **fields)[0]
         only_stated(config, asked)
@@ -128,7 +128,7 @@ def _complete_request(
     return request_of(prompts, padded, config, processors, criteria)
 
 
-def _set(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 

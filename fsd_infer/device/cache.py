@@ -115,7 +115,8 @@ class SlotCache(Cache):
         recurrent: the states of recurrent layers.
         offsets: [B] what a token's rotary position exceeds its index in the text by (M-RoPE, after images), on the
             device; None: indices are positions.
-        shown: [3, B, P] the same of a prompt's tokens, while a draft head reads a prompt with images; else None.
+        prompt_offsets: [3, B, P] the same of a prompt's tokens, while a draft head reads a prompt with images; else
+            None.
     """
 
     def __init__(self, config: Any, batch: int, slots: int, pool: KVPool | None = None) -> None:
@@ -133,7 +134,7 @@ class SlotCache(Cache):
         self.positions: Tensor | None = None
         self.prefilled: Tensor | None = None
         self.offsets: Tensor | None = None
-        self.shown: Tensor | None = None
+        self.prompt_offsets: Tensor | None = None
         # lengths [B] and visible_after [B, M, E], as after_text() was given them
         self.text: tuple[Tensor, Tensor] | None = None
         self.window = slots
@@ -172,9 +173,11 @@ class SlotCache(Cache):
         return result
 
     def rotary(self, positions: Tensor) -> Tensor:
-        """Return the rotary positions of tokens at these indices of the text: [B, M], or [3, B, M] of :attr:`shown`."""
-        if self.shown is not None:
-            return positions + self.shown.gather(2, positions.clamp_max(self.shown.shape[2] - 1).expand(3, -1, -1))
+        """Return the rotary positions of tokens at these indices [B, M] of the text: [B, M], or [3, B, M] in a prompt
+        with :attr:`prompt_offsets`.
+        """
+        if (offsets := self.prompt_offsets) is not None:
+            return positions + offsets.gather(2, positions.clamp_max(offsets.shape[2] - 1).expand(3, -1, -1))
         return positions if self.offsets is None else positions + self.offsets[:, None]
 
     def saved(self, row: int, count: int) -> dict[Any, Tensor]:

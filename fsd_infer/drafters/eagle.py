@@ -207,7 +207,7 @@ class EagleSession(CachedSession):
 
     def set_rotary(self, prompts: Tensor, offsets: Tensor) -> None:
         if self.cache.offsets is not None:
-            self.cache.shown = prompts
+            self.cache.prompt_offsets = prompts
             self.cache.offsets.copy_(offsets)
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
@@ -236,7 +236,7 @@ class EagleSession(CachedSession):
         root_output = at_nodes(outputs, last_new)[:, 0]
         self.root_output.copy_(torch.where(has_new[:, None], root_output, self.root_output))  # else it stays
         self.lengths += counts
-        self._has_read_prompt, self.cache.shown = True, None
+        self._has_read_prompt, self.cache.prompt_offsets = True, None
         return None if logits is None else at_nodes(logits, last_new)
 
     def _read(self, first: int, tokens: Tensor, features: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from fsd_infer.engine.round import RoundTensors, VerifiedTree, accept, decode_ro
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.engine.stats import Outcome
 from fsd_infer.engine.tracker import RequestTracker
-from fsd_infer.request.prompts import image_prompts, place_drafts, read_prompts, read_text
+from fsd_infer.request.prompts import image_prompts, place_images, read_prompts, read_text
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.tree import DraftTree
@@ -106,7 +106,7 @@ def prefill(state: DecodeState, tracker: RequestTracker) -> RoundTensors:
     features, logits = read_prompts(
         state.target, state.cache, tokens, lengths, prefixes, shown, lambda: tracker.on_phase("prefill")
     )
-    place_drafts(state.session, state.cache, tokens, shown)
+    place_images(state.session, state.cache, tokens, shown)
     root = DraftTree.root_only(state.texts.roots, logits.shape[-1])
     result = accept(state, VerifiedTree(state, root, logits, features[:, :1]))
     # the drafter reads pairs (feature of token i, token i+1): the prompt shifted by one, then the first new token

@@ -189,9 +189,9 @@ def _recorder(target: Target, drafter: Drafter) -> RoundRecorder | None:
 def draws_of(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws:
     """Return which drafts of a request are drawn: of what all its rules take, what the drafter does best."""
     wanted = {rule.draws for rule in rules}
-    charged = drafter.keeps_texts and any(rule.exact_ngram_size for rule in rules)
     # n-grams of other texts are looked up for likely drafts only
-    if not temperature or Draws.NONE in wanted or charged:
+    looks_up_ngrams = drafter.keeps_texts and any(rule.exact_ngram_size for rule in rules)
+    if not temperature or Draws.NONE in wanted or looks_up_ngrams:
         return Draws.NONE
     if Draws.CHAIN in wanted:
         return Draws.CHAIN

@@ -78,8 +78,8 @@ class DecodeState(Renamed):
     @property
     def asks_host(self) -> bool:
         """Whether the host computes something of a tree between its verification and its acceptance."""
-        charged = any(rule.exact_ngram_size for rule in self.rules)
-        return self.processors.contextual or charged and self.session.reads_other_texts
+        looks_up_ngrams = self.session.reads_other_texts and any(rule.exact_ngram_size for rule in self.rules)
+        return self.processors.contextual or looks_up_ngrams
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch, which ascend; drop or mask all others. Without any, the request has ended."""

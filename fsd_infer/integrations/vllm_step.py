@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fsd_infer.rules import RoundInput, Rule, RuleInputs, TokenHistory
-from fsd_infer.rules._walk import affordable
 from fsd_infer.rules.distributions import biased
 from fsd_infer.rules.texts import Markers
+from fsd_infer.rules.walk import affordable
 from fsd_infer.trees.tree import DraftTree
 
 
@@ -36,7 +36,7 @@ class SlotTexts(TokenHistory):
         self.lengths = states.total_len.gpu[slot].long()
 
     @property
-    def answered(self) -> Tensor:
+    def answer_lengths(self) -> Tensor:
         """[B]"""
         return self.lengths - self._states.prompt_len.gpu[self._slot].long()
 

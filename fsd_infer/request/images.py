@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlparse
 from transformers import BatchEncoding
 
 from fsd_core.errors import FsdError, foreign_errors
-from fsd_core.text.control import encode_hidden, encode_with_offsets, hidden
+from fsd_core.text.control import encode_escaped, encode_with_offsets, escaped
 from fsd_core.text.conversations import check_messages
 from fsd_core.text.encoding import render_turns
 from fsd_core.text.image_rows import PARTS, source_of
@@ -183,7 +183,7 @@ def encode_shown(
         if [turn["role"] for turn in checked] != ["user"]:
             raise FsdError("this tokenizer has no chat template. Give one user turn and nothing else.")
         marks = getattr(processor, "image_token", "<image>") * len(images)
-        return encode_marked(processor, marks + hidden(tokenizer, checked[0]["content"]), images)
+        return encode_marked(processor, marks + escaped(tokenizer, checked[0]["content"]), images)
     templated = [
         {**turn, "content": list(given["content"])} if has_images([given]) else turn
         for turn, given in zip(turns_for(tokenizer, checked, options), turns, strict=True)
@@ -208,7 +208,7 @@ def encode_marked(processor: Any, text: str, images: Sequence[Any]) -> Encoded:
 def encode_expanded(processor: Any, text: str, images: Sequence[Any]) -> tuple[str, list[int], dict[str, Any]]:
     """Return a text with the tokens of images in place of their marks, and what :func:`encode_marked` returns."""
     reader = copy.copy(processor)
-    reader.tokenizer = _Hidden(processor.tokenizer)
+    reader.tokenizer = _EscapedTokenizer(processor.tokenizer)
     with foreign_errors(FsdError, f"the processor rejects the prompt's {len(images)} images: {{why}}"):
         encoded = reader(text=[text], images=[list(images)] if images else None, return_tensors="pt")
     return reader.tokenizer.last, encoded["input_ids"][0].tolist(), dict(encoded)
@@ -226,7 +226,7 @@ class _Read(BatchEncoding):
         return next((at for at, (start, end) in enumerate(self._spans[row]) if start <= char < end), None)
 
 
-class _Hidden:
+class _EscapedTokenizer:
     """A tokenizer as processors call it, to which the escaped names of special tokens are text.
 
     ``last`` is the text it read last.
@@ -246,7 +246,7 @@ class _Hidden:
             if getattr(self._tokenizer, "is_fast", False):
                 row, places = encode_with_offsets(self._tokenizer, part, with_special)
             else:
-                row, places = encode_hidden(self._tokenizer, part, with_special), []
+                row, places = encode_escaped(self._tokenizer, part, with_special), []
             ids.append(row)
             spans.append(places)
         return _Read({"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}, spans)

@@ -135,7 +135,7 @@ def image_prompts(
     ]
 
 
-def place_drafts(session: DraftSession, cache: SlotCache, tokens: Tensor, shown: Sequence[ImagePrompt | None]) -> None:
+def place_images(session: DraftSession, cache: SlotCache, tokens: Tensor, shown: Sequence[ImagePrompt | None]) -> None:
     """Tell a drafter where prompts [B, M] with images place their tokens (M-RoPE), before it is given them.
 
     Args:

@@ -13,7 +13,7 @@ from fsd_core.divergence import Divergence, divergence, divergence_rows, expand_
 from fsd_core.errors import FsdError
 from fsd_core.former import Renamed
 from fsd_core.functional import wide
-from fsd_infer.rules.texts import TokenHistory, in_sentence, inside, repeats_ngram
+from fsd_infer.rules.texts import TokenHistory, in_phase, repeats_ngram, sentence_position
 from fsd_infer.rules.verification import RoundInput
 
 
@@ -41,7 +41,8 @@ class RuleInputs(Renamed):
         "regret": "logprob_gap", "chance": "accept_prob", "tested": "accept_prob_under", "known": "repeats_ngram",
         "draws": "has_drawn_child", "unsettled": "has_drawn_below", "total": "sum_children", "some": "any_child",
         "of_children": "over_children", "above": "at_parents", "entries": "draft_entries",
-        "places": "draft_index", "coin": "uniform",
+        "places": "draft_index", "coin": "uniform", "best": "topk_log_p", "answered": "answer_position",
+        "in_sentence": "sentence_position", "inside": "in_phase",
     }  # fmt: skip
 
     def __init__(self, round: RoundInput) -> None:
@@ -105,7 +106,7 @@ class RuleInputs(Renamed):
         """-Σ p ln p in nats at contexts with children."""
         return functional.row_entropy(self.round.scores, self.tree.has_children)
 
-    def best(self, k: int) -> Tensor:
+    def topk_log_p(self, k: int) -> Tensor:
         """[B, N, k] ln p of the k likeliest tokens in descending order, at contexts with children. k is at most V."""
         k = min(k, self.round.scores.shape[-1])
         return functional.topk_logprobs(self.round.scores, k, self.tree.has_children)[0]
@@ -265,20 +266,20 @@ class RuleInputs(Renamed):
         return self._repeats[n]
 
     @property
-    def answered(self) -> Tensor:
+    def answer_position(self) -> Tensor:
         """Number of the answer's tokens before the one that is drawn at each context."""
-        return self.texts.answered[:, None] + self.tree.depths
+        return self.texts.answer_lengths[:, None] + self.tree.depths
 
     @cached_property
-    def in_sentence(self) -> Tensor:
+    def sentence_position(self) -> Tensor:
         """Number of the sentence's tokens before the one that is drawn at each context."""
-        return in_sentence(self.texts, self.tree)
+        return sentence_position(self.texts, self.tree)
 
-    def inside(self, phase: str) -> Tensor:
+    def in_phase(self, phase: str) -> Tensor:
         """bool; whether the token after the context is in a phase, see :mod:`fsd_infer.rules.texts`."""
         if phase not in self.texts.markers:
             raise FsdError(f"only_in={phase}: the texts have no markers for it; pass them to TokenHistory.")
-        return inside(self.texts, self.tree, *self.texts.markers[phase])
+        return in_phase(self.texts, self.tree, *self.texts.markers[phase])
 
     def non_finite(self, reads_q: bool) -> dict[str, Tensor]:
         """Return by source, [B, N] bool, whether logits are NaN, +inf or all -inf; see :attr:`Verdict.faults`.

@@ -90,7 +90,7 @@ class Relaxed(LossyRule):
     def output(self, inputs: RuleInputs) -> OutputDistribution:
         if self.k == 0:
             return OutputDistribution.target(inputs)
-        best = inputs.best(self.k)
+        best = inputs.topk_log_p(self.k)
         p_max = best[..., 0].exp()
         near_best = (p_max * self.delta if self.relative else (p_max - self.delta).clamp_min(0.0)).log()
         return OutputDistribution.passing(inputs, torch.maximum(best[..., -1], near_best))
@@ -193,7 +193,7 @@ class Fly(LossyRule):
         self.check_greedy(inputs)
         agrees = inputs.logprob_gap == 0
         run = best_path(inputs.tree.ancestors, torch.ones_like(inputs.logprob_gap), agrees)
-        log_p = inputs.best(3)
+        log_p = inputs.topk_log_p(3)
         unsure = -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1) >= self.entropy
         logit_bias = torch.zeros_like(run).masked_fill(run >= self.window - 1, math.inf)
         return OutputDistribution.biased(inputs, logit_bias).where(unsure & ~inputs.any_child(agrees))
@@ -258,7 +258,7 @@ class Mars(LossyRule):
     def output(self, inputs: RuleInputs) -> OutputDistribution:
         if self.margin == 0:
             return OutputDistribution.target(inputs)
-        first, second = inputs.best(2).unbind(-1)
+        first, second = inputs.topk_log_p(2).unbind(-1)
         return OutputDistribution.passing(inputs, second.masked_fill(first - second >= self.margin, math.inf))
 
 

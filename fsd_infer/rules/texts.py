@@ -45,7 +45,7 @@ class TokenHistory(Renamed):
         lengths: [B] tokens of each text.
     """
 
-    former_members = {"ends": "sentence_ends"}
+    former_members = {"ends": "sentence_ends", "answered": "answer_lengths"}
 
     @former_keywords(ends="sentence_ends")
     def __init__(
@@ -78,7 +78,7 @@ class TokenHistory(Renamed):
         return self._buffer.gather(1, self.lengths[:, None] - 1)[:, 0]
 
     @property
-    def answered(self) -> Tensor:
+    def answer_lengths(self) -> Tensor:
         """[B] tokens of each answer so far, on the device."""
         return self.lengths - self._prompted
 
@@ -205,7 +205,7 @@ def _last_marks(texts: TokenHistory, tree: DraftTree, is_mark: Callable[[Tensor]
     return of_text, (tree.ancestors * (depths * is_mark(tree.tokens))[:, None]).amax(-1)
 
 
-def inside(texts: TokenHistory, tree: DraftTree, opening: int, closing: int) -> Tensor:
+def in_phase(texts: TokenHistory, tree: DraftTree, opening: int, closing: int) -> Tensor:
     """[B, N] bool; whether the token after each node is in the phase."""
     text_opened, opened = _last_marks(texts, tree, lambda tokens: tokens == opening)
     text_closed, closed = _last_marks(texts, tree, lambda tokens: tokens == closing)
@@ -234,7 +234,7 @@ def sentence_ends_of(rules: Sequence[Any], tokenizer: Any, device: torch.device 
     return to_device(sentence_ends(tokenizer.get_vocab()), torch.device(device))
 
 
-def in_sentence(texts: TokenHistory, tree: DraftTree) -> Tensor:
+def sentence_position(texts: TokenHistory, tree: DraftTree) -> Tensor:
     """[B, N] tokens of the sentence before the one after each node. Raises FsdError if the texts have no ends."""
     if texts.sentence_ends is None:
         raise FsdError("lead: the texts know no ends of sentences; pass them to TokenHistory.")

@@ -45,13 +45,13 @@ class Pause:
         self.rounds = self.attempt = 0
 
     def max_loss(self, batch: int) -> float:
-        """Return how many tokens the next round may be expected to lose by that: more than 0 if it may attempt it."""
+        """Return how many tokens the next round may be expected to lose: more than 0 if it may attempt again."""
         return math.inf if 0 < self.attempt < ATTEMPT else ATTEMPTS_SHARE * self.rounds * batch / ATTEMPT
 
-    def note(self, went: bool, loss: float, counts: bool = True) -> None:
-        """Note whether the round did so. ``counts``: whether a round that did not is one of a pause."""
-        self.attempt = self.attempt + 1 if went and loss > 0.0 else 0
-        self.rounds = 0 if went else self.rounds + counts
+    def note(self, used: bool, loss: float, counts: bool = True) -> None:
+        """Note whether a round used it, at this expected loss. ``counts``: a round without it is one of a pause."""
+        self.attempt = self.attempt + 1 if used and loss > 0.0 else 0
+        self.rounds = 0 if used else self.rounds + counts
 
 
 class GraftWorth:

@@ -27,7 +27,7 @@ from fsd_infer.engine.beams.sampling import draw, dynamic_width, width_probabili
 from fsd_infer.engine.beams.search import Draw, Hypothesis, Search, SearchParameters
 from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.request.processors import TreeProcessors
-from fsd_infer.request.prompts import check_image_inputs, check_prompts, image_prompts, place_drafts, read_prompts
+from fsd_infer.request.prompts import check_image_inputs, check_prompts, image_prompts, place_images, read_prompts
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
 
@@ -159,7 +159,7 @@ class _Beams:
         tokens, lengths = padded(prompts), torch.tensor([len(prompt) for prompt in prompts])
         shown = image_prompts(self.target, tokens, lengths, self.request.image_inputs)
         features, logits = read_prompts(self.target, self.cache, tokens, lengths, shown=shown)
-        place_drafts(self.session, self.cache, tokens, shown)
+        place_images(self.session, self.cache, tokens, shown)
         self.roots = to_device(lengths - 1, self.device)
         if tokens.shape[1] > 1:  # a head reads a token with the feature before it
             self.session.extend(to_device(tokens[:, 1:], self.device), features[:, :-1], self.roots.clone())
