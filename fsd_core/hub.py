@@ -147,25 +147,22 @@ class _Guard:
             self._check_names(host, response)
         return response
 
-    def _asked(self, request: Any, options: dict[str, Any], host: str) -> Any:
-        """Return the answer to a request that may be repeated."""
-        for is_last in (False, True):
-            if host in self.silent:
-                break
-            try:
-                return self.send(request, **options)
-            except _http.ProxyError:
-                raise
-            except _http.TransportError as error:
-                reason = shortened(error, 120)
-                if is_last:
-                    self.silent.add(host)
-                    logger.warning("%s does not answer (%s): only the cache is used.", host, reason)
-                else:
-                    time.sleep(1)
-        else:
-            raise OfflineModeIsEnabled(f"{host} does not answer: {reason}")
-        raise OfflineModeIsEnabled(f"{host} does not answer")
+    def _asked(self, request: Any, options: dict[str, Any], host: str, is_last: bool = False) -> Any:
+        """Return the answer to a request that may be repeated, once."""
+        if host in self.silent:
+            raise OfflineModeIsEnabled(f"{host} does not answer")
+        try:
+            return self.send(request, **options)
+        except _http.ProxyError:
+            raise
+        except _http.TransportError as error:
+            reason = shortened(error, 120)
+        if not is_last:
+            time.sleep(1)
+            return self._asked(request, options, host, is_last=True)
+        self.silent.add(host)
+        logger.warning("%s does not answer (%s): only the cache is used.", host, reason)
+        raise OfflineModeIsEnabled(f"{host} does not answer: {reason}")
 
     def _check_status(self, request: Any, response: Any) -> None:
         """Raise what the client would raise after more and longer waits."""

@@ -71,13 +71,13 @@ def test_threads_come_and_go_with_the_neighbours(monkeypatch: pytest.MonkeyPatch
 
 
 def test_looks_of_this_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = cores.look()
+    found = cores.cpu_times()
     if sys.platform == "linux":
         assert found is not None and found.used > 0 and found.own > 0
     for text in ("", "cpu0 1 2 x", "cpu0 1"):
         (tmp_path / "stat").write_text(text)
         monkeypatch.setattr(cores, "_COUNTS", tmp_path / "stat")
-        found = cores.look()
+        found = cores.cpu_times()
         assert found is None or found.used == 0
 
 
@@ -150,7 +150,7 @@ def test_answers_are_the_same_while_threads_change(options: dict[str, object], b
         return look()
 
     look = busy.__call__
-    cores.of_process()._look = turns
+    cores.of_process()._read_times = turns
     assert answer() == expected and len(set(sizes)) == 2
 
 

@@ -89,7 +89,7 @@ def test_the_largest_are_kept_as_transformers_does_it(columns: int, count: int) 
     scores[0, 3] = torch.arange(columns) / 256
     before = scores.clone()
     processors = LogitsProcessorList([TopKLogitsWarper(count, filter_value=-7.0)])
-    found = TreeProcessors(processors).context_free(scores)
+    found = TreeProcessors(processors).process_context_free(scores)
     assert torch.equal(found, torch.stack([processors[0](None, row) for row in scores]))  # type: ignore[arg-type]
     assert torch.equal(scores, before)
     scores[1, 0, columns // 2] = torch.nan

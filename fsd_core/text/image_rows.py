@@ -15,7 +15,7 @@ from fsd_core.text.conversations import IMAGES, TEXTS, Message, role_of
 from fsd_core.text.image_marks import MAX_IMAGES, check_unmarked, has_mark, joined_parts, split_parts
 from fsd_core.text.row_check import RowFields
 
-PARTS = ("image", "image_url")  # types of parts that hold an image
+_PARTS = ("image", "image_url")  # types of parts that hold an image
 _SOURCES = ("image", "url", "path", "base64", "image_url")  # fields of such parts
 _TALKS = ("messages", "conversations", "conversation", "prompt")  # fields that may hold turns
 # LLaVA's mark in a text, with the line break that parts it from the question
@@ -36,19 +36,21 @@ def has_row_images(row: Mapping[str, Any]) -> bool:
     """Whether a row has images, in a column or as parts of its turns."""
     values = dict(row)  # so that looking does not count as reading
     talks = [turn for name in _TALKS for turn in _turns(values.get(name))]
-    return any(values.get(name) for name in IMAGES) or any(_is_image(part) for turn in talks for part in _parts(turn))
+    return any(values.get(name) for name in IMAGES) or any(is_image(part) for turn in talks for part in parts_of(turn))
 
 
-def _turns(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+def _turns(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else ()
 
 
-def _parts(turn: Any) -> list[Any]:
-    return _turns(turn.get("content")) if isinstance(turn, Mapping) else []
+def parts_of(turn: Any) -> Sequence[Any]:
+    """Return the parts of an unchecked turn's content; none if that is text alone."""
+    return _turns(turn.get("content")) if isinstance(turn, Mapping) else ()
 
 
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in PARTS
+def is_image(part: Any) -> bool:
+    """Whether an unchecked part of a turn holds an image."""
+    return isinstance(part, Mapping) and part.get("type") in _PARTS
 
 
 def take_images(row: Mapping[str, Any], folder: Path) -> tuple[RowFields, list[Any]]:
@@ -102,13 +104,13 @@ def _placed(source: Any, folder: Path) -> Any:
 
 def _marked_turns(turns: Sequence[Any], waiting: list[Any], taken: list[Any]) -> list[Any]:
     """Return turns with marks; images go from ``waiting`` and from parts to ``taken``."""
-    with_parts = any(_is_image(part) for turn in turns for part in _parts(turn))
+    with_parts = any(is_image(part) for turn in turns for part in parts_of(turn))
     places = 0 if with_parts else sum(len(_PLACE.findall(_text_of(turn))) for turn in turns)
     if places and places != len(waiting):
         raise DataError(f"the texts have <image> {places} times, and the row has {len(waiting)} images.")
     result = []
     for number, turn in enumerate(turns):
-        if any(_is_image(part) for part in _parts(turn)):
+        if any(is_image(part) for part in parts_of(turn)):
             if role_of(turn) != "user":
                 raise DataError(f"turn {number} ({role_of(turn)}) has an image. Only turns of users show images.")
             turn = {**turn, "content": _marked_parts(turn["content"], waiting, taken)}
@@ -146,7 +148,7 @@ def _marked_parts(content: Sequence[Any], waiting: list[Any], taken: list[Any]) 
     """Return the text of a content of texts and images."""
     parts: list[str | int] = []
     for part in content:
-        if _is_image(part):
+        if is_image(part):
             source = source_of(part)
             if source is None and not waiting:
                 raise DataError("more image parts that name no image than images. Give one image for each.")

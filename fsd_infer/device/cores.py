@@ -2,7 +2,7 @@
 
 OpenMP's threads spin for each other at every barrier. Where another process takes one's core, all of them wait for it,
 and the speed falls to a fourth or less. With a thread less, each has a core of its own. So a request looks a few times
-a second at how busy other processes keep its cores. A look costs some 0.05 ms. FSD_THREADS=fixed leaves the threads as
+a second at how busy other processes keep its cores, which costs some 0.05 ms. FSD_THREADS=fixed leaves the threads as
 asked.
 """
 
@@ -28,8 +28,8 @@ from fsd_core.functional import is_host
 
 logger = logging.getLogger(__name__)
 
-SECONDS = 0.15  # between two looks
-STALE = 2.0  # seconds after which a look is too old to compare with
+SECONDS = 0.15  # between two readings
+STALE = 2.0  # seconds after which a reading is too old to compare with
 UNNOTICED = 0.35  # cores that others may take unnoticed; a process that shares a core with a spinning thread gets half
 _COUNTS = Path("/proc/stat")
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # units of /proc/stat in a second
@@ -51,7 +51,7 @@ class CpuTimes:
     own: float
 
 
-def look() -> CpuTimes | None:
+def cpu_times() -> CpuTimes | None:
     """Read the system's counts; None where there are none, as outside of Linux."""
     try:
         cores = {f"cpu{number}" for number in os.sched_getaffinity(0)}
@@ -63,7 +63,7 @@ def look() -> CpuTimes | None:
 
 
 def cores_taken(before: CpuTimes, after: CpuTimes) -> float:
-    """Return how many cores other processes kept busy between two looks."""
+    """Return how many cores other processes kept busy between two readings."""
     return max(0.0, (after.used - before.used - after.own + before.own) / (after.at - before.at))
 
 
@@ -77,14 +77,16 @@ class Cores:
     """The cores of this process, as all of its requests see them.
 
     Args:
-        look: reads the counts.
+        read_times: reads the counts.
         count: how many cores there are.
     """
 
-    def __init__(self, look: Callable[[], CpuTimes | None] = look, count: Callable[[], int] | None = None) -> None:
-        self._look, self._count = look, count or _own_cores
+    def __init__(
+        self, read_times: Callable[[], CpuTimes | None] = cpu_times, count: Callable[[], int] | None = None
+    ) -> None:
+        self._read_times, self._count = read_times, count or _own_cores
         self._lock = threading.Lock()
-        self._last, self._taken, self._requests, self._said = look(), 0.0, 0, False
+        self._last, self._taken, self._requests, self._said = read_times(), 0.0, 0, False
 
     def threads(self, asked: int) -> int:
         """Return how many threads a request gets that asks for some. Requests side by side share the cores."""
@@ -92,8 +94,8 @@ class Cores:
             return asked
         with self._lock:
             if self._last is not None and time.monotonic() - self._last.at >= SECONDS:
-                now = self._look()
-                if now is not None:  # a look of long ago says nothing of now
+                now = self._read_times()
+                if now is not None:  # times of long ago say nothing of now
                     self._taken = cores_taken(self._last, now) if now.at - self._last.at <= STALE else 0.0
                 self._last = now
             free = free_threads(asked, self._count(), self._taken)

@@ -1,6 +1,6 @@
 """The loop's own callbacks, in the order in which they are called.
 
-:class:`Stopping` ends answers, :class:`PhaseTimer` times the phases, :class:`Recorder` keeps the records,
+:class:`Stopping` ends answers, :class:`PhaseTimer` times the phases, :class:`RecordUpdate` keeps the answers' records,
 :class:`Prefixes` keeps texts, a caller's callbacks follow, :class:`Streaming` among them, and then :class:`TreeUpdate`
 teaches the choice of trees.
 """
@@ -103,8 +103,8 @@ class PhaseTimer(Callback):
         return self.clock.seconds - self.prefill_seconds if self.prefill_seconds else 0.0
 
 
-class Recorder(Callback):
-    """Keeps the records of all answers.
+class RecordUpdate(Callback):
+    """Adds what a round emitted to the records of the answers.
 
     Args:
         records: records of all answers.

@@ -148,7 +148,7 @@ class RequestPlan:
             batch=self.rows,
             cache_slots=self.drafter_slots,
             greedy=request.greedy,
-            process=self.processors.of_drafts if self.processors.is_needed else None,
+            process=self.processors.process_draft_logits if self.processors.is_needed else None,
             generator=generator,
             device=self.target.device,
             draft_bonus=self.draft_bonus,

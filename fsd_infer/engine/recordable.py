@@ -65,7 +65,7 @@ class RecordableRound:
     Attributes:
         state: state of the batch.
         tree: what the session has drafted; None: it drafts in the recorded round.
-        inputs: inputs of the first part: what a recordable session's host found, or the tree's tensors.
+        inputs: inputs of the first part: what a recordable session computed on the host, or the tree's tensors.
         key: rounds of one key have tensors of the same shapes.
     """
 

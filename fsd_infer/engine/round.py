@@ -201,9 +201,9 @@ class VerifiedTree:
             if isinstance(question, int):
                 self._answers[question] = state.session.seen_ngrams(self.tree, question)
             elif question == "scores":
-                self._answers[question] = processors.nodes(self.raw_logits, self.tree, self._texts, rows)
+                self._answers[question] = processors.process_nodes(self.raw_logits, self.tree, self._texts, rows)
             else:
-                self._answers[question] = processors.drafts(self.tree, vocabulary, self._texts, rows)
+                self._answers[question] = processors.process_drafts(self.tree, vocabulary, self._texts, rows)
         return self._answers[question]
 
     def answers(self) -> dict[Question, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer.engine.callback import Callback
-from fsd_infer.engine.callbacks import PhaseTimer, Prefixes, Recorder, Stopping, TreeUpdate
+from fsd_infer.engine.callbacks import PhaseTimer, Prefixes, RecordUpdate, Stopping, TreeUpdate
 from fsd_infer.engine.plan import RequestPlan
 from fsd_infer.engine.report import RoundReport
 from fsd_infer.engine.state import DecodeState
@@ -36,7 +36,7 @@ class RequestTracker:
         self.plan, self.state, self.timer = plan, state, timer
         self.request, self.prompts, self.records = request, plan.prompts, [RowRecord() for _ in request.prompts]
         self.callbacks: list[Callback] = [
-            Stopping(request, self.records, plan.limits), timer, Recorder(self.records, timer)
+            Stopping(request, self.records, plan.limits), timer, RecordUpdate(self.records, timer)
         ]  # fmt: skip
         self.prefixes: Prefixes | None = None
         if target.prefixes is not None and request.generator is None:  # a seeded answer repeats, to its last bit
@@ -52,8 +52,8 @@ class RequestTracker:
         self.overlaps = state.live is not None and state.session.is_recordable and not needs_report
         for callback in self.callbacks:
             callback.on_start(state)
-        phases = [callback.on_phase for callback in self.callbacks]  # after on_start, which may set it
-        self._on_phase = [tell for tell in phases if getattr(tell, "__func__", None) is not Callback.on_phase]
+        methods = [callback.on_phase for callback in self.callbacks]  # after on_start, which may set it
+        self._on_phase = [method for method in methods if getattr(method, "__func__", None) is not Callback.on_phase]
 
     def history(self) -> list[Tensor | None]:
         """Return the tokens before each row's root, on the CPU, as ``generate`` would pass them to processors.
@@ -78,8 +78,8 @@ class RequestTracker:
 
     def on_phase(self, phase: str) -> None:
         """Tell the callbacks that watch phases that one has ended."""
-        for tell in self._on_phase:
-            tell(phase)
+        for method in self._on_phase:
+            method(phase)
 
     def on_round(self, report: RoundReport) -> None:
         """Tell the callbacks of a round, and drop the rows that it finishes."""

@@ -139,7 +139,7 @@ class GuideProcessor:
         bits = [follower.masks(text, [0], [0])[0] for text in input_ids[:, self.start :].tolist()]
         return _masked(scores, np.stack(bits))
 
-    def nodes(self, scores: Tensor, trees: Trees, texts: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor:
+    def mask_nodes(self, scores: Tensor, trees: Trees, texts: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor:
         """Mask the scores at every node of draft trees, [B, N, V].
 
         Args:

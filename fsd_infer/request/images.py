@@ -17,7 +17,7 @@ from fsd_core.errors import FsdError, foreign_errors
 from fsd_core.text.control import encode_escaped, encode_with_offsets, escaped
 from fsd_core.text.conversations import check_messages
 from fsd_core.text.encoding import render_turns
-from fsd_core.text.image_rows import PARTS, source_of
+from fsd_core.text.image_rows import is_image, parts_of, source_of
 from fsd_core.text.templates import turns_for
 
 MAX_PIXELS = 1 << 26  # of an image, which a small file may hold
@@ -96,7 +96,7 @@ def _decoded(data: bytes, where: str) -> Any:
 
 def has_images(messages: Iterable[Any]) -> bool:
     """Whether messages have parts that hold images."""
-    return any(_kind(part) in PARTS for turn in messages for part in _parts(turn))
+    return any(is_image(part) for turn in messages for part in parts_of(turn))
 
 
 def split_images(
@@ -119,7 +119,7 @@ def split_images(
         FsdError: an image that cannot be read, another number of images than of parts that name none, or parts of
             another type.
     """
-    places = sum(_kind(part) in PARTS and source_of(part) is None for turn in messages for part in _parts(turn))
+    places = sum(is_image(part) and source_of(part) is None for turn in messages for part in parts_of(turn))
     if images and not places:
         messages, places = _with_places(messages, len(images)), len(images)
     if places > len(images):
@@ -129,11 +129,11 @@ def split_images(
     turns, opened, left = list[dict[str, Any]](), list[Any](), iter(images)
     for turn in messages:
         parts: list[dict[str, Any]] = []
-        for part in _parts(turn):
+        for part in parts_of(turn):
             if _kind(part) == "text":
                 parts.append({"type": "text", "text": part.get("text")})
                 continue
-            if _kind(part) not in PARTS:
+            if not is_image(part):
                 raise FsdError(f"a part of the type {_kind(part)!r:.40}: parts are of the types text and image.")
             source = source_of(part)
             opened.append(sources.open(next(left) if source is None else source))
@@ -148,14 +148,9 @@ def _with_places(messages: Sequence[Mapping[str, Any]], count: int) -> list[Mapp
     if not users:
         raise FsdError("images need a user turn that shows them.")
     last = messages[users[-1]]
-    parts = _parts(last) or [{"type": "text", "text": last.get("content")}]
+    parts = parts_of(last) or [{"type": "text", "text": last.get("content")}]
     shown = {**last, "content": [*[{"type": "image"}] * count, *parts]}
     return [*messages[: users[-1]], shown, *messages[users[-1] + 1 :]]
-
-
-def _parts(turn: Any) -> Sequence[Any]:
-    content = turn.get("content") if isinstance(turn, Mapping) else None
-    return content if isinstance(content, (list, tuple)) else ()
 
 
 def _kind(part: Any) -> Any:
@@ -193,7 +188,7 @@ def encode_shown(
 
 def _text_of(turn: Mapping[str, Any]) -> Any:
     """Return a turn's content as text; a blank for a turn of images alone."""
-    parts = _parts(turn)
+    parts = parts_of(turn)
     texts = [part.get("text") for part in parts if _kind(part) == "text"]
     if not parts or not all(isinstance(text, str) for text in texts):
         return turn.get("content")

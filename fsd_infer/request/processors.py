@@ -23,6 +23,7 @@ from fsd_core.tensors import to_device
 from fsd_infer.request.guide import GuideProcessor
 from fsd_infer.trees.tree import DraftTree
 
+Texts = Sequence[Tensor | None]  # per row the token ids before the root; None: the row emits nothing
 # Processors that read the scores alone: one call serves all nodes. Any other gets each node's own context.
 _CONTEXT_FREE = frozenset(
     """
@@ -83,16 +84,16 @@ class TreeProcessors:
         held = self._free if self.contextual else self.processors
         return self.contextual, tuple((type(processor), *_values(vars(processor))) for processor in held)
 
-    def context_free(self, logits: Tensor) -> Tensor:
+    def process_context_free(self, logits: Tensor) -> Tensor:
         """Process scores [..., V] by the context-free processors alone."""
         return _context_free(self._free, logits)
 
-    def of_drafts(self, logits: Tensor) -> Tensor:
+    def process_draft_logits(self, logits: Tensor) -> Tensor:
         """Process a drafter's logits [..., Vd] by what depends neither on the text nor on ids, to draw drafts."""
         free = [p for p in self._free if type(p).__name__ not in _OF_IDS]
         return _context_free(free, logits)
 
-    def nodes(self, logits: Tensor, tree: DraftTree, texts: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor:
+    def process_nodes(self, logits: Tensor, tree: DraftTree, texts: Texts, rows: Sequence[int]) -> Tensor:
         """Return the target's processed scores at every node.
 
         Args:
@@ -110,14 +111,12 @@ class TreeProcessors:
             if type(processor).__name__ in _CONTEXT_FREE:
                 scores = _context_free([processor], scores)
             elif isinstance(processor, GuideProcessor):
-                scores = processor.nodes(scores, tree.nodes, texts, rows)
+                scores = processor.mask_nodes(scores, tree.nodes, texts, rows)
             else:
                 scores = self._by_level(processor, scores, tree, texts, rows)
         return scores
 
-    def _by_level(
-        self, processor: Any, scores: Tensor, tree: DraftTree, texts: Sequence[Tensor | None], rows: Sequence[int]
-    ) -> Tensor:
+    def _by_level(self, processor: Any, scores: Tensor, tree: DraftTree, texts: Texts, rows: Sequence[int]) -> Tensor:
         """Scores at every node through one processor, which takes texts of one length: the nodes of one depth."""
         result = torch.empty_like(scores)
         for row, (text, asked, *nodes) in enumerate(zip(texts, rows, *tree.nodes, strict=True)):
@@ -131,18 +130,18 @@ class TreeProcessors:
                 result[row, index] = _processed(of_row, to_device(context, scores.device), scores[row, index])
         return result
 
-    def texts(self, scores: Tensor, texts: Tensor, row: int) -> Tensor:
+    def process_texts(self, scores: Tensor, texts: Tensor, row: int) -> Tensor:
         """Process scores [M, V] of texts [M, T] that all continue one row of the request."""
         return _processed([self._of_row(p, row, len(texts)) for p in self.processors], texts, scores)
 
-    def drafts(self, tree: DraftTree, vocab_size: int, texts: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor:
+    def process_drafts(self, tree: DraftTree, vocab_size: int, texts: Texts, rows: Sequence[int]) -> Tensor:
         """Return the drafter's processed scores at nodes with q, [B, I, V]; -inf outside the draft vocabulary."""
         q_logits = expand_draft(tree.q_logits.float(), tree.draft_ids, vocab_size)
         if not self.contextual:
-            return self.context_free(q_logits) if self.processors else q_logits
+            return self.process_context_free(q_logits) if self.processors else q_logits
         # processors take scores at every node: nodes without q borrow any, and only those with q are read back
         own = tree.q_index.clamp_min(0)[..., None].expand(-1, -1, vocab_size)
-        processed = self.nodes(q_logits.gather(1, own), tree, texts, rows)
+        processed = self.process_nodes(q_logits.gather(1, own), tree, texts, rows)
         count = q_logits.shape[1]
         q_row = torch.where(tree.q_index >= 0, tree.q_index, count)[..., None].expand_as(processed)
         return torch.nn.functional.pad(q_logits, (0, 0, 0, 1)).scatter(1, q_row, processed)[:, :count]

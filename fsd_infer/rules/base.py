@@ -1,4 +1,4 @@
-"""What a rule is, a name, parameters and a distribution: the exact rule, the base classes, and the verdict by rules."""
+"""Acceptance rules: their base classes, the exact rule, and the verdict on a round by the rules of its rows."""
 
 from __future__ import annotations
 

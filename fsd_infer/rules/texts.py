@@ -1,4 +1,4 @@
-"""The texts so far, prompt and answer, as rules see them: known n-grams, phases, and sentences.
+"""The texts so far, prompt and answer, as rules see them: repeated n-grams, phases, and sentences.
 
 A phase is the span between two marker tokens. A rule with ``only_in`` is lossy inside a phase alone. ``think`` names
 the spans between ``<think>`` and ``</think>``, ``OPENING..CLOSING`` any other pair. A token is in a phase if the last

@@ -149,7 +149,7 @@ class _Beams:
         rows = enumerate(zip(prompts, limits, strict=True))
         self.all_searches = [Search(self.parameters, prompt, limit, row, seed + row) for row, (prompt, limit) in rows]
         self.searches = list(self.all_searches)
-        self.planner = Planner(self.parameters, options, self.session, self.look, self.list_size)
+        self.planner = Planner(self.parameters, options, self.session, self.list_likely, self.list_size)
 
     # a round ---------------------------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class _Beams:
     def advance(self, frontier: Frontier, features: Tensor) -> None:
         """Take all possible steps; drop the nodes that no beam needs any more, and finished searches."""
         for search in self.searches:
-            search.advance(self.look)
+            search.advance(self.list_likely)
         frontier.likely = [[successor.likely for successor in search.successors] for search in self.searches]
         room = self.slots - self.planner.nodes - self.beams  # for the nodes of the next round
         pruned = [search.prune(room) for search in self.searches]
@@ -256,7 +256,7 @@ class _Beams:
                 new = range(frontier.read[row], search.read)
                 self._list(search, new, values[row, : len(new)], tokens[row, : len(new)])
 
-    def look(self, search: Search, nodes: Sequence[int]) -> None:
+    def list_likely(self, search: Search, nodes: Sequence[int]) -> None:
         """Set ``likely`` and ``rest`` of nodes of one depth that the target has read."""
         unseen = [node for node in nodes if search.successors[node].likely is None]
         if unseen:
@@ -295,9 +295,9 @@ class _Beams:
         if not self.processors.is_needed:
             return scores
         if not self.processors.contextual:
-            return self.processors.context_free(scores)
+            return self.processors.process_context_free(scores)
         texts = self._texts(search.row, [search.text(node) for node in nodes])
-        return self.processors.texts(scores, texts, search.row)
+        return self.processors.process_texts(scores, texts, search.row)
 
     def _texts(self, row: int, texts: Sequence[Sequence[int]]) -> Tensor:
         """Return a prompt followed by each of M texts of one length, [M, T], as ``generate`` would."""

@@ -24,7 +24,7 @@ class Planner:
         parameters: the request's parameters.
         options: with ``depth`` and ``spread``.
         session: the drafter's.
-        look: ``look(search, nodes)`` lists ``likely`` of nodes that the target has read.
+        list_likely: ``list_likely(search, nodes)`` lists ``likely`` of nodes that the target has read.
         list_size: how many successors of a node are listed.
     """
 
@@ -33,11 +33,11 @@ class Planner:
         parameters: SearchParameters,
         options: BeamOptions,
         session: DraftSession,
-        look: Callable[[Search, Sequence[int]], None],
+        list_likely: Callable[[Search, Sequence[int]], None],
         list_size: int,
     ) -> None:
         self.parameters, self.options, self.session = parameters, options, session
-        self.look, self.list_size = look, list_size
+        self.list_likely, self.list_size = list_likely, list_size
         self.nodes = options.most_nodes(parameters.beams)
 
     def plan(self, searches: Sequence[Search], frontier: Frontier) -> None:
@@ -63,7 +63,7 @@ class Planner:
     def _ask(self, searches: Sequence[Search], frontier: Frontier, frontiers: Sequence[Sequence[Beam]]) -> None:
         """List what is likely after all these nodes, by the target or by the drafter."""
         for search, beams in zip(searches, frontiers, strict=True):
-            self.look(search, [beam.node for beam in beams if beam.node < search.read])
+            self.list_likely(search, [beam.node for beam in beams if beam.node < search.read])
         unread = [
             [beam.node for beam in beams if beam.node >= search.read]
             for search, beams in zip(searches, frontiers, strict=True)

@@ -184,11 +184,11 @@ class Search:
 
     # steps
 
-    def advance(self, look: Callable[[Search, Sequence[int]], None]) -> None:
-        """Take all steps that the target's reading allows; ``look`` lists what is likely after nodes."""
+    def advance(self, list_likely: Callable[[Search, Sequence[int]], None]) -> None:
+        """Take all steps that the target's reading allows; ``list_likely`` lists what is likely after nodes."""
         self.settled = self.length
         while not self.done:
-            look(self, [beam.node for beam in self.live if beam.node < self.read])
+            list_likely(self, [beam.node for beam in self.live if beam.node < self.read])
             if not self.step():
                 break
 
