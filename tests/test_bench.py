@@ -22,7 +22,7 @@ from fsd_bench.runner import partial_path
 from fsd_bench.runs import RunFile, Trial, read_run
 from fsd_bench.settings import RunOptions
 from fsd_bench.sweep.settings import SweepOptions
-from fsd_core.console import TerminatedError
+from fsd_core.console import TerminatedError, terminable
 from fsd_core.files import jsonable
 from fsd_infer import FsdError, Target, TreeShape
 from fsd_infer.trees import policy
@@ -174,7 +174,7 @@ def test_a_stop_says_what_is_kept(
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, at_start))
     for runs in (0, 1):
         file = RunFile(tmp_path / "r.jsonl", "bench", {}, {job: 1}, advice=("add --resume", "another name"))
-        with pytest.raises(error), file.kept():
+        with pytest.raises(error), terminable(), file.kept():
             for _ in range(runs):
                 file.add(job, TimedRun(1.0, 0.1, [MeasuredAnswer([1], 1, 1)], {}))
             signal.raise_signal(number)

@@ -189,11 +189,12 @@ def best_fit(lengths: Sequence[int], size: int, order: Sequence[int]) -> list[li
 
 
 def outlive_signals(worker: int = 0) -> None:
-    """Let a data worker end with its parent alone, which finishes a step after Ctrl-C or a scheduler's SIGTERM.
+    """Let a data worker end with its parent alone, which finishes a step after Ctrl-C, SIGHUP or a scheduler's SIGTERM.
 
-    Both come to all processes of a run. Without workers the step would have no batch.
+    They come to all processes of a run. Without workers the step would have no batch.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     if not hasattr(signal, "sigwaitinfo"):  # as on macOS
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         return
@@ -204,6 +205,19 @@ def outlive_signals(worker: int = 0) -> None:
         os._exit(0)
 
     threading.Thread(target=obey_parent, daemon=True).start()
+
+
+def _while_workers_live(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield batches. Raises DataError if a data worker was killed, as by the system when memory runs out."""
+    try:
+        yield from batches
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker (pid"):
+            raise
+        raise DataError(
+            f"{str(error).strip().rstrip('.')}, as when memory runs out. Lower data.num_workers (0: none) and give the "
+            "command again, which goes on from the newest checkpoint."
+        ) from error
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -246,7 +260,7 @@ class ResumableLoader(DataLoader[Any]):
             batches = super().__iter__()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for batch in batches:
+        for batch in _while_workers_live(batches):
             self._given += 1
             if self.order.shuffle:
                 batch["supervised"] = self._per_batch(self._given - 1)
