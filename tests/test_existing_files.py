@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,9 @@ def test_no_result_replaces_another_of_the_same_command(
 
 
 @pytest.mark.parametrize("name", ["pipe", "directory", "", "file/x", "a\0b", "x" * 300])
-def test_what_cannot_be_written_is_found_before_the_work(name: str, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_found_before_the_work(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And nothing but a file is ever replaced, which a rename onto a device would do."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "directory").mkdir()
@@ -72,6 +75,9 @@ def test_what_cannot_be_written_is_found_before_the_work(name: str, tmp_path: Pa
             write_text(tmp_path / name, "")
     assert writable(tmp_path / "new" / "record.json", "the record").parent.is_dir()
     assert bench(["sweep", "--prompts", "p", "--rules", "tilted", "--output", "."]) == BAD_INPUT
+    for words in ("regenerate --prompts p", "cache-features --data p"):
+        assert train([*words.split(), "--target", "no", "--output", f"{tmp_path}/file/x.jsonl"]) == BAD_INPUT
+        assert re.search(f"{tmp_path}/file/x.jsonl.* cannot be written", capsys.readouterr().err)
     with pytest.raises(OSError) as caught:  # it names the file, and not the draft beside it
         write_text(tmp_path / "none" / "record.json", "")
     assert caught.value.filename == str(tmp_path / "none" / "record.json")

@@ -207,19 +207,6 @@ def outlive_signals(worker: int = 0) -> None:
     threading.Thread(target=obey_parent, daemon=True).start()
 
 
-def _while_workers_live(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield batches. Raises DataError if a data worker was killed, as by the system when memory runs out."""
-    try:
-        yield from batches
-    except RuntimeError as error:
-        if not str(error).startswith("DataLoader worker (pid"):
-            raise
-        raise DataError(
-            f"{str(error).strip().rstrip('.')}, as when memory runs out. Lower data.num_workers (0: none) and give the "
-            "command again, which goes on from the newest checkpoint."
-        ) from error
-
-
 class ResumableLoader(DataLoader[Any]):
     """A DataLoader whose position Trainer stores in checkpoints, to resume with the next batch.
 
@@ -260,7 +247,7 @@ class ResumableLoader(DataLoader[Any]):
             batches = super().__iter__()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for batch in _while_workers_live(batches):
+        for batch in batches:
             self._given += 1
             if self.order.shuffle:
                 batch["supervised"] = self._per_batch(self._given - 1)
