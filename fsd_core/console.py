@@ -244,11 +244,15 @@ def _forgiving_streams() -> None:
 
 
 def _keep_traceback(program: str) -> str:
-    with tempfile.NamedTemporaryFile(
-        "w", prefix=program.replace(" ", "-") + "-", suffix=".txt", delete=False, encoding="utf-8", errors="replace"
-    ) as file:
-        traceback.print_exc(file=file)
-    return file.name
+    """Write the traceback to a file, and return its name, or to standard error if the disk is full."""
+    options: Any = {"suffix": ".txt", "delete": False, "encoding": "utf-8", "errors": "replace"}
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix=program.replace(" ", "-") + "-", **options) as file:
+            traceback.print_exc(file=file)
+        return file.name
+    except OSError:
+        traceback.print_exc()
+        return "the lines above"
 
 
 def run_parsed(program: str, args: argparse.Namespace) -> int:

@@ -257,6 +257,9 @@ def test_a_bug_keeps_its_traceback(
     assert err.startswith("fsd-train fit: unexpected TypeError: no way (a bug;") and err.count("\n") == 1
     file = Path(re.findall(r"is in (.*)\)", err)[0])
     assert file.parent == tmp_path and "raise error" in file.read_text()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    assert run("prog", raiser(TypeError("no"))) == UNEXPECTED  # type: ignore[arg-type]
+    assert "raise error" in (err := capsys.readouterr().err) and "traceback is in the lines above)" in err
     with pytest.raises(TypeError):
         run("prog", raiser(TypeError("no")), debug=True)  # type: ignore[arg-type]
 
