@@ -10,7 +10,7 @@ from typing import Any
 
 from fsd_core.console import needed
 from fsd_core.errors import FsdError
-from fsd_core.files import jsonable, usable_name, writable, write_json, write_text
+from fsd_core.files import jsonable, reserved, usable_name, writable, write_json, write_text
 from fsd_core.options import picked, set_threads, words
 from fsd_core.registry import read_float
 
@@ -134,15 +134,15 @@ def worth(args: argparse.Namespace) -> int:
     from fsd_bench.worth.run import worth as run_worth
     from fsd_infer.decoder.config import model_options
 
-    record = None if args.json is None else writable(args.json, "the record", args.overwrite)
     set_threads(args.threads)
     named = picked(args, "prompts temperature limit max_new_tokens raw seed strict")
     options = WorthOptions(rules=words(args.rules), **named, **model_options(args))
-    found, facts = run_worth(options, progress=True)
-    print(worth_text(found) if args.details else brief_text(found, options))
-    if record is not None:
-        write_json(record, jsonable(facts), indent=1)
-        print(f"record: {record}", file=sys.stderr)
+    with reserved(args.json, "the record", args.overwrite) as record:
+        found, facts = run_worth(options, progress=True)
+        print(worth_text(found) if args.details else brief_text(found, options))
+        if record is not None:
+            write_json(record, jsonable(facts), indent=1)
+            print(f"record: {record}", file=sys.stderr)
     return 0
 
 

@@ -113,9 +113,9 @@ def partial_path(json_path: str | Path, resume: bool, overwrite: bool) -> Path:
         raise FsdError(f"{final} is not a record of a benchmark and is not overwritten: give another name.")
     writable(final, "the record", overwrite or (resume and path.exists()))
     if not resume:
-        if len(read_lines(path, "bench") or []) > 1:
-            raise FsdError(f"{path} holds an unfinished run: add --resume to continue it, or delete it.")
         with alone(path):
+            if len(read_lines(path, "bench") or []) > 1:
+                raise FsdError(f"{path} holds an unfinished run: add --resume to continue it, or delete it.")
             path.unlink(missing_ok=True)  # it ended before its first run
     return path
 

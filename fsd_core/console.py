@@ -24,7 +24,6 @@ from fsd_core.registry import did_you_mean
 UNEXPECTED = 1  # an internal error
 BAD_INPUT = 2  # as argparse exits
 INTERRUPTED = 130  # as shells report it: 128 + SIGINT
-TERMINATED = 143  # 128 + SIGTERM
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 EXTRAS = {
     **dict.fromkeys(("scipy", "matplotlib"), "bench"),
@@ -45,7 +44,7 @@ def run(program: str, command: Callable[[], int | None], debug: bool = False) ->
     2, a line               bad input: an FsdError, a file that cannot be read or written, a package not installed
     1, a line               an internal error; the line names a file that holds the traceback
     130                     interrupted
-    143                     ended by SIGTERM within :func:`terminable`
+    143, 129                ended by SIGTERM or SIGHUP within :func:`terminable`
     141                     the reader of the output is gone
     ======================  ==========================================================================================
 
@@ -57,8 +56,8 @@ def run(program: str, command: Callable[[], int | None], debug: bool = False) ->
     _forgiving_streams()
     try:
         return int(command() or 0)
-    except TerminatedError:
-        return _say(program, "terminated", TERMINATED)
+    except TerminatedError as error:
+        return _say(program, str(error), 128 + error.number)
     except KeyboardInterrupt:
         return _say(program, "interrupted", INTERRUPTED)
     except BrokenPipeError:
@@ -77,24 +76,36 @@ def run(program: str, command: Callable[[], int | None], debug: bool = False) ->
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM came, which ends work as Ctrl-C does."""
+    """A signal came that ends work as Ctrl-C does: ``number``, SIGTERM or SIGHUP."""
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        super().__init__("terminated" if number == signal.SIGTERM else "the terminal is gone")
+        self.number = number
 
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Raise TerminatedError on SIGTERM within the block, unless it is handled already or this is another thread."""
-    usual = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    """Raise TerminatedError on the first SIGTERM or SIGHUP within the block, so that work is kept and children end.
+
+    Later ones are ignored: schedulers often send two. So are those that are handled or ignored already (nohup), and all
+    in another thread.
+    """
 
     def end(number: int, frame: Any) -> NoReturn:
-        raise TerminatedError
+        for taken in ours:
+            signal.signal(taken, signal.SIG_IGN)
+        raise TerminatedError(number)
 
-    if usual:
-        signal.signal(signal.SIGTERM, end)
+    is_main = threading.current_thread() is threading.main_thread()
+    usual = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    ours = usual if is_main else []
+    for number in ours:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        if usual:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _of_input(error: BaseException) -> str | None:
@@ -219,7 +230,8 @@ def _missing(error: ModuleNotFoundError) -> str:
 
 
 def _say(program: str, text: str, status: int) -> int:
-    print(f"{program}: {one_line(text)}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(f"{program}: {one_line(text)}", file=sys.stderr)
     return status
 
 
@@ -232,11 +244,15 @@ def _forgiving_streams() -> None:
 
 
 def _keep_traceback(program: str) -> str:
-    with tempfile.NamedTemporaryFile(
-        "w", prefix=program.replace(" ", "-") + "-", suffix=".txt", delete=False, encoding="utf-8", errors="replace"
-    ) as file:
-        traceback.print_exc(file=file)
-    return file.name
+    """Write the traceback to a file, and return its name, or to standard error if the disk is full."""
+    options: Any = {"suffix": ".txt", "delete": False, "encoding": "utf-8", "errors": "replace"}
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix=program.replace(" ", "-") + "-", **options) as file:
+            traceback.print_exc(file=file)
+        return file.name
+    except OSError:
+        traceback.print_exc()
+        return "the lines above"
 
 
 def run_parsed(program: str, args: argparse.Namespace) -> int:
@@ -246,7 +262,8 @@ def run_parsed(program: str, args: argparse.Namespace) -> int:
         if not args.debug:
             quiet_transformers()
         load_plugins(args.imports or ())
-        return int(args.function(args) or 0)
+        with terminable():
+            return int(args.function(args) or 0)
 
     return run(program, command, args.debug)
 

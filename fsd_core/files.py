@@ -9,12 +9,12 @@ import logging
 import math
 import os
 import re
-import shutil
 import sys
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -122,52 +122,6 @@ def replacing(path: Path) -> Iterator[Path]:
             partial.unlink()
 
 
-@contextmanager
-def replacing_directory(directory: Path) -> Iterator[Path]:
-    """Yield a new directory next to ``directory``, which replaces it if the block succeeds.
-
-    So readers see the old files or the new ones, and an error leaves the old ones. One process at a time may do so;
-    what a killed one left is put right first, see :func:`recover_directory`. Raises OSError, which names ``directory``.
-    """
-    directory = directory.resolve()  # what a link points to, and not the link
-    partial, old = _beside(directory)
-    try:
-        with disk_errors(directory):
-            recover_directory(directory)
-            partial.mkdir(parents=True)
-            yield partial
-            if directory.exists():
-                os.replace(directory, old)
-            os.replace(partial, directory)
-    except OSError as error:
-        if str(partial) in str(error.filename):  # a name that nobody gave
-            error.filename = str(error.filename).replace(str(partial), str(directory))
-        raise
-    finally:
-        if directory.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        elif old.exists():
-            os.replace(old, directory)
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def recover_directory(directory: Path) -> None:
-    """Put right what a kill left as ``directory`` was replaced, and say so."""
-    partial, old = _beside(directory)
-    if old.is_dir() and not directory.exists():
-        os.replace(old, directory)
-        log.info("%s is there again: a kill came as an export replaced it", directory)
-    for left in (partial, old):
-        if left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)
-            log.info("%s is removed: a kill came as an export wrote", left)
-
-
-def _beside(directory: Path) -> tuple[Path, Path]:
-    """Return where a new directory is written, and where the one that it replaces is until it has that name."""
-    return directory.with_name(f".{directory.name}.partial"), directory.with_name(f".{directory.name}.old")
-
-
 def _partial_prefix(path: Path) -> str:
     """Return the start of the names of this machine's partial files of ``path``, which have room for a longer name."""
     raw = os.fsencode(path.name)
@@ -222,6 +176,25 @@ def writable(name: str | os.PathLike[str], what: str, overwrite: bool = True) ->
     return path
 
 
+@contextmanager
+def reserved(name: str | os.PathLike[str] | None, what: str, overwrite: bool) -> Iterator[Path | None]:
+    """Check a path as :func:`writable` does, and keep other runs from reserving it within the block. None gives None.
+
+    Raises FsdError, also if another run has reserved it.
+    """
+    if name is None:
+        yield None
+        return
+    path = writable(name, what, overwrite)
+    lock = path.with_name(f"{_partial_prefix(path)}lock")
+    with lock.open("a") as file:
+        lock_for_run(file.fileno(), path, "Wait for it, or give another name.", FsdError)
+        try:
+            yield path
+        finally:
+            lock.unlink(missing_ok=True)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file in UTF-8, atomically."""
     with replacing(path) as partial:
@@ -258,11 +231,23 @@ STRICT_JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 _LONE = re.compile("[\ud800-\udfff]")
 
 
-def parse_json(raw: bytes, where: str, advice: str, error: type[FsdError] = DataError) -> Any:
-    """Parse JSON in UTF-8. Raises ``error``, which names ``where`` and ends in ``advice``, if malformed."""
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r:.60} is there twice")
+    return found
+
+
+def parse_json(raw: bytes, where: str, advice: str, error: type[FsdError] = DataError, unique: bool = False) -> Any:
+    """Parse JSON in UTF-8.
+
+    Raises ``error``, which names ``where`` and ends in ``advice``, if it is malformed, or ``unique`` and an object has
+    a key twice, of which Python would keep the last.
+    """
     text = parse_text(raw, where, advice, error)
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique if unique else None)
     except json.JSONDecodeError as problem:
         line = f"line {problem.lineno} " if problem.lineno > 1 else ""
         reason = f"not JSON ({problem.msg} at {line}column {problem.colno})"
@@ -357,9 +342,14 @@ def lock_for_run(descriptor: int, path: Path, advice: str, error: type[FsdError]
     except BlockingIOError as problem:
         raise error(f"another run is writing {path}. {advice}") from problem
     except OSError as problem:
-        log.warning("%s cannot be locked (%s): see to it that no other run writes there", path, problem.strerror)
+        _warn_unlocked(path, problem.strerror)
         return False
     return True
+
+
+@cache
+def _warn_unlocked(path: Path, why: str) -> None:
+    log.warning("%s cannot be locked (%s): see to it that no other run writes there", path, why)
 
 
 def sha256_of(path: Path) -> str:

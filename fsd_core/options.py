@@ -48,7 +48,7 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 def json_object(text: str) -> dict[str, Any]:
     """Parse a JSON object. Raises ArgumentTypeError for other text."""
     try:
-        value = parse_json(text.encode("utf-8", "surrogatepass"), f"{text!r:.60}", "Give a JSON object.")
+        value = parse_json(text.encode("utf-8", "surrogatepass"), f"{text!r:.60}", "Give a JSON object.", unique=True)
     except DataError as error:
         raise ArgumentTypeError(str(error)) from error
     if not isinstance(value, dict):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from fsd_core.console import BAD_INPUT, load_plugins, needed, run
+from fsd_core.console import BAD_INPUT, load_plugins, needed, run, terminable
 from fsd_core.errors import UnknownNameError
 from fsd_core.registry import unknown_name
 from fsd_train.commands.command_lines import COMMANDS, PARSERS
@@ -57,7 +57,8 @@ def _command(name: str, words: list[str]) -> int:
             from fsd_infer.drafters.loading import refuse_head
 
             refuse_head(Path(target))
-        return int(importlib.import_module(f"fsd_train.commands.{name.replace('-', '_')}").main(args))
+        with terminable():  # fit and validate end by themselves, after a step
+            return int(importlib.import_module(f"fsd_train.commands.{name.replace('-', '_')}").main(args))
     for package in ("lightning", "jsonargparse"):
         needed(package)
     check(words)

@@ -59,6 +59,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "not JSON": (b'{"messages": [', "not JSON"),
     "not UTF-8": (b'{"prompt": "\xff"}', "not UTF-8"),
     "deep": (b"[" * 99999, "nested too deep"),
+    "a key twice": (b'{"messages": [{"role": "user", "role": "assistant"}]}', "('role' is there twice)"),
 }  # fmt: skip
 
 
@@ -169,7 +170,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a target/ that has a tokenizer, rows.jsonl with a few bad rows of every kind, and a recipe."""
     root = tmp_path_factory.mktemp("chat")
     save_tiny_chat_target(root / "target")
-    write(root / "rows.jsonl", 560, *(row for row, _ in BAD.values()))
+    write(root / "rows.jsonl", 620, *(row for row, _ in BAD.values()))
     trainer = {
         "accelerator": "cpu", "max_steps": 1, "limit_val_batches": 1, "logger": False, "enable_checkpointing": False,
         "num_sanity_val_steps": 0, "default_root_dir": "run",

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 
 from fsd_bench.cli import build_parser as build_bench_parser
-from fsd_core.console import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, TERMINATED, UNEXPECTED, TerminatedError, run
+from fsd_core.console import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, UNEXPECTED, TerminatedError, run
 from fsd_core.options import gibibytes, positive, real_number, thread_count, whole_number
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.cli.commands import _live_tokens, _show
@@ -234,7 +235,8 @@ ERRORS = [
     (ModuleNotFoundError(name="peft.tuners"), BAD_INPUT, "prog: the package peft is not installed: pip install"),
     (ModuleNotFoundError("use `pip install x`"), BAD_INPUT, "prog: use `pip install x`"),
     (KeyboardInterrupt(), INTERRUPTED, "prog: interrupted"),
-    (TerminatedError(), TERMINATED, "prog: terminated"),
+    (TerminatedError(), 143, "prog: terminated"),
+    (TerminatedError(signal.SIGHUP), 129, "prog: the terminal is gone"),
     (BrokenPipeError(32, "Broken pipe"), BROKEN_PIPE, ""),
 ]
 
@@ -255,6 +257,9 @@ def test_a_bug_keeps_its_traceback(
     assert err.startswith("fsd-train fit: unexpected TypeError: no way (a bug;") and err.count("\n") == 1
     file = Path(re.findall(r"is in (.*)\)", err)[0])
     assert file.parent == tmp_path and "raise error" in file.read_text()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    assert run("prog", raiser(TypeError("no"))) == UNEXPECTED  # type: ignore[arg-type]
+    assert "raise error" in (err := capsys.readouterr().err) and "traceback is in the lines above)" in err
     with pytest.raises(TypeError):
         run("prog", raiser(TypeError("no")), debug=True)  # type: ignore[arg-type]
 

@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule
 from fsd_core.errors import CheckpointError, DataError, FsdError
 from fsd_core.text.encoding import encode_chat
 from fsd_train.checkpoints import check_order
+from fsd_train.commands.fit import run_errors
 from fsd_train.data import AnswersDataModule, PackingSampler, read_answers
 from fsd_train.data.answers import encode_row
 from fsd_train.data.backends import Completion
@@ -211,7 +212,8 @@ def test_trainer_resumes_with_the_next_batch(tmp_path: Path, stop: str) -> None:
     assert first.seen + resumed.seen == whole.seen
 
 
-def test_data_workers_end_with_their_parent_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", [False, True])
+def test_data_workers_end_with_their_parent_alone(tmp_path: Path, killed: bool) -> None:
     """Ctrl-C and schedulers signal all processes, and the run then ends its step, for which it needs batches."""
     file = answers(tmp_path / "a.jsonl")
     data = AnswersDataModule([str(file)], validation_fraction=0.0, batch_tokens=40, num_workers=1)
@@ -220,7 +222,13 @@ def test_data_workers_end_with_their_parent_alone(tmp_path: Path) -> None:
     batches = iter(loader)
     next(batches)
     [worker] = {*multiprocessing.active_children()} - others
-    for number in ("INT", "TERM"):
+    if killed:
+        worker.kill()
+        with pytest.raises(FsdError, match="data worker has ended, as when memory runs out .*data.num_workers"):
+            with run_errors():
+                list(batches)
+        return
+    for number in ("INT", "TERM", "HUP"):
         subprocess.run(["kill", f"-{number}", str(worker.pid)], check=True)
     assert len(list(batches)) == len(loader) - 1 > 4
     worker.terminate()

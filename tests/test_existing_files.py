@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from fsd_bench.cli import main as bench
 from fsd_core.console import BAD_INPUT
-from fsd_core.files import lock_for_run, writable, write_text
+from fsd_core.directories import replacing_directory
+from fsd_core.errors import DataError
+from fsd_core.files import lock_for_run, reserved, writable, write_text
 from fsd_infer import FsdError
 from fsd_infer.cli.main import main
 from fsd_train.cli import main as train
@@ -58,7 +61,9 @@ def test_no_result_replaces_another_of_the_same_command(
 
 
 @pytest.mark.parametrize("name", ["pipe", "directory", "", "file/x", "a\0b", "x" * 300])
-def test_what_cannot_be_written_is_found_before_the_work(name: str, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_found_before_the_work(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And nothing but a file is ever replaced, which a rename onto a device would do."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "directory").mkdir()
@@ -70,6 +75,9 @@ def test_what_cannot_be_written_is_found_before_the_work(name: str, tmp_path: Pa
             write_text(tmp_path / name, "")
     assert writable(tmp_path / "new" / "record.json", "the record").parent.is_dir()
     assert bench(["sweep", "--prompts", "p", "--rules", "tilted", "--output", "."]) == BAD_INPUT
+    for words in ("regenerate --prompts p", "cache-features --data p"):
+        assert train([*words.split(), "--target", "no", "--output", f"{tmp_path}/file/x.jsonl"]) == BAD_INPUT
+        assert re.search(f"{tmp_path}/file/x.jsonl.* cannot be written", capsys.readouterr().err)
     with pytest.raises(OSError) as caught:  # it names the file, and not the draft beside it
         write_text(tmp_path / "none" / "record.json", "")
     assert caught.value.filename == str(tmp_path / "none" / "record.json")
@@ -79,6 +87,21 @@ def test_what_cannot_be_written_is_found_before_the_work(name: str, tmp_path: Pa
 
 
 # locks ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_or_a_record_has_one_writer_at_a_time(tmp_path: Path) -> None:
+    """Two exports mixed their files, and the later of two records replaced the other without --overwrite."""
+    head, record = tmp_path / "head", tmp_path / "r.json"
+    for text in ("one", "two"):
+        with replacing_directory(head) as draft:
+            (draft / "config.json").write_text(text)
+            with pytest.raises(DataError, match=f"another run is writing {head}. Wait"), replacing_directory(head):
+                raise AssertionError
+    with reserved(record, "the record", False):
+        with pytest.raises(FsdError, match=f"another run is writing {record}. Wait"):
+            with reserved(record, "the record", False):
+                raise AssertionError
+    assert [path.name for path in tmp_path.iterdir()] == ["head"] and (head / "config.json").read_text() == "two"
 
 
 def test_a_file_system_without_locks_is_named_once_and_used(

@@ -98,7 +98,8 @@ def test_a_client_that_reads_nothing_is_cut_off(toy_decoder: FuzzyDecoder, monke
         assert health(port).startswith(b"HTTP/1.1 200")
 
 
-def test_a_signal_ends_the_server_and_not_the_process(toy_decoder: FuzzyDecoder) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_server_and_not_the_process(toy_decoder: FuzzyDecoder, number: signal.Signals) -> None:
     """Running answers are sent as far as they have come, and the command ends with status 0."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -115,10 +116,10 @@ def test_a_signal_ends_the_server_and_not_the_process(toy_decoder: FuzzyDecoder)
         while not said:
             with suppress(ConnectionRefusedError), connections(port, [request]) as [one]:
                 assert begun.wait(60)
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
                 said.append(rest(one))
 
-    before = signal.signal(signal.SIGTERM, lambda number, frame: raised.append(number))
+    before = signal.signal(number, lambda number, frame: raised.append(number))
     thread = threading.Thread(target=client)
     try:
         with patch.object(toy_decoder.target, "forward", slow):
@@ -126,7 +127,7 @@ def test_a_signal_ends_the_server_and_not_the_process(toy_decoder: FuzzyDecoder)
             serve(make_app(toy_decoder), "127.0.0.1", port)
             thread.join(60)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
     assert not raised and b'"finish_reason": "abort"' in said[0] and said[0].rstrip(b"\r\n0").endswith(b"[DONE]")
 
 

@@ -26,6 +26,7 @@ from fsd_core.text.row_check import RowCheck, RowFields
 
 LONGEST_LINE = 2**28  # bytes
 _ADVICE = "Write one JSON object per line, in UTF-8."
+_parse_row = partial(parse_json, unique=True)
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _UNREAD = (".arrow", ".feather", ".bz2", ".xz", ".zst", ".zip", ".tar", ".xlsx")
 _SPLIT = re.compile(r"(train|validation|valid|val|dev|test|eval)(?![a-z])")
@@ -127,9 +128,9 @@ def _text_rows(path: Path) -> Iterator[_Item]:
     if suffix in _DELIMITERS:
         yield from _table_rows(path, lines, _DELIMITERS[suffix])
     elif is_array:
-        yield from _parsed(path, parse_json(b"".join(raw for _, raw in lines), str(path), _ADVICE))
+        yield from _parsed(path, _parse_row(b"".join(raw for _, raw in lines), str(path), _ADVICE))
     else:
-        parse = _parse_line if suffix == ".txt" and opening != b"{" else parse_json
+        parse = _parse_line if suffix == ".txt" and opening != b"{" else _parse_row
         for line, raw in lines:
             if raw.strip():
                 yield path, line, partial(parse, raw, f"{path}:{line}", _ADVICE)
@@ -159,7 +160,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     for line, raw in _lines(Path(path)):
         if raw.strip():
-            yield line, _object(parse_json(raw, f"{path}:{line}", _ADVICE), f"{path}:{line}")
+            yield line, _object(_parse_row(raw, f"{path}:{line}", _ADVICE), f"{path}:{line}")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

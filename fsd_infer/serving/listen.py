@@ -144,5 +144,8 @@ def server(app: FastAPI, host: str, port: int) -> uvicorn.Server:
 
 def serve(app: FastAPI, host: str, port: int) -> None:
     """Serve until the process is interrupted. Running answers are then sent as far as they have come."""
+    made = server(app, host, port)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it; uvicorn takes the other signals
+        signal.signal(signal.SIGHUP, made.handle_exit)
     with contextlib.suppress(KeyboardInterrupt):
-        server(app, host, port).run()
+        made.run()

@@ -11,8 +11,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
+from fsd_core.directories import replacing_directory
 from fsd_core.errors import DataError, FsdError
-from fsd_core.files import read_json, replacing_directory
+from fsd_core.files import read_json
 from fsd_infer.heads.formats import read_config
 from fsd_infer.heads.hub import find_head
 from fsd_infer.heads.stored_parts import CONFIG

@@ -16,8 +16,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 
+from fsd_core.directories import recover_directory
 from fsd_core.errors import CheckpointError, DataError
-from fsd_core.files import lock_for_run, recover_directory
+from fsd_core.files import lock_for_run
 from fsd_train.callbacks.decoded import DecodedTau
 from fsd_train.callbacks.export import ExportHead, check_output, trains_again
 from fsd_train.checkpoints import callbacks_of, check_checkpoint, differing, read_checkpoint
@@ -31,8 +32,8 @@ class RunDirectory(Callback):
     """The directories of a run, protected from those of another run, and what Ctrl-C leaves in them.
 
     The first Ctrl-C ends the run after its step, or its batch of validation, with a checkpoint; the second ends it at
-    once. SIGTERM, which schedulers and containers send before they kill, and often twice, does as the first. With
-    several processes it is enough that one gets the signal.
+    once. SIGTERM, which schedulers and containers send before they kill, and often twice, does as the first, and so
+    does the end of a terminal. With several processes it is enough that one gets the signal.
 
     Args:
         trainer: trainer whose callbacks name the directories of checkpoints and heads.
@@ -196,8 +197,9 @@ class RunDirectory(Callback):
         if threading.current_thread() is threading.main_thread():
             # Lightning's handler of SIGTERM ends between accumulated batches, and with several processes it waits for
             # the others within the handler, forever
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self._interrupt)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+                    signal.signal(number, self._interrupt)
 
     def _interrupt(self, number: int, frame: Any) -> None:
         if number == signal.SIGTERM and callable(self._callers):

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from fsd_core.errors import DataError
+from fsd_core.files import writable
 from fsd_core.text.row_check import LISTING, RowCheck
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import NoDrafter
@@ -43,6 +44,7 @@ def complete(args: argparse.Namespace) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `fsd-train cache-features`."""
     complete(args)
+    writable(Path(args.output) / LISTING, "the list of skipped rows")
     target = Target.from_pretrained(args.target, dtype=getattr(torch, args.dtype), **args.target_kwargs)
     target.capture_layers(args.layers or args.head.capture_layers(target))
     target.check_lm_head()  # training on cached features has no layers for this check

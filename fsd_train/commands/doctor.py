@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fsd_core.errors import FsdError
-from fsd_core.files import writable, write_json
+from fsd_core.files import reserved, write_json
 from fsd_core.openai_client import Server
 from fsd_core.text.conversations import row_questions
 from fsd_core.text.row_check import RowCheck, listing_of
@@ -34,19 +34,24 @@ from fsd_train.data.row_encoding import check_id, encode_row
 
 def main(args: argparse.Namespace) -> int:
     """Run `fsd-train doctor`. The exit status is 1 if a check fails."""
+    with reserved(args.json, "the findings' file", args.overwrite) as record:
+        return _conclude(_examined(args), record)
+
+
+def _examined(args: argparse.Namespace) -> list[Finding]:
+    """Return what the checks that the options ask for find."""
     dtype = parse_dtype(args.dtype)
     server = Server(args.url) if args.url else None
-    record = None if args.json is None else writable(args.json, "the findings' file", args.overwrite)
     if args.head is None and args.overfit is None:
         raise FsdError("doctor needs a head: --head DIR, or --overfit to train one on a single answer.")
     target = Target.from_pretrained(args.target, dtype=torch.float32, **(args.target_kwargs or {}))
     if args.overfit is not None:
         from fsd_train.commands.overfit import overfit
 
-        return _conclude(overfit(args, target), record)
+        return overfit(args, target)
     findings, doctor = _begun(args, target)
     if doctor is None:
-        return _conclude(findings, record)
+        return findings
     if args.features:
         findings.append(doctor.check_cache(args.features))
     findings += [*doctor.check_feeding(), doctor.check_dtype(dtype or torch.bfloat16), doctor.check_positions()]
@@ -55,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
     if server is not None:
         prompts = [row.prompt() for row in doctor.rows[: args.rows]]
         findings += check_engine(server, prompts, answers, accepted)
-    return _conclude(findings, record)
+    return findings
 
 
 def _begun(args: argparse.Namespace, target: Target) -> tuple[list[Finding], Doctor | None]:

@@ -15,8 +15,8 @@ import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
 
+from fsd_core.directories import replacing_directory
 from fsd_core.errors import CheckpointError, DataError
-from fsd_core.files import replacing_directory
 from fsd_core.hub import is_hub_id, load_whole
 from fsd_core.text.row_check import RowCheck
 from fsd_infer.heads.export import ExportFacts, export_head

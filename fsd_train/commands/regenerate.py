@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig
 
 from fsd_core.errors import ContextLengthError, DataError, FsdError
-from fsd_core.files import disk_errors, lock_for_run, read_json, write_json
+from fsd_core.files import disk_errors, lock_for_run, read_json, writable, write_json
 from fsd_core.hub import guarded, hub_fault
 from fsd_core.text.control import set_control_tokens
 from fsd_core.text.conversations import TOOLS
@@ -157,6 +157,7 @@ def run(args: argparse.Namespace) -> Counter[str]:
     resolve(args)
     if args.endpoint and args.features:
         raise DataError("--features needs the local target. With --endpoint, run `cache-features` afterwards.")
+    writable(AnswerFile(args.output, {}).path, "the file of answers")
     backend = _endpoint(args) if args.endpoint else _local(args)
     check, reader = RowCheck(args.strict), backend.reader
     plan = plan_jobs(

@@ -7,7 +7,7 @@ A cache is a directory:
     shard-00000.safetensors  features [M, F] bf16 of each sequence by its key; the metadata hold a checksum
 
 A sequence's key is a digest of its token ids, so any file with the same sequences can use the cache. Shards are written
-to a temporary file and renamed, so an interrupted run resumes with the first missing sequence.
+to a temporary file and renamed, so an interrupted run resumes with what is missing.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def cache_features(
         sequences: token ids.
         directory: directory of the cache, created if missing.
         images: by number of a sequence, the digest of its images, and what returns their inputs of the target.
-        shard_tokens: tokens per shard, the most work that an interruption can lose.
+        shard_tokens: tokens per shard, the most work that a kill can lose.
         batch_tokens: tokens per forward.
         max_tokens: most tokens in the cache.
         progress: show a progress bar.
@@ -279,22 +279,24 @@ def _write_shard(
     bar: Any,
 ) -> None:  # fmt: skip
     keys, rows = list(texts), dict[str, Tensor]()
-    for batch in PackingSampler([len(ids) for ids in texts.values()], batch_tokens, shuffle=False):
-        ids = [torch.as_tensor(texts[keys[row]], dtype=torch.long) for row in batch]
-        whole = torch.cat(ids)[None].to(target.device)
-        inputs = {number: shown[keys[row]]() for number, row in enumerate(batch) if keys[row] in shown}
-        mask = TextMask(
-            tuple(map(len, ids)), target.device, shown=image_prompts(target, whole, list(map(len, ids)), inputs)
-        )
-        with torch.inference_mode():
-            if mask.shown:
-                out = features_with_images(target, whole, mask)
-            else:
-                out = forward_packed(target.features, target.model, whole, mask)
-        parts = out[0].to(torch.bfloat16).cpu().split(mask.lengths)
-        rows.update({keys[row]: made.clone() for row, made in zip(batch, parts, strict=True)})
-        bar.update(sum(mask.lengths))
-    save_shard(directory, rows)
+    try:
+        for batch in PackingSampler([len(ids) for ids in texts.values()], batch_tokens, shuffle=False):
+            ids = [torch.as_tensor(texts[keys[row]], dtype=torch.long) for row in batch]
+            whole = torch.cat(ids)[None].to(target.device)
+            inputs = {number: shown[keys[row]]() for number, row in enumerate(batch) if keys[row] in shown}
+            mask = TextMask(
+                tuple(map(len, ids)), target.device, shown=image_prompts(target, whole, list(map(len, ids)), inputs)
+            )
+            with torch.inference_mode():
+                if mask.shown:
+                    out = features_with_images(target, whole, mask)
+                else:
+                    out = forward_packed(target.features, target.model, whole, mask)
+            parts = out[0].to(torch.bfloat16).cpu().split(mask.lengths)
+            rows.update({keys[row]: made.clone() for row, made in zip(batch, parts, strict=True)})
+            bar.update(sum(mask.lengths))
+    finally:  # what was computed before an error or a signal is kept, too
+        save_shard(directory, rows)
 
 
 def save_shard(directory: Path, rows: Mapping[str, Tensor]) -> None:

@@ -189,11 +189,12 @@ def best_fit(lengths: Sequence[int], size: int, order: Sequence[int]) -> list[li
 
 
 def outlive_signals(worker: int = 0) -> None:
-    """Let a data worker end with its parent alone, which finishes a step after Ctrl-C or a scheduler's SIGTERM.
+    """Let a data worker end with its parent alone, which finishes a step after Ctrl-C, SIGHUP or a scheduler's SIGTERM.
 
-    Both come to all processes of a run. Without workers the step would have no batch.
+    They come to all processes of a run. Without workers the step would have no batch.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     if not hasattr(signal, "sigwaitinfo"):  # as on macOS
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         return
