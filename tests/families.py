@@ -72,6 +72,9 @@ _MLA: dict[str, Any] = dict(
     num_experts=4, num_experts_per_token=2, moe_intermediate_size=32,
 )  # fmt: skip
 _LINEAR, _CONV = ["linear_attention", "full_attention"], ["conv", "full_attention"]
+_THREE: dict[str, Any] = dict(
+    head_dim=8, sliding_window=WINDOW, num_hidden_layers=3, layer_types=[*_LINEAR, "sliding_attention"]
+)
 _SHARED = ["linear_attention", "hybrid"] * 2  # Zamba repeats one block of attention
 RECURRENT: dict[str, dict[str, Any]] = {  # keep a state; MiniMax, RWKV and others are refused
     "mamba": dict(state_size=8), "falcon_mamba": dict(state_size=8),
@@ -95,10 +98,10 @@ RECURRENT: dict[str, dict[str, Any]] = {  # keep a state; MiniMax, RWKV and othe
     "qwen3_next": dict(**_DELTA, **_MOE, head_dim=8, layer_types=_LINEAR),
     "qwen3_5_text": dict(**_DELTA, head_dim=8, layer_types=_LINEAR),
     "qwen3_5_moe_text": dict(**_DELTA, **_MOE, head_dim=8, layer_types=_LINEAR),
-    "olmo_hybrid": dict(**_DELTA, layer_types=_LINEAR), "lara_mini": dict(**_DELTA, head_dim=8),
+    "olmo_hybrid": dict(**_DELTA, layer_types=_LINEAR), "lara_mini": dict(**_DELTA, **_THREE),
     "kimi_linear": dict(**_MLA, linear_num_heads=4, linear_head_dim=8, layer_types=_LINEAR),
     "bailing_hybrid": dict(**_MLA, head_dim=8, n_group=1, topk_group=1, layer_types=_LINEAR),
-    "lfm2": dict(layer_types=_CONV), "lfm3": dict(layer_types=_CONV),
+    "lfm2": dict(layer_types=_CONV), "lfm3": dict(**_THREE | {"layer_types": [*_CONV, "sliding_attention"]}),
     "lfm2_moe": dict(**_MOE, layer_types=_CONV, num_dense_layers=1),
 }  # fmt: skip
 

@@ -29,6 +29,7 @@ from tests.published_blocks import (
     INNER,
     MASK,
     QWEN3,
+    THETA,
     WIDTH,
     H,
     Layout,
@@ -175,6 +176,80 @@ def p_eagle_head() -> Layout:
     return Layout(config, tensors, estimate, 8, ids)
 
 
+# EAGLE-3 with DeepSeek's attention -----------------------------------------------------------------------------------
+
+LATENT, PLAIN, TURNED, VALUE = 12, 4, 4, 6  # widths: of keys and values together, and by head
+
+
+def turned(x: Tensor, places: Tensor) -> Tensor:
+    """x [..., M, TURNED], pairs of neighbours turned as YaRN does for texts four times as long as 32 tokens."""
+    number = torch.arange(TURNED // 2)
+    slow, fast = (TURNED * math.log(32 / (turns * 2 * math.pi)) / (2 * math.log(THETA)) for turns in (1, 32))
+    low, high = max(math.floor(fast), 0), min(math.ceil(slow), TURNED - 1)
+    share = ((number - low) / (high - low)).clamp(0, 1)
+    angles = places[:, None] * THETA ** (-2 * number / TURNED) * (1 - share + share / 4)
+    y = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2).contiguous()) * torch.polar(torch.ones(()), angles)
+    return torch.view_as_real(y).flatten(-2)
+
+
+def latent_head(rank: int | None) -> Layout:
+    """Queries through ``rank`` numbers, or whole; two layers, the second without the embeddings."""
+    ids, tensors = [0, 1, 3], {"fc.weight": rand(H, 3 * H), "norm.weight": norm(H)}
+    tensors |= {name: value for name, value in reduced_tables(ids).items() if not name.startswith("verifier")}
+    for j in range(2):
+        read, wide = H if j else 2 * H, HEADS * (PLAIN + TURNED)
+        queries = {"q_proj": rand(wide, read, scale=0.3)}
+        if rank:
+            queries = {"q_a_proj": rand(rank, read), "q_a_layernorm": norm(rank), "q_b_proj": rand(wide, rank)}
+        own = {f"self_attn.{name}": value for name, value in queries.items()} | {
+            "self_attn.kv_a_proj_with_mqa": rand(LATENT + TURNED, read), "self_attn.kv_a_layernorm": norm(LATENT),
+            "self_attn.kv_b_proj": rand(HEADS * (PLAIN + VALUE), LATENT), "self_attn.o_proj": rand(H, HEADS * VALUE),
+            "mlp.gate_proj": rand(INNER, H), "mlp.up_proj": rand(INNER, H), "mlp.down_proj": rand(H, INNER),
+            "input_layernorm": norm(H), "post_attention_layernorm": norm(H), **({} if j else {"hidden_norm": norm(H)}),
+        }  # fmt: skip
+        tensors |= {f"layers.{j}.{name}.weight": value for name, value in own.items()}
+
+    def layer(j: int, embeds: Tensor, x: Tensor) -> Tensor:
+        p = {name.removeprefix(f"layers.{j}."): tensors[name] for name in tensors if name.startswith(f"layers.{j}.")}
+        n, places = rms(x if j else embeds, p["input_layernorm.weight"]), torch.arange(len(x))
+        n = n if j else torch.cat([n, rms(x, p["hidden_norm.weight"])], -1)
+        a = {name.removeprefix("self_attn."): p[name] for name in p if name.startswith("self_attn.")}
+        if rank:
+            n_q, w_q = rms(linear(n, a["q_a_proj.weight"]), a["q_a_layernorm.weight"]), a["q_b_proj.weight"]
+        else:
+            n_q, w_q = n, a["q_proj.weight"]
+        q = linear(n_q, w_q).view(len(x), HEADS, -1).transpose(0, 1)
+        latent, shared = linear(n, a["kv_a_proj_with_mqa.weight"]).split([LATENT, TURNED], -1)
+        both = linear(rms(latent, a["kv_a_layernorm.weight"]), a["kv_b_proj.weight"])
+        k, v = both.view(len(x), HEADS, -1).transpose(0, 1).split([PLAIN, VALUE], -1)
+        scores = q[..., :PLAIN] @ k.transpose(1, 2) + turned(q[..., PLAIN:], places) @ turned(shared, places).T
+        scores = scores * (1 + 0.1 * math.log(4)) ** 2 / math.sqrt(PLAIN + TURNED)
+        seen = scores.masked_fill(places > places[:, None], -math.inf).softmax(-1)
+        x = x + linear((seen @ v).transpose(0, 1).reshape(len(x), -1), a["o_proj.weight"])
+        m = rms(x, p["post_attention_layernorm.weight"])
+        inner = silu(linear(m, p["mlp.gate_proj.weight"])) * linear(m, p["mlp.up_proj.weight"])
+        return x + linear(inner, p["mlp.down_proj.weight"])
+
+    def estimate(states: States, text: list[int], drafts: list[int]) -> Tensor:
+        x = linear(torch.cat([states.layers[i] for i in (0, 1, 3)], -1), tensors["fc.weight"])
+        for count in range(len(drafts) + 1):
+            embeds = embedding(torch.tensor([*text[1:], *drafts[:count]]), tensors["embed_tokens.weight"])
+            out = layer(1, embeds, layer(0, embeds, x))
+            x = torch.cat([x, out[-1:]])
+        return linear(rms(out[-1], tensors["norm.weight"]), tensors["lm_head.weight"])
+
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
+    config = {
+        **{name: value for name, value in QWEN3.items() if name not in ("layer_types", "head_dim")},
+        "model_type": "kimi_k2", "architectures": ["Eagle3DeepseekV2ForCausalLM"], "draft_vocab_size": len(ids),
+        "num_key_value_heads": HEADS, "q_lora_rank": rank, "kv_lora_rank": LATENT, "qk_nope_head_dim": PLAIN,
+        "qk_rope_head_dim": TURNED, "v_head_dim": VALUE, "n_routed_experts": 384, "first_k_dense_replace": 1,
+        "rope_scaling": {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3], "use_aux_hidden_state": True},
+    }  # fmt: skip
+    return Layout(config, tensors, estimate, 8, ids)
+
+
 LAYOUTS: dict[str, Callable[[], Layout]] = {
     "dflash of z-lab": z_lab_head,
     "dflash with sinks": sliding_head,
@@ -190,6 +265,8 @@ LAYOUTS: dict[str, Callable[[], Layout]] = {
     "domino": lambda: domino_head(True),
     "domino, filling in": lambda: domino_head(False),
     "p-eagle": p_eagle_head,
+    "eagle3, latent": lambda: latent_head(10),
+    "eagle3, whole latent queries": lambda: latent_head(None),
     "medusa": lambda: medusa_head(False),
     "medusa of vLLM": lambda: medusa_head(True),
     "hydra": hydra_head,

@@ -132,6 +132,7 @@ _GLM: dict[str, Any] = dict(
             "gemma3n_text",
             dict(hidden_size=32, num_hidden_layers=2, vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=0),
         ),
+        ("openai-gpt", dict(n_embd=32, n_layer=2, n_head=4)),
         ("gpt_neo", dict(hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]])),
         ("falcon", dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True)),
         ("bert", dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32)),

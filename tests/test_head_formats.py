@@ -35,6 +35,8 @@ from tests.families import (
     tiny_model,
     tiny_prompts,
 )
+from tests.published_blocks import tiny_target
+from tests.published_heads import layout
 
 LAYERS = 8
 REDUCED = torch.arange(1, VOCAB, 2)
@@ -114,6 +116,17 @@ def test_import_of_an_export_is_bit_exact(case: str, to: str, target: Target, tm
     if to == "vllm":  # the head is the same in each format
         out = FuzzyDecoder(target, drafter).generate(PROMPTS, max_new_tokens=12, do_sample=False)
         assert out.sequences == reference(target.model, PROMPTS, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("name", ["eagle3, latent", "eagle3, whole latent queries"])
+def test_latent_attention_goes_out_in_our_format_alone(name: str, tmp_path: Path) -> None:
+    head = load_head(layout(name).write(tmp_path / "theirs"), Target(tiny_target()))
+    for to in FORMATS:
+        with pytest.raises(CheckpointError, match=f"cannot be written for {to}: latent attention"):
+            export_head(head, tmp_path / to, to, ExportFacts("owner/target", [], 4, lambda ids: torch.zeros(0)))
+    ours = load_head(save_head(tmp_path / "ours", head, head.config.target or {}, dtype=torch.float32))
+    assert options_of(ours) == options_of(head)
+    assert all(torch.equal(value, ours.state_dict()[name]) for name, value in head.state_dict().items())
 
 
 def test_both_numberings_of_layers_and_what_is_always_written(target: Target, tmp_path: Path) -> None:

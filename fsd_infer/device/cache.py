@@ -23,6 +23,7 @@ from fsd_infer.device.pool import KVPool, RowTensors
 from fsd_infer.device.states import STATE, Branches, RecurrentStates
 
 RECURRENT = {"linear_attention", "conv", "mamba"}  # types of layers that keep a state
+ATTENDS = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # with a recurrence in the same layer
 WITHOUT_KEYS = {*RECURRENT, "moe", "mlp"}  # types of layers without keys and values
 
 

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from fsd_core.errors import CheckpointError
 from fsd_infer.heads.config import EagleConfig, default_fused_layers
+from fsd_infer.heads.layers import LATENT
 from fsd_infer.heads.stored_parts import (
     CONFIG,
     DRAFT_IDS,
     EMBEDDINGS,
     FIRST_LAYER,
+    LATENT_PART,
     LM_HEAD,
     SLIDING,
     T2D,
@@ -112,7 +114,7 @@ def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | No
         vocab_size=vocabulary,
         layer=layer,
         layout="eagle3",
-        num_layers=layer_count(described.get("num_hidden_layers"), names),
+        num_layers=layer_count(described.get("num_hidden_layers"), names, LATENT_PART),
         draft_vocab_size=None if draft_ids is None else len(draft_ids),
         fused_layers=_fused_layers(config.get(AUX_IDS), leaving, count, target),
         own_lm_head=LM_HEAD in names,
@@ -142,6 +144,10 @@ def _layer(
     parts = ("self_attn.q_norm.weight", "self_attn.q_proj.bias", "self_attn.o_proj.bias", "mlp.up_proj.bias")
     normed, biased, biased_output, biased_mlp = (f"{FIRST_LAYER}{part}" in names for part in parts)
     kind = "qwen3" if normed else biased_kind if biased and not biased_output else "llama"
+    if any(LATENT_PART in name for name in names):
+        kind = LATENT
+        if f"{FIRST_LAYER}self_attn.q_a_proj.weight" not in names:
+            described = {**described, "q_lora_rank": None}
     biases = {"attention_bias": biased_output, "mlp_bias": biased_mlp}
     unstated = {name: value for name, value in biases.items() if described.get(name) is None}
     return plain_layer({**described, **unstated}, kind, mrope, rope_of)

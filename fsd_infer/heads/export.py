@@ -21,7 +21,7 @@ from fsd_infer.heads import FORMATS
 from fsd_infer.heads.config import EagleConfig, usual_layers
 from fsd_infer.heads.eagle_formats import AUX_IDS, EAGLE3_FLAGS
 from fsd_infer.heads.head import EagleHead
-from fsd_infer.heads.layers import has_mrope
+from fsd_infer.heads.layers import LATENT, has_mrope
 from fsd_infer.heads.stored_parts import CONFIG, D2T, DRAFT_IDS, FIRST_LAYER, LM_HEAD, MIDLAYER, T2D
 from fsd_infer.heads.weights import SINGLE
 
@@ -58,6 +58,8 @@ _NOT_EAGLE: list[_Obstacle] = [
      "vLLM has no bias in fc. Use --to eagle or sglang, or train one with head.fc_bias: false."),
 ]  # fmt: skip
 _NOT_EAGLE3: list[_Obstacle] = [
+    ("eagle vllm sglang speculators", lambda c, n: c.layer["model_type"] == LATENT,
+     "latent attention is written in fsd's own format alone. Use the files that the head was read from."),
     ("eagle sglang", lambda c, n: c.layer["model_type"] != "llama" and c.layer["model_type"],
      "its layer is {found}'s, there it is Llama's. Use --to vllm or speculators."),
     ("eagle sglang", lambda c, n: c.num_layers > 1 and c.num_layers,

@@ -19,6 +19,7 @@ from fsd_infer.heads.stored_parts import (
     CONFIG,
     D2T,
     DRAFT_IDS,
+    LATENT_PART,
     StoredHead,
     check_draft_ids,
     flat,
@@ -125,7 +126,7 @@ def _own(values: Mapping[str, Any], weights: Weights) -> StoredHead:
     if lacking:  # without these the head would fit any target
         raise CheckpointError(f"target does not say its {', '.join(lacking)}. {AGAIN}")
     head = EagleConfig.from_dict(values)
-    layer_count(head.num_layers, weights.shapes)  # before the layers are built
+    layer_count(head.num_layers, weights.shapes, LATENT_PART)  # before the layers are built
     names = {name: name for name in weights.shapes if name != DRAFT_IDS}
     if head.draft_vocab_size is None and DRAFT_IDS not in weights.shapes:
         return StoredHead(head, weights, names)

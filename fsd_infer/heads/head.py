@@ -46,11 +46,14 @@ if TYPE_CHECKING:
 __all__ = ["EagleConfig", "EagleHead", "HeadModel"]
 
 
+_READS = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")  # what an attention's input enters
+
+
 class Eagle3Layer(nn.Module):
     """EAGLE-3's first layer (arXiv 2503.01840): attention reads [norm(embedding) ; norm(x)], the residual is x.
 
     Args:
-        layer: a decoder layer of a pre-norm family, whose modules are reused; its three input projections are replaced.
+        layer: a decoder layer of a pre-norm family, whose modules are reused; its input projections are replaced.
         norm_before_residual: use norm(x) as the residual.
     """
 
@@ -62,10 +65,10 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = layer.post_attention_layernorm
         self.hidden_norm = copy.deepcopy(layer.input_layernorm)
         self._cache_argument = cache_argument(type(self.self_attn))
-        for name in ("q_proj", "k_proj", "v_proj"):
-            narrow = getattr(self.self_attn, name)
-            wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
-            setattr(self.self_attn, name, wide)
+        for name in _READS:
+            if (narrow := getattr(self.self_attn, name, None)) is not None:
+                wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
+                setattr(self.self_attn, name, wide)
 
     def forward(self, embeds: Tensor, x: Tensor, cache: Any = None, **others: Any) -> Tensor:
         """Map embeds and x [B, M, H] to [B, M, H]; the cache and ``others`` are arguments of the attention."""

@@ -17,8 +17,9 @@ from fsd_core.registry import is_whole
 from fsd_infer.recurrent.mixers import recurrent_layers
 from fsd_infer.targets.stack import mask_for, run_layers
 
-EAGLE3_LAYERS = ("llama", "qwen3")  # layer types of published EAGLE-3 heads
-LLAMA_LIKE = (*EAGLE3_LAYERS, "qwen2")  # layer types whose own rotary embedding knows no M-RoPE
+LLAMA_LIKE = ("llama", "qwen3", "qwen2")  # layer types whose own rotary embedding knows no M-RoPE
+LATENT = "deepseek_v3"  # layer type of heads with latent attention, without experts
+EAGLE3_LAYERS = ("llama", "qwen3", LATENT)  # layer types of published EAGLE-3 heads
 MROPE = ("mrope_section", "mrope_interleaved")  # rotary options of M-RoPE
 
 # The config fields that a decoder layer depends on; all others keep the family's defaults.
@@ -28,6 +29,7 @@ LAYER_FIELDS = (
     *("max_position_embeddings", "rope_parameters"),
     *("attention_bias", "mlp_bias", "use_qkv_bias", "use_qk_norm", "qk_layernorm"),
     *("query_pre_attn_scalar", "attn_logit_softcapping", "attention_multiplier", "residual_multiplier"),
+    *("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rope_interleave"),
 )
 
 
@@ -71,6 +73,7 @@ def layer_of(config: Any) -> dict[str, Any]:
     """Return the fields of a transformers config that a decoder layer depends on, as :attr:`EagleConfig.layer`."""
     values = config.to_dict()
     layer = {name: values[name] for name in LAYER_FIELDS if values.get(name) is not None}
+    layer |= {"q_lora_rank": None} if values.get("q_lora_rank", 0) is None else {}  # whole queries, not the default
     return {**layer, "model_type": config.model_type}
 
 
@@ -84,6 +87,8 @@ def build_layers(layer: dict[str, Any], count: int) -> tuple[nn.ModuleList, nn.M
     config.vocab_size, config.pad_token_id = 2, None
     config.layer_types = ["full_attention"] * count
     config.sliding_window = None
+    if layer["model_type"] == LATENT:
+        config.first_k_dense_replace = count
     config._attn_implementation = "eager" if layer["model_type"] in ("gemma2", "gpt_oss") else "sdpa"
     kind: Any = MODEL_MAPPING[type(config)]
     model = kind(config)

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from fsd_core.errors import CheckpointError, foreign_errors
 from fsd_core.registry import is_whole
 from fsd_infer.heads.config import MAX_INTEGER, EagleConfig, check_layer
-from fsd_infer.heads.layers import LAYER_FIELDS, MROPE, layer_of
+from fsd_infer.heads.layers import LATENT, LAYER_FIELDS, MROPE, layer_of
 from fsd_infer.heads.weights import AGAIN, BOOLEANS, INTEGERS, Weights, is_unused, read_state
 from fsd_infer.targets.weights import weight_rows
 
@@ -30,8 +30,9 @@ FIRST_LAYER, MIDLAYER = "layers.0.", "midlayer."
 DRAFT_IDS, EMBEDDINGS, LM_HEAD, D2T, T2D = "draft_ids", "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 SLIDING = "sliding_attention"  # speculators' heads take its rotary options for all layers
 PARTIAL = "partial_rotary_factor"  # copied from targets
+LATENT_PART = ".kv_b_proj."  # of the names of layers with latent attention, which EAGLE-3 heads may have
 # parts of layers that heads have elsewhere, by what tensors' names contain
-_UNREAD = {".kv_b_proj.": "latent attention", ".experts.": "experts", ".sinks": "attention sinks"}
+_UNREAD = {LATENT_PART: "latent attention", ".experts.": "experts", ".sinks": "attention sinks"}
 # options that change what is computed, and the values that change nothing
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "conv_kernel_size": (None, 0), "selector_rank": (None, 0), "attention_sink_bias": (None, False),
@@ -236,6 +237,9 @@ def plain_layer(config: Mapping[str, Any], kind: str, mrope: bool = True, rope_o
         size, heads = known["hidden_size"], known.get("num_attention_heads", 32)
         check_layer({"hidden_size": size, "num_attention_heads": heads, "model_type": kind}, size)
         derived = {"num_key_value_heads": heads, "head_dim": size // heads}
+        if kind == LATENT:  # its heads share keys, and head_dim is that of their rotary part
+            known = {name: known[name] for name in known if name not in derived}
+            del derived["head_dim"]
         if kind == config.get("model_type") == "qwen3" and "head_dim" not in config:
             del derived["head_dim"]  # Qwen3's own default
         known |= {name: value for name, value in derived.items() if known.get(name) is None}
@@ -245,13 +249,14 @@ def plain_layer(config: Mapping[str, Any], kind: str, mrope: bool = True, rope_o
     return layer
 
 
-def layer_count(stated: Any, names: Collection[str]) -> int:
+def layer_count(stated: Any, names: Collection[str], *read: str) -> int:
     """Return the number of decoder layers by the tensors' names.
 
     Raises CheckpointError if the config's number ``stated`` differs (None: not stated), or for layers unknown here.
+    ``read``: parts of names that are read nevertheless.
     """
     for part, what in _UNREAD.items():
-        if odd := next((name for name in names if part in name), None):
+        if part not in read and (odd := next((name for name in names if part in name), None)):
             raise CheckpointError(f"its layers have {what} ({odd}), unknown here. Use a head with Llama's layers.")
     numbers = {int(found[1]) for name in names if (found := re.match(r"layers\.(\d{1,3})\.", name))}
     count = len(numbers)

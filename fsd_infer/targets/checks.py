@@ -17,7 +17,7 @@ from transformers import __version__ as VERSION
 
 from fsd_core.errors import CheckpointError, ModelLoadError
 from fsd_core.files import open_safetensors, read_json, read_weight_map
-from fsd_infer.device.cache import RECURRENT, WITHOUT_KEYS
+from fsd_infer.device.cache import RECURRENT, WITHOUT_KEYS, cache_argument
 from fsd_infer.recurrent.mixers import read_past_forward, read_trees
 from fsd_infer.targets.kinds import auto_class, check_image_model
 from fsd_infer.targets.masks import layer_types, layer_windows, max_positions
@@ -284,12 +284,13 @@ def check_decodable(model: Any, name: str) -> None:
             f"{kind} has layers of type {', '.join(sorted(types & RECURRENT))}, but no code here that knows them: a "
             "token tree cannot be verified. Use another target."
         )
-    takes_positions = any("position_ids" in inspect.signature(part.forward).parameters for part in (model, decoder))
+    taken = {name for part in (model, decoder) for name in inspect.signature(part.forward).parameters}
+    reads = "position_ids" in taken and cache_argument(type(model)) in taken
     attends = not recurrent or types - WITHOUT_KEYS
-    if attends and not takes_positions or getattr(config, "alibi", False) or _counts_its_cache(decoder):
+    if attends and not reads or getattr(config, "alibi", False) or _counts_its_cache(decoder):
         raise ModelLoadError(
-            f"{kind} takes no positions (it keeps a state, or counts its cache); verifying a token tree in one forward "
-            "needs siblings at one position. Use another target."
+            f"{kind} takes no positions or no cache (it keeps a state, or counts its cache); verifying a token tree in "
+            "one forward needs siblings at one position. Use another target."
         )
     _check_reading(kind, config)
     _name_foreign_ends(model, name)

@@ -9,13 +9,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from fsd_core.errors import ModelLoadError
-from fsd_infer.device.cache import WITHOUT_KEYS, SlotCache
+from fsd_infer.device.cache import ATTENDS, WITHOUT_KEYS, SlotCache
 from fsd_infer.targets.rotary import changes
 
 _READ = {"full_attention", "sliding_attention"}  # types of attention whose masks tell what a token sees
 if hasattr(Cache, "update_indexer"):  # DeepSeek's sparse attention: it chooses from what the mask allows
     _READ.add("indexed_attention")
-_ATTENDS = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # with a recurrence in the same layer
 
 
 def max_positions(config: Any) -> int | None:
@@ -50,7 +49,7 @@ def layer_windows(config: Any) -> dict[str, int | None]:
         types = ["local"]  # GPT-Neo, whose windows count slots, not positions
     if types is None:
         return {"all": window}
-    kinds = {_ATTENDS.get(kind, kind) for kind in types} - WITHOUT_KEYS or {"full_attention"}
+    kinds = {ATTENDS.get(kind, kind) for kind in types} - WITHOUT_KEYS or {"full_attention"}
     unknown = kinds - _READ
     if unknown:
         raise ModelLoadError(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fsd_core.tensors import additive
-from fsd_infer.device.cache import SlotCache, cache_argument
+from fsd_infer.device.cache import ATTENDS, SlotCache, cache_argument
 
 
 class StackInputs(NamedTuple):
@@ -162,13 +162,16 @@ class TransformersStack(Stack):
 
     def __init__(self, model: Any, decoder: nn.Module, layers: Sequence[nn.Module]) -> None:
         self.model, self.decoder, self.layers = model, decoder, layers
-        self._is_eager = model.config.get_text_config(decoder=True)._attn_implementation == "eager"
+        config = model.config.get_text_config(decoder=True)
+        self._is_eager, self._types = config._attn_implementation == "eager", getattr(config, "layer_types", None) or []
         self.takes_keep, self._cache_argument = _takes_keep(type(model)), cache_argument(type(model))
         self._drops = any(map(_takes_keep, {type(part) for part in decoder.modules()}))
 
     def __call__(self, given: StackInputs) -> Outputs:
         assert given.visible is not None and given.embeds is None, "for targets"
-        masks = {kind: self._for_attention(mask) for kind, mask in given.visible.items()}
+        masks: Any = {kind: self._for_attention(mask) for kind, mask in given.visible.items()}
+        if len(masks) > 1:  # layers that keep a state alone have none
+            masks = {kind: masks.get(ATTENDS.get(kind, kind)) for kind in self._types}
         options: dict[str, Any] = {self._cache_argument: given.cache}
         if given.keep and self.takes_keep:
             options["logits_to_keep"] = self.kept(given.keep, given.inputs.device)
