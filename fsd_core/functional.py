@@ -32,7 +32,7 @@ KERNELS: dict[str, dict[str, Callable[..., Any]]] = {
     for name in (
         "ancestors", "block_accept_probs", "child_offsets", "divergence_rows", "draw_rest", "drawn_weights", "host_max",
         "host_nonzero", "keep_top_k", "mixed_children", "residual_mass", "row_entropy", "row_max", "row_stats",
-        "sample_rows", "topk_logprobs", "tree_union",
+        "sample_rows", "topk_logprobs", "tree_union", "visible_slots",
     )
 }  # fmt: skip
 

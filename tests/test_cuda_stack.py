@@ -21,7 +21,6 @@ from fsd_infer.backends.cuda.stack import CudaStack, fusible, knows_layers
 from fsd_infer.device.cache import SlotCache, cache_argument, visible_slots
 from fsd_infer.targets.masks import layer_windows
 from fsd_infer.targets.stack import StackInputs
-from tests.covering import fast_only
 from tests.families import WINDOW, tiny_head, tiny_model
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -155,12 +154,22 @@ def test_other_families_attend_without_copies() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("rule", fast_only(["exact", "tilted:2"], ["tilted:2"]))
-def test_decoding_by_the_stack(rule: str) -> None:
-    """Target and EAGLE-3 head run by the stack: the answer of transformers' layers."""
+@pytest.mark.parametrize(
+    "rule, options",
+    [
+        ("tilted:2", {}),
+        ("exact", {"own_lm_head": False, "draft_vocab_size": 20}),
+        ("exact", {"norm_before_residual": True}),
+    ],
+)
+def test_decoding_by_the_stack(rule: str, options: dict[str, Any]) -> None:
+    """Target and EAGLE-3 head run by the stack, which takes the head's step whole: the answer of transformers' layers.
+
+    A draft vocabulary grows by ids of the text, 1 to 5 and what follows, that it lacks.
+    """
     model = tiny_model("llama", num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1)
     target = Target(model)
-    drafter = tiny_head(target, TreeShape(2, 2, 4), layout="eagle3", fused_layers=[0, 1, 2])
+    drafter = tiny_head(target, TreeShape(2, 2, 4), layout="eagle3", fused_layers=[0, 1, 2], **options)
     decoder, prompt = FuzzyDecoder(target, drafter), list(range(1, 6))
     right = decoder.generate([prompt], rule=rule, max_new_tokens=4, do_sample=False).sequences
     backend, owners = CudaBackend(), [target, *drafter.stack_owners()]
@@ -169,5 +178,6 @@ def test_decoding_by_the_stack(rule: str) -> None:
         backend.prepare(owner.decoder)
         owner.stack = backend.stack_for(owner)
         assert isinstance(owner.stack, CudaStack)
+    assert drafter._find_fused_step() is not None
     assert decoder.generate([prompt], rule=rule, max_new_tokens=4, do_sample=False).sequences == right
     decoder.restore()

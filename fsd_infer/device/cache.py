@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from fsd_core.functional import is_host
+from fsd_core.functional import is_host, replaceable
 from fsd_core.tensors import kept_rows, to_device
 from fsd_infer.device.pool import KVPool, RowTensors
 from fsd_infer.device.states import STATE, Branches, RecurrentStates
@@ -315,6 +315,7 @@ class SlotCache(Cache):
         return sum(tensor.nbytes for key, tensor in self.tensors.pool.items() if key[0] == STATE)
 
 
+@replaceable
 def visible_slots(lengths: Tensor, visible_after: Tensor, used: int | None = None) -> Tensor:
     """Return which cache slots new tokens may attend to: the whole text, and chosen slots after it.
 

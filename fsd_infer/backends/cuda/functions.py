@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fsd_core import functional
-from fsd_infer.backends.cuda import kernels
+from fsd_infer.backends.cuda import kernels, trees
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -30,6 +30,15 @@ def topk_logprobs(logits: Tensor, k: int, where: Tensor | None = None) -> Any:
     return kernels.topk_logprobs(logits, k, where) if takes else NotImplemented
 
 
+def ancestors(parents: Tensor) -> Any:
+    return trees.ancestors(parents) if parents.numel() else NotImplemented
+
+
+def visible_slots(lengths: Tensor, visible_after: Tensor, used: int | None = None) -> Any:
+    takes = visible_after.numel() and lengths.device == visible_after.device
+    return trees.visible_slots(lengths, visible_after, used) if used and takes else NotImplemented
+
+
 def _takes(logits: Tensor) -> bool:
     differentiated = torch.is_grad_enabled() and logits.requires_grad
     return logits.dtype in _DTYPES and logits.numel() > 0 and not differentiated
@@ -37,5 +46,5 @@ def _takes(logits: Tensor) -> bool:
 
 def register(device: str) -> None:
     """Let the kernels answer on this type of device."""
-    for kernel in (row_max, row_stats, row_entropy, topk_logprobs):
+    for kernel in (row_max, row_stats, row_entropy, topk_logprobs, ancestors, visible_slots):
         functional.register(kernel.__name__, device, kernel)
