@@ -21,7 +21,6 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmb
 from fsd_core import functional
 from fsd_infer.backends.cuda import kernels, layer, trees
 from fsd_infer.backends.cuda.attention import splits_for, tree_attention
-from fsd_infer.device.cache import visible_slots
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # see tests/conftest.py
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -151,8 +150,8 @@ def test_trees_and_what_they_see() -> None:
     found = trees.ancestors(parents)
     assert torch.equal(found, functional.ancestors.__wrapped__(parents))  # type: ignore[attr-defined]
     lengths, after = torch.tensor([3, 0], device=DEVICE), found[:, 2:]
-    right = visible_slots.__wrapped__(lengths, after, 12)  # type: ignore[attr-defined]
-    assert torch.equal(trees.visible_slots(lengths, after, 12), right)
+    right = functional.slot_masks.__wrapped__(lengths, after, 12)  # type: ignore[attr-defined]
+    assert torch.equal(trees.slot_masks(lengths, after, 12), right)
 
 
 @pytest.mark.parametrize("is_normed", [False, True])
@@ -205,7 +204,7 @@ def test_kernels_compile_for_a_gpu(arguments: tuple[str, ...]) -> None:
     """To machine code of an 8B model's shapes. They fit the smallest card's shared memory, and its registers."""
     found = builds(*arguments)
     assert {line["kernel"] for line in found} == {
-        "_add_norm", "_ancestors", "_angles", "_attend", "_join", "_read", "_rotate", "_silu_mul", "_visible_slots",
+        "_add_norm", "_ancestors", "_angles", "_attend", "_join", "_read", "_rotate", "_silu_mul", "_slot_masks",
     }  # fmt: skip
     assert max(line["shared"] for line in found) <= 99 * 1024
     assert max(line["stack"] for line in found) <= 128, "registers are spilled"  # 88 on 8.0 with window and cap

@@ -109,7 +109,7 @@ def launch_all(compiler: Compiler, widths: list[int], dtypes: list[torch.dtype],
             layer.add_norm(x, delta, x[0], 1e-5)
         layer.silu_mul(torch.empty(60, 2 * 14336, dtype=dtype))
         layer.rotary_angles(slots, torch.empty(64), 1.0, dtype)
-        trees.visible_slots(lengths, trees.ancestors(slots), 1024)
+        trees.slot_masks(lengths, trees.ancestors(slots), 1024)
         kernels.topk_logprobs(torch.empty(10, 32000, dtype=dtype), 10)
         kernels.row_stats(torch.empty(60, 128256, dtype=dtype), torch.ones(60, dtype=torch.bool))
 

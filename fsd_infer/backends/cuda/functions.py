@@ -34,9 +34,8 @@ def ancestors(parents: Tensor) -> Any:
     return trees.ancestors(parents) if parents.numel() else NotImplemented
 
 
-def visible_slots(lengths: Tensor, visible_after: Tensor, used: int | None = None) -> Any:
-    takes = visible_after.numel() and lengths.device == visible_after.device
-    return trees.visible_slots(lengths, visible_after, used) if used and takes else NotImplemented
+def slot_masks(lengths: Tensor, visible_after: Tensor, used: int) -> Any:
+    return trees.slot_masks(lengths, visible_after, used) if visible_after.numel() and used else NotImplemented
 
 
 def _takes(logits: Tensor) -> bool:
@@ -46,5 +45,5 @@ def _takes(logits: Tensor) -> bool:
 
 def register(device: str) -> None:
     """Let the kernels answer on this type of device."""
-    for kernel in (row_max, row_stats, row_entropy, topk_logprobs, ancestors, visible_slots):
+    for kernel in (row_max, row_stats, row_entropy, topk_logprobs, ancestors, slot_masks):
         functional.register(kernel.__name__, device, kernel)
