@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.backends.cuda import interface
-from fsd_infer.backends.cuda.backend import CudaBackend
+from fsd_infer.backends.cuda.backend import CudaBackend, uses_triton
 from fsd_infer.backends.cuda.fused import fused
 from fsd_infer.backends.cuda.stack import CudaStack, fusible, knows_layers
 from fsd_infer.device.cache import SlotCache, cache_argument, visible_slots
@@ -131,6 +131,19 @@ def test_hooks_and_quantised_layers_are_seen() -> None:
     handle.remove()
     model.model.layers[1].mlp.up_proj = nn.Sequential(model.model.layers[1].mlp.up_proj)
     assert not knows_layers(owner_of(model))
+
+
+def test_what_triton_lacks_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a compiler its first kernel would fail within the first forward."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    uses_triton.cache_clear()
+    assert CudaBackend().report() == (None, "Triton finds no C compiler")
+    assert caplog.messages == [
+        "Triton finds no C compiler, so layers run on torch's kernels: install gcc, or name one in CC"
+    ]
+    monkeypatch.undo()
+    uses_triton.cache_clear()
 
 
 def test_other_families_attend_without_copies() -> None:

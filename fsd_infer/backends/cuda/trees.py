@@ -25,7 +25,11 @@ def ancestors(parents: Tensor) -> Tensor:
     batch, count = parents.shape
     out = torch.empty(batch, count, count, dtype=torch.bool, device=parents.device)
     _ancestors[(batch * count,)](
-        parents.contiguous(), out.view(torch.uint8), count, BLOCK=triton.next_power_of_2(count), num_warps=1
+        parents.contiguous(),
+        out.view(torch.uint8),
+        count,
+        BLOCK=max(16, triton.next_power_of_2(count)),
+        num_warps=1,
     )
     return out
 
