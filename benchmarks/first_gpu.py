@@ -1,11 +1,12 @@
 """Run what was never run on a GPU, most valuable steps first: the first hour on a GPU.
 
-    python -m benchmarks.first_gpu [--rehearse]
+    python -m benchmarks.first_gpu [--rehearse] [--minutes M]
 
 Each step is a command of this repository with a time limit. After a kill, a failure or a time limit the same command
-continues: it runs the steps that were not tried yet, then retries those that are not done. After every step the record
-and the page are written (benchmarks/results/first-gpu.json and .md). Logs and the steps' own records are in
-runs/first-gpu. With --rehearse toys go through the same steps on a CPU, in minutes.
+continues: it runs the steps that were not tried yet, then retries those that are not done. With --minutes it ends after
+so many, where longer commands are killed. After every step the record and the page are written to runs/first-gpu and
+benchmarks/results (first-gpu.json and .md). Logs and the steps' own records are in runs/first-gpu. With --rehearse toys
+go through the same steps on a CPU, in minutes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import shlex
 import signal
@@ -21,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ ROUNDS = {  # parts of benchmarks.gpu_round, which go together
     "transformers,static": "transformers at that shape, eager and compiled",
 }
 LIMIT = 8.0  # minutes of a step, at most
+LEAST = 1.5  # minutes in which a step is worth beginning
 KEPT = ("tokens_per_second", "decode_tokens_per_second", "tau", "identical_to_baseline", "gate_open_fraction",
         "divergence_spent")  # fmt: skip
 
@@ -72,7 +75,11 @@ class Stage:
 
 
 def run_steps(
-    steps: Sequence[Stage], directory: Path, record: dict[str, Any], save: Callable[[dict[str, Any]], None]
+    steps: Sequence[Stage],
+    directory: Path,
+    record: dict[str, Any],
+    save: Callable[[dict[str, Any]], None],
+    minutes: float = math.inf,
 ) -> None:
     """Run the steps that are not done, those never tried first.
 
@@ -81,14 +88,21 @@ def run_steps(
         directory: where logs go.
         record: outcomes by step under "steps"; changed in place.
         save: called with the record after each step.
+        minutes: no step goes on for longer.
     """
+    end = time.monotonic() + 60 * minutes
     known = record.setdefault("steps", {})
     left = [step for step in steps if known.get(step.name, {}).get("status") != "done"]
     for step in sorted(left, key=lambda step: step.name in known):
         if step.missing:
             known[step.name] = {"status": "left out", "why": step.why, "reason": step.missing}
         else:
-            print(f"{step.name}: {step.why} (at most {step.minutes:g} min) ...", file=sys.stderr, flush=True)
+            left_over = (end - time.monotonic()) / 60
+            if left_over < LEAST:
+                print("the rest is for the next run of this command", file=sys.stderr, flush=True)
+                return
+            step = replace(step, minutes=min(step.minutes, left_over))
+            print(f"{step.name}: {step.why} (at most {step.minutes:.3g} min) ...", file=sys.stderr, flush=True)
             known[step.name] = {"why": step.why, **_run(step, directory / f"{step.name}.log")}
             print(f"{step.name}: {known[step.name]['status']}", file=sys.stderr, flush=True)
         save(record)
@@ -283,6 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.first_gpu", description=__doc__.partition("\n")[0])
     parser.add_argument("--rehearse", action="store_true", help="toys on a CPU")
     parser.add_argument("--tinyllama", default="TinyLlama/TinyLlama-1.1B-Chat-v1.0", help="directory or hub id")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end after so many (default: all steps)")
     args = parser.parse_args(words)
     if not args.rehearse and not torch.cuda.is_available():
         print(
@@ -293,14 +308,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = "first-gpu-rehearsal" if args.rehearse else "first-gpu"
     directory, file = Path("runs", name), Path("benchmarks", "results", f"{name}.json")
     directory.mkdir(parents=True, exist_ok=True)
-    record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    kept = directory / file.name
+    record = next((json.loads(known.read_text(encoding="utf-8")) for known in (kept, file) if known.is_file()), {})
     record |= {"rehearsal": args.rehearse, "environment": environment(shown_command("benchmarks.first_gpu", words))}
 
     def save(record: dict[str, Any]) -> None:
-        write_record(file, record)
-        write_text(file.with_suffix(".md"), page(record))
+        for each in (kept, file):
+            write_record(each, record)
+            write_text(each.with_suffix(".md"), page(record))
 
-    run_steps(steps_of(toys(directory) if args.rehearse else full(args, directory), directory), directory, record, save)
+    steps = steps_of(toys(directory) if args.rehearse else full(args, directory), directory)
+    run_steps(steps, directory, record, save, args.minutes)
     print(page(record))
     return int(any(outcome["status"] not in ("done", "left out") for outcome in record["steps"].values()))
 

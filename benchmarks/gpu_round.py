@@ -41,6 +41,7 @@ from benchmarks.gpu_place import DRAFTED, NEW, PROMPT, Place
 from benchmarks.recorded import ROOT, parser_of, record_main
 from fsd_bench.estimate import head_on_paper, planned_head, weights_read
 from fsd_core.errors import FsdError
+from fsd_core.functional import KERNELS
 from fsd_core.tables import table
 from fsd_infer import FuzzyDecoder, TreeShape
 from fsd_infer.device.cache import SlotCache
@@ -171,6 +172,8 @@ def plain(place: Place) -> Rows:
         from fsd_infer.backends.cuda.backend import uses_triton
 
         uses_triton.cache_clear()
+        for known in KERNELS.values():
+            known.pop("cuda", None)
         found["torch's kernels, graphs"] = decoded(place, loaded(place))
     return found
 
@@ -288,6 +291,7 @@ def _in_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"error": f"not done after {MINUTES:g} minutes"}
     if done.returncode:
+        print(done.stderr, file=sys.stderr, flush=True)
         return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][-300:]}
     rows: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return {"rows": rows, "seconds": round(time.perf_counter() - start, 1)}

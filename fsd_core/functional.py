@@ -32,7 +32,7 @@ KERNELS: dict[str, dict[str, Callable[..., Any]]] = {
     for name in (
         "ancestors", "block_accept_probs", "child_offsets", "divergence_rows", "draw_rest", "drawn_weights", "host_max",
         "host_nonzero", "keep_top_k", "mixed_children", "residual_mass", "row_entropy", "row_max", "row_stats",
-        "sample_rows", "topk_logprobs", "tree_union",
+        "sample_rows", "slot_masks", "topk_logprobs", "tree_union",
     )
 }  # fmt: skip
 
@@ -177,6 +177,25 @@ def host_nonzero(mask: Tensor) -> Tensor | None:
 
 
 # trees ------------------------------------------------------------------------------------------------------------
+
+
+@replaceable
+def slot_masks(lengths: Tensor, visible_after: Tensor, used: int) -> Tensor:
+    """Return which of the first ``used`` cache slots new tokens may attend to: the text's, and chosen ones after it.
+
+    Args:
+        lengths: [B] slots of each row's text.
+        visible_after: [B, M, E] bool, of the E slots after it.
+        used: S.
+
+    Returns:
+        [B, M, S] bool
+    """
+    new, extra = visible_after.shape[1:]
+    offset = torch.arange(used, device=lengths.device) - lengths[:, None]  # [B, S]
+    index = offset.clamp(0, max(extra - 1, 0))[:, None].expand(-1, new, -1)
+    inside = ((offset >= 0) & (offset < extra))[:, None]
+    return torch.where(inside, visible_after.gather(2, index) if extra else inside, (offset < 0)[:, None])
 
 
 def at_nodes(values: Tensor, nodes: Tensor) -> Tensor:

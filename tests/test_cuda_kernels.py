@@ -16,7 +16,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 
-from fsd_infer.backends.cuda import kernels, layer
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
+
+from fsd_core import functional
+from fsd_infer.backends.cuda import kernels, layer, trees
 from fsd_infer.backends.cuda.attention import splits_for, tree_attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # see tests/conftest.py
@@ -130,6 +133,27 @@ def test_norms_rotations_and_silu() -> None:
     torch.testing.assert_close(layer.silu_mul(torch.cat([gate, up], 1)), F.silu(gate) * up)
 
 
+def test_angles_are_those_of_transformers() -> None:
+    """Far into a text, of each row's own positions, with a factor."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "original_max_position_embeddings": 4096}
+    config = LlamaConfig(hidden_size=96, num_attention_heads=4, max_position_embeddings=16384, rope_parameters=scaling)
+    rotary = LlamaRotaryEmbedding(config).to(DEVICE)
+    positions = torch.tensor([[0, 16383], [777, 4097]], device=DEVICE)[:, :, None].expand(-1, -1, 3)[..., 0]
+    for given in (positions, positions[:, :1].expand(-1, 5)):
+        found = layer.rotary_angles(given, rotary.inv_freq, rotary.attention_scaling, torch.float32)
+        for part, right in zip(found, rotary(torch.zeros(1, device=DEVICE), given), strict=True):
+            torch.testing.assert_close(part, right, atol=2e-6, rtol=0.0)
+
+
+def test_trees_and_what_they_see() -> None:
+    parents = torch.tensor([[0, 0, 0, 1, 3, 3, 2], [0, 0, 1, 2, 3, 4, 5]], device=DEVICE)
+    found = trees.ancestors(parents)
+    assert torch.equal(found, functional.ancestors.__wrapped__(parents))  # type: ignore[attr-defined]
+    lengths, after = torch.tensor([3, 0], device=DEVICE), found[:, 2:]
+    right = functional.slot_masks.__wrapped__(lengths, after, 12)  # type: ignore[attr-defined]
+    assert torch.equal(trees.slot_masks(lengths, after, 12), right)
+
+
 @pytest.mark.parametrize("is_normed", [False, True])
 def test_queries_are_rotated_and_keys_kept(is_normed: bool) -> None:
     batch, count, heads, key_heads, width = 2, 3, 4, 2, 24
@@ -179,6 +203,8 @@ def builds(*arguments: str) -> list[dict[str, int]]:
 def test_kernels_compile_for_a_gpu(arguments: tuple[str, ...]) -> None:
     """To machine code of an 8B model's shapes. They fit the smallest card's shared memory, and its registers."""
     found = builds(*arguments)
-    assert {line["kernel"] for line in found} == {"_add_norm", "_attend", "_join", "_read", "_rotate", "_silu_mul"}
+    assert {line["kernel"] for line in found} == {
+        "_add_norm", "_ancestors", "_angles", "_attend", "_join", "_read", "_rotate", "_silu_mul", "_slot_masks",
+    }  # fmt: skip
     assert max(line["shared"] for line in found) <= 99 * 1024
     assert max(line["stack"] for line in found) <= 128, "registers are spilled"  # 88 on 8.0 with window and cap

@@ -15,13 +15,12 @@ pytest.importorskip("triton")
 
 from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.backends.cuda import interface
-from fsd_infer.backends.cuda.backend import CudaBackend
+from fsd_infer.backends.cuda.backend import CudaBackend, uses_triton
 from fsd_infer.backends.cuda.fused import fused
 from fsd_infer.backends.cuda.stack import CudaStack, fusible, knows_layers
 from fsd_infer.device.cache import SlotCache, cache_argument, visible_slots
 from fsd_infer.targets.masks import layer_windows
 from fsd_infer.targets.stack import StackInputs
-from tests.covering import fast_only
 from tests.families import WINDOW, tiny_head, tiny_model
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -134,6 +133,19 @@ def test_hooks_and_quantised_layers_are_seen() -> None:
     assert not knows_layers(owner_of(model))
 
 
+def test_what_triton_lacks_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a compiler its first kernel would fail within the first forward."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    uses_triton.cache_clear()
+    assert CudaBackend().report() == (None, "Triton finds no C compiler")
+    assert caplog.messages == [
+        "Triton finds no C compiler, so layers run on torch's kernels: install gcc, or name one in CC"
+    ]
+    monkeypatch.undo()
+    uses_triton.cache_clear()
+
+
 def test_other_families_attend_without_copies() -> None:
     """transformers' layers call the tree's attention, and are the same model; cuDNN stays the caller's choice."""
     model = tiny_model("granite", num_attention_heads=2, num_key_value_heads=1)
@@ -155,12 +167,22 @@ def test_other_families_attend_without_copies() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("rule", fast_only(["exact", "tilted:2"], ["tilted:2"]))
-def test_decoding_by_the_stack(rule: str) -> None:
-    """Target and EAGLE-3 head run by the stack: the answer of transformers' layers."""
+@pytest.mark.parametrize(
+    "rule, options",
+    [
+        ("tilted:2", {}),
+        ("exact", {"own_lm_head": False, "draft_vocab_size": 20}),
+        ("exact", {"norm_before_residual": True}),
+    ],
+)
+def test_decoding_by_the_stack(rule: str, options: dict[str, Any]) -> None:
+    """Target and EAGLE-3 head run by the stack, which takes the head's step whole: the answer of transformers' layers.
+
+    A draft vocabulary grows by ids of the text, 1 to 5 and what follows, that it lacks.
+    """
     model = tiny_model("llama", num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1)
     target = Target(model)
-    drafter = tiny_head(target, TreeShape(2, 2, 4), layout="eagle3", fused_layers=[0, 1, 2])
+    drafter = tiny_head(target, TreeShape(2, 2, 4), layout="eagle3", fused_layers=[0, 1, 2], **options)
     decoder, prompt = FuzzyDecoder(target, drafter), list(range(1, 6))
     right = decoder.generate([prompt], rule=rule, max_new_tokens=4, do_sample=False).sequences
     backend, owners = CudaBackend(), [target, *drafter.stack_owners()]
@@ -169,5 +191,6 @@ def test_decoding_by_the_stack(rule: str) -> None:
         backend.prepare(owner.decoder)
         owner.stack = backend.stack_for(owner)
         assert isinstance(owner.stack, CudaStack)
+    assert drafter._find_fused_step() is not None
     assert decoder.generate([prompt], rule=rule, max_new_tokens=4, do_sample=False).sequences == right
     decoder.restore()

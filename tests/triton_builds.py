@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from fsd_infer.backends.cuda import attention, kernels, layer
+from fsd_infer.backends.cuda import attention, kernels, layer, trees
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", torch.uint8: "*u8",
@@ -108,6 +108,8 @@ def launch_all(compiler: Compiler, widths: list[int], dtypes: list[torch.dtype],
         for delta in (None, x):
             layer.add_norm(x, delta, x[0], 1e-5)
         layer.silu_mul(torch.empty(60, 2 * 14336, dtype=dtype))
+        layer.rotary_angles(slots, torch.empty(64), 1.0, dtype)
+        trees.slot_masks(lengths, trees.ancestors(slots), 1024)
         kernels.topk_logprobs(torch.empty(10, 32000, dtype=dtype), 10)
         kernels.row_stats(torch.empty(60, 128256, dtype=dtype), torch.ones(60, dtype=torch.bool))
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from fsd_core.functional import is_host
+from fsd_core.functional import is_host, slot_masks
 from fsd_core.tensors import kept_rows, to_device
 from fsd_infer.device.pool import KVPool, RowTensors
 from fsd_infer.device.states import STATE, Branches, RecurrentStates
@@ -330,7 +330,7 @@ def visible_slots(lengths: Tensor, visible_after: Tensor, used: int | None = Non
     Returns:
         [B, M, S] bool on the device of ``visible_after``.
     """
-    (_, new, extra), device = visible_after.shape, visible_after.device
+    extra = visible_after.shape[2]
     if is_host(lengths.device):
         used = int(lengths.max()) + extra if used is None else used
         if lengths.shape[0] == 1:  # no offsets between rows
@@ -338,7 +338,4 @@ def visible_slots(lengths: Tensor, visible_after: Tensor, used: int | None = Non
             more = used - visible.shape[-1]
             return torch.nn.functional.pad(visible, (0, more)) if more else visible
     assert used is not None, "lengths on a device tell the host nothing"
-    offset = torch.arange(used, device=device) - to_device(lengths, device)[:, None]  # [B, S]
-    index = offset.clamp(0, max(extra - 1, 0))[:, None].expand(-1, new, -1)
-    inside = ((offset >= 0) & (offset < extra))[:, None]
-    return torch.where(inside, visible_after.gather(2, index) if extra else inside, (offset < 0)[:, None])
+    return slot_masks(to_device(lengths, visible_after.device), visible_after, used)

@@ -41,22 +41,23 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # one for all recordings: cuBLAS keeps memory for each stream. torch's own may be another device's.
+        self._stream = torch.cuda.Stream(device)
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def __call__(
         self, run: Callable[[], Outputs], generator: torch.Generator | None = None
     ) -> tuple[Outputs, Callable[[], Any]]:
         with torch.cuda.device(self.device):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
                 run()  # a library's first call initialises it and cannot be recorded
-            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.current_stream().wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
             if generator is not None:
                 graph.register_generator_state(generator)
             pool = next((earlier.pool() for earlier in self._graphs), None)
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
                 outputs = run()
         self._graphs.add(graph)
         return outputs, graph.replay

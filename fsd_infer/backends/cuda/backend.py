@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -34,7 +37,8 @@ class CudaBackend(Backend):
         return "triton" if uses_triton() else None
 
     def report(self) -> tuple[str | None, str]:
-        return self.describe(), "Triton is installed" if uses_triton() else "FSD_KERNELS=0, or no Triton"
+        missing = triton_lacks()
+        return self.describe(), "Triton is installed" if uses_triton() else missing[0] if missing else "FSD_KERNELS=0"
 
     def prepare(self, model: nn.Module, release: bool = False, weights: Literal["fp8"] | None = None) -> None:
         """Join products of one input, in place, and attend without copies of keys. Heads keep their dtype."""
@@ -67,13 +71,26 @@ class CudaBackend(Backend):
 
 @cache
 def uses_triton() -> bool:
-    """Whether Triton runs here. Says so once if it is missing."""
+    """Whether Triton runs here. Says so once if something is missing."""
     if os.environ.get("FSD_KERNELS") == "0":
         return False
+    missing = triton_lacks()
+    if missing:
+        log.warning("%s, so layers run on torch's kernels: %s", *missing)
+    return not missing
+
+
+def triton_lacks() -> tuple[str, str] | None:
+    """Return what Triton lacks, and how to get it; None: nothing. It compiles what launches its kernels."""
     if find_spec("triton") is None:
-        log.warning("Triton is not installed, so layers run on torch's kernels: python -m pip install triton")
-        return False
-    return True
+        return "Triton is not installed", "python -m pip install triton"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton finds no C compiler", "install gcc, or name one in CC"
+    scheme = sysconfig.get_default_scheme()
+    headers = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])  # as Triton
+    if not (headers / "Python.h").is_file():
+        return f"Triton needs Python's headers, and {headers} has no Python.h", "install python3-dev"
+    return None
 
 
 class WithoutCudnn(Stack):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fsd_core import functional
-from fsd_infer.backends.cuda import kernels
+from fsd_infer.backends.cuda import kernels, trees
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -30,6 +30,14 @@ def topk_logprobs(logits: Tensor, k: int, where: Tensor | None = None) -> Any:
     return kernels.topk_logprobs(logits, k, where) if takes else NotImplemented
 
 
+def ancestors(parents: Tensor) -> Any:
+    return trees.ancestors(parents) if parents.numel() else NotImplemented
+
+
+def slot_masks(lengths: Tensor, visible_after: Tensor, used: int) -> Any:
+    return trees.slot_masks(lengths, visible_after, used) if visible_after.numel() and used else NotImplemented
+
+
 def _takes(logits: Tensor) -> bool:
     differentiated = torch.is_grad_enabled() and logits.requires_grad
     return logits.dtype in _DTYPES and logits.numel() > 0 and not differentiated
@@ -37,5 +45,5 @@ def _takes(logits: Tensor) -> bool:
 
 def register(device: str) -> None:
     """Let the kernels answer on this type of device."""
-    for kernel in (row_max, row_stats, row_entropy, topk_logprobs):
+    for kernel in (row_max, row_stats, row_entropy, topk_logprobs, ancestors, slot_masks):
         functional.register(kernel.__name__, device, kernel)

@@ -59,7 +59,7 @@ def _read(
 
 @triton.jit
 def _join(WHERE, KEYS, SUMS, VALUES, IDS, TOTALS, chunks, COUNT: tl.constexpr, CHUNKS: tl.constexpr,
-          BLOCK: tl.constexpr, CHOSEN: tl.constexpr):  # fmt: skip
+          BLOCK: tl.constexpr, CHOSEN: tl.constexpr, LOG_PROBS: tl.constexpr):  # fmt: skip
     """Join a row's chunks: the COUNT largest numbers and their ids; ln Σ e^x and the softmax's entropy.
 
     A row that was not read has id 0 throughout, since an id beyond the vocabulary could not be looked up.
@@ -71,30 +71,35 @@ def _join(WHERE, KEYS, SUMS, VALUES, IDS, TOTALS, chunks, COUNT: tl.constexpr, C
     if CHOSEN:
         known = tl.load(WHERE + row) != 0
     high = tl.load(sums, mask=inside, other=-float("inf"))
-    total = tl.load(sums + 1, mask=inside, other=0.0)
+    part = tl.load(sums + 1, mask=inside, other=0.0)
     moment = tl.load(sums + 2, mask=inside, other=0.0)
     highest = tl.max(high, 0)
-    shift = tl.where(total > 0, high - highest, 0.0)
-    weight = tl.where(total > 0, tl.exp(shift), 0.0)
-    whole = tl.sum(weight * total, 0)
-    mean = tl.sum(weight * (moment + shift * total), 0) / whole
-    tl.store(TOTALS + 2 * row, highest + tl.log(whole))
+    shift = tl.where(part > 0, high - highest, 0.0)
+    weight = tl.where(part > 0, tl.exp(shift), 0.0)
+    whole = tl.sum(weight * part, 0)
+    mean = tl.sum(weight * (moment + shift * part), 0) / whole
+    total = highest + tl.log(whole)
+    tl.store(TOTALS + 2 * row, total)
     tl.store(TOTALS + 2 * row + 1, tl.log(whole) - mean)
     keys = tl.load(KEYS + row * chunks * COUNT + place, mask=place < chunks * COUNT, other=_MIN)
     for rank in tl.static_range(COUNT):
         best = tl.max(keys, 0)
-        tl.store(VALUES + row * COUNT + rank, _numbers(best))
+        value = _numbers(best) - total if LOG_PROBS else _numbers(best)
+        tl.store(VALUES + row * COUNT + rank, value)
         tl.store(IDS + row * COUNT + rank, tl.where(known, 0x7FFFFFFF - (best & 0x7FFFFFFF), 0))
         keys = tl.where(keys == best, _MIN, keys)
 
 
-def row_pass(logits: Tensor, count: int, where: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def row_pass(
+    logits: Tensor, count: int, where: Tensor | None = None, log_probs: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Read each row once.
 
     Args:
         logits: [..., V].
         count: how many of the largest numbers to return, at most V.
         where: [...] bool, the rows to read; results of others are arbitrary, their tokens 0. None: all.
+        log_probs: return ln softmax of the largest numbers in their place.
 
     Returns:
         The largest numbers [..., count] in fp32, falling, and their tokens in int64; each row's ln Σ exp and the
@@ -120,15 +125,15 @@ def row_pass(logits: Tensor, count: int, where: Tensor | None = None) -> tuple[T
         _join[(number,)](
             chosen, keys, sums, values, ids, totals, chunks,
             COUNT=count, CHUNKS=triton.next_power_of_2(chunks), BLOCK=triton.next_power_of_2(chunks * count),
-            CHOSEN=where is not None,
+            CHOSEN=where is not None, LOG_PROBS=log_probs,
         )  # fmt: skip
     return values, ids, totals[..., 0], totals[..., 1]
 
 
 def topk_logprobs(logits: Tensor, count: int, where: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the highest log-probabilities [..., count] in fp32, falling, and their tokens, of logits [..., V]."""
-    values, ids, total, _ = row_pass(logits, count, where)
-    return values - total[..., None], ids
+    values, ids, _, _ = row_pass(logits, count, where, log_probs=True)
+    return values, ids
 
 
 def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:

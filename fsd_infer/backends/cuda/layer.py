@@ -1,4 +1,4 @@
-"""What lies between a decoder layer's products, in Triton: RMS norms with the residual sum, rotary keys, SiLU.
+"""What lies between a decoder layer's products, in Triton: RMS norms with the residual sum, rotations, and SiLU.
 
 Each is one launch. Numbers are rounded where transformers' modules round them, but for the rotation, which is rounded
 once.
@@ -50,6 +50,40 @@ def add_norm(
         ADDS=delta is not None, BLOCK=block, num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
     return total, out
+
+
+@triton.jit
+def _angles(POSITIONS, FREQUENCIES, OUT, count, factor, row_length, row_stride, stride,
+            HALF: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    token, column = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = column < HALF
+    position = tl.load(POSITIONS + token // row_length * row_stride + token % row_length * stride).to(tl.float32)
+    angle = position * tl.load(FREQUENCIES + column, mask=inside, other=0.0)
+    cosine, sine = (tl.cos(angle) * factor).to(OUT.dtype.element_ty), (tl.sin(angle) * factor).to(OUT.dtype.element_ty)
+    cosines = OUT + token.to(tl.int64) * 2 * HALF + column
+    sines = cosines + count * 2 * HALF
+    tl.store(cosines, cosine, mask=inside)
+    tl.store(cosines + HALF, cosine, mask=inside)
+    tl.store(sines, sine, mask=inside)
+    tl.store(sines + HALF, sine, mask=inside)
+
+
+def rotary_angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [B, M, D] of rotary embeddings in one launch; transformers' module takes ten.
+
+    Args:
+        positions: [B, M] int64.
+        frequencies: [D/2] fp32, radians per position.
+        factor: by which both are multiplied.
+        dtype: of the result.
+    """
+    half = len(frequencies)
+    out = torch.empty(2, *positions.shape, 2 * half, dtype=dtype, device=positions.device)
+    _angles[(positions.numel(),)](
+        positions, frequencies, out, positions.numel(), factor, positions.shape[1], *positions.stride(),
+        HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1,
+    )  # fmt: skip
+    return out[0], out[1]
 
 
 @triton.jit

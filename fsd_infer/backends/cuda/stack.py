@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from fsd_infer.backends.cuda.attention import MAX_NEW, tree_attention
 from fsd_infer.backends.cuda.fused import can_fuse, fused
-from fsd_infer.backends.cuda.layer import add_norm, rotate_and_store, silu_mul
+from fsd_infer.backends.cuda.layer import add_norm, rotary_angles, rotate_and_store, silu_mul
 from fsd_infer.backends.families import FIXED_ANGLES, hooks_of, is_hooked, is_of_family
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.targets.masks import layer_windows
-from fsd_infer.targets.stack import Outputs, Stack, StackInputs, StackOwner
+from fsd_infer.targets.stack import HeadStep, Outputs, Stack, StackInputs, StackOwner
 
 
 class Visible(NamedTuple):
@@ -59,12 +59,44 @@ class CudaStack(Stack):
 
     def __call__(self, given: StackInputs) -> Outputs:
         """Run one forward, as :class:`fsd_infer.targets.stack.Stack` says."""
+        found = self.run(given, self.norm)
+        if found is None:
+            return self.fallback(given)
+        output, normed, captured = found
+        return Outputs(output if self.norm is None else normed, captured)
+
+    def run(self, given: StackInputs, norm: nn.Module | None) -> tuple[Tensor, Tensor, list[Tensor]] | None:
+        """Return the last layer's output [B, M, H], its ``norm``, and the captured layers' outputs.
+
+        None for forwards that :attr:`fallback` runs.
+        """
         visible, cache, many = given.visible, given.cache, given.inputs.shape[1] > MAX_NEW
         if visible is None or many or not isinstance(cache, SlotCache) or is_hooked(self._hooks):
-            return self.fallback(given)
-        x, attended = given.entering(self._decoder)
-        with torch.cuda.device_of(x):  # Triton launches on the current device
-            return self._forward(x, given.positions, self._seen(visible, cache), cache, given.capture, attended)
+            return None
+        with torch.cuda.device_of(given.inputs):  # Triton launches on the current device
+            x, attended = self._entering(given)
+            return self._forward(x, given.positions, self._seen(visible, cache), cache, norm, given.capture, attended)
+
+    def head_step(self, head: Any, embeddings: nn.Module, lm_head: nn.Module) -> HeadStep | None:
+        """Return the step of an EAGLE-3 head whose LM head reads its outputs normed: the norm ends the last layer."""
+        if type(lm_head) is not nn.Linear or lm_head.bias is not None or not (head.eagle3 and head.norms_readout):
+            return None
+        return CudaHeadStep(self, head, embeddings, lm_head)
+
+    def _entering(self, given: StackInputs) -> tuple[Tensor, Tensor | None]:
+        """Return what :meth:`.StackInputs.entering` does."""
+        embeds, first = given.embeds, self._layers[0]
+        if embeds is None:
+            return given.entering(self._decoder)
+        x, width = given.inputs, embeds.shape[-1]
+        attended = x.new_empty(*x.shape[:2], width + x.shape[-1])
+        rows = attended.flatten(0, 1)
+        for norm, part, out in (
+            (first.input_layernorm, embeds, rows[:, :width]),
+            (first.hidden_norm, x, rows[:, width:]),
+        ):
+            add_norm(part.flatten(0, 1), None, norm.weight, norm.variance_epsilon, out)
+        return attended[..., width:] if first.norm_before_residual else x, attended
 
     def _seen(self, visible: Mapping[str, Tensor], cache: SlotCache) -> list[Visible]:
         """Return what each layer sees, of masks [B, M, S] by layer type."""
@@ -75,7 +107,7 @@ class CudaStack(Stack):
             if text is None or window and window < text[1].shape[-1]:  # a window may end within the tree
                 kinds[kind] = Visible(mask.new_zeros(len(mask), dtype=torch.long), mask)
             else:
-                kinds[kind] = Visible(text[0], text[1], window)
+                kinds[kind] = Visible(text[0], text[1].contiguous(), window)
         if len(kinds) == 1:
             return list(kinds.values()) * len(self._layers)
         assert self._kinds is not None
@@ -87,29 +119,33 @@ class CudaStack(Stack):
         positions: Tensor,
         visible: Sequence[Visible],
         cache: SlotCache,
+        norm: nn.Module | None,
         capture: Sequence[int],
         attended: Tensor | None,
-    ) -> Outputs:
-        """Run the layers on x [B, M, H]; ``attended`` [B, M, A] is the first attention's input in place of norm(x)."""
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Run the layers on x [B, M, H], as :meth:`run`.
+
+        ``attended`` [B, M, A] is the first attention's input in place of norm(x).
+        """
         shape = x.shape
         keys, values = cache.keys_and_values(self._key_heads, self._width, x.dtype, x.device)
-        angles = self._rotary(x, positions)
+        angles = rotary_angles(positions, self._rotary.inv_freq.float(), self._rotary.attention_scaling, x.dtype)
         x, delta = x.flatten(0, 1), None
-        found: dict[int, Tensor] = {}
+        outputs: dict[int, Tensor] = {}  # known when the next layer's norm has added them
         for index, layer in enumerate(self._layers):
             if index == 0 and attended is not None:
                 normed = attended.flatten(0, 1)
             else:
                 x, normed = _normed(layer.input_layernorm, x, delta)
+                if index - 1 in capture:
+                    outputs[index - 1] = x
             heads = self._attention(layer, normed.view(*shape[:2], -1), angles, positions, visible[index],
                                     keys[index], values[index], cache.slots)  # fmt: skip
             x, normed = _normed(layer.post_attention_layernorm, x, _linear(layer.self_attn.o_proj, heads))
             delta = _linear(layer.mlp.down_proj, silu_mul(F.linear(normed, *fused(_gate_up(layer)))))
-            if index in capture:
-                x, delta = x + delta, None
-                found[index] = x.view(shape)
-        final = _normed(self.norm, x, delta)[1].view(shape)
-        return Outputs(final, [found[index] for index in capture])
+        x, normed = _normed(norm, x, delta)
+        outputs[len(self._layers) - 1] = x
+        return x.view(shape), normed.view(shape), [outputs[index].view(shape) for index in capture]
 
     def _attention(
         self,
@@ -133,6 +169,34 @@ class CudaStack(Stack):
         within = positions if window else None
         heads = tree_attention(query, keys, values, lengths, visible_after, self._scale, within, window)
         return heads.flatten(0, 1).flatten(1)
+
+
+class CudaHeadStep:
+    """The step of an EAGLE-3 head from ids and features to outputs and logits, see :class:`.HeadStep`."""
+
+    def __init__(self, stack: CudaStack, head: Any, embeddings: nn.Module, lm_head: nn.Linear) -> None:
+        self._stack, self._head, self._embeddings, self._lm_head = stack, head, embeddings, lm_head
+        self._hooks = hooks_of([head, lm_head])
+
+    def __call__(
+        self,
+        cache: SlotCache,
+        visible: Tensor,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        extra_rows: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        if features.shape[-1] != self._head.width or is_hooked(self._hooks):  # the head joins the target's
+            return None
+        embeds = self._embeddings(tokens).to(features.dtype)
+        given = StackInputs(features, cache.rotary(positions), {"full_attention": visible}, cache, embeds=embeds)
+        found = self._stack.run(given, self._head.norm)
+        if found is None:
+            return None
+        outputs, read, _ = found
+        logits = F.linear(read, self._lm_head.weight)
+        return outputs, logits if extra_rows is None else torch.cat([logits, F.linear(read, extra_rows)], -1)
 
 
 def _normed(norm: Any, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
