@@ -213,11 +213,11 @@ def hub_errors(repository: str, revision: str | None = None) -> Iterator[None]:
     except FsdError:
         raise
     except Exception as error:
-        says = hub_fault(error, revision)
-        if isinstance(says, FsdError):
-            raise says from error
-        says = says or f"was not read or written ({shortened(error, 200)}): try again."
-        raise HubError(f"{repository} {says}") from error
+        fault = hub_fault(error, revision)
+        if isinstance(fault, FsdError):
+            raise fault from error
+        fault = fault or f"was not read or written ({shortened(error, 200)}): try again."
+        raise HubError(f"{repository} {fault}") from error
 
 
 def hub_fault(error: BaseException, revision: str | None = None) -> str | FsdError | None:
@@ -232,11 +232,11 @@ def hub_fault(error: BaseException, revision: str | None = None) -> str | FsdErr
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             return f"does not fit on the disk ({cause}): free some space, or set HF_HOME to another disk."
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-    for kind, says in _FAULTS:
+    for kind, message in _FAULTS:
         for link in chain:
             if isinstance(link, kind) and (kind is not HfHubHTTPError or not isinstance(link, EntryNotFoundError)):
                 reason = shortened(chain[-1] if link.__cause__ else link, 200)
-                return link if isinstance(link, HubError) else says(link).format(revision=revision, reason=reason)
+                return link if isinstance(link, HubError) else message(link).format(revision=revision, reason=reason)
     return None
 
 

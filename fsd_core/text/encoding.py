@@ -175,11 +175,11 @@ def answer_end(
     if sum(token in special for token in last[:end]) == 1:  # no other token could be one after the last turn alone
         return last, end
     try:
-        inner = after({"role": "user", "content": "?"})
+        before_more = after({"role": "user", "content": "?"})
     except DataError:  # a template for one question
-        inner = last
-    both = [one for one, other in takewhile(lambda pair: pair[0] == pair[1], zip(last, inner, strict=False))]
-    return last, _turn_end(tokenizer, both, special) or end
+        before_more = last
+    common = [one for one, other in takewhile(lambda pair: pair[0] == pair[1], zip(last, before_more, strict=False))]
+    return last, _turn_end(tokenizer, common, special) or end
 
 
 def _turn_end(tokenizer: Any, ids: Sequence[int], special: set[int]) -> int:

@@ -137,10 +137,12 @@ class HubRows:
         """Return what the Hub says about the dataset, whose cause `datasets` may hide; None if it has no part."""
         from fsd_core.hub import hub_fault
 
-        says = hub_fault(error, self.revision)
-        if says is None:
+        fault = hub_fault(error, self.revision)
+        if fault is None:
             try:
                 self._commit()
             except Exception as refused:
-                says = hub_fault(refused, self.revision)
-        return None if says is None else f"it {says}".replace("no directory, and ", "").replace("no directory and ", "")
+                fault = hub_fault(refused, self.revision)
+        return (
+            None if fault is None else f"it {fault}".replace("no directory, and ", "").replace("no directory and ", "")
+        )

@@ -72,19 +72,19 @@ def take_images(row: Mapping[str, Any], folder: Path) -> tuple[RowFields, list[A
     waiting = [source for name in IMAGES for source in _column(row.get(name))]
     check_unmarked(dict(row))
     fields.update(dict.fromkeys(IMAGES))
-    taken: list[Any] = []
+    images: list[Any] = []
     talk = next((name for name in _TALKS if isinstance(fields.get(name), list)), None)
     if talk is not None:
-        fields[talk] = _marked_turns(fields[talk], waiting, taken)
+        fields[talk] = _marked_turns(fields[talk], waiting, images)
     else:
         field = next((name for name in TEXTS if isinstance(fields.get(name), str)), None)
         if field is None:
             raise DataError("images go with messages, conversations or the text of a prompt, and the row has none.")
-        [turn] = _marked_turns([{"role": "user", "content": fields[field]}], waiting, taken)
+        [turn] = _marked_turns([{"role": "user", "content": fields[field]}], waiting, images)
         fields[field] = turn["content"]
-    if len(taken) > MAX_IMAGES:
-        raise DataError(f"the row has {len(taken)} images. Give at most {MAX_IMAGES}.")
-    return fields, [_placed(source, folder) for source in taken]
+    if len(images) > MAX_IMAGES:
+        raise DataError(f"the row has {len(images)} images. Give at most {MAX_IMAGES}.")
+    return fields, [_placed(source, folder) for source in images]
 
 
 def _column(value: Any) -> list[Any]:
@@ -102,8 +102,8 @@ def _placed(source: Any, folder: Path) -> Any:
     return os.path.abspath(folder / Path(source).expanduser())
 
 
-def _marked_turns(turns: Sequence[Any], waiting: list[Any], taken: list[Any]) -> list[Any]:
-    """Return turns with marks; images go from ``waiting`` and from parts to ``taken``."""
+def _marked_turns(turns: Sequence[Any], waiting: list[Any], images: list[Any]) -> list[Any]:
+    """Return turns with marks; images go from ``waiting`` and from parts to ``images``."""
     with_parts = any(is_image(part) for turn in turns for part in parts_of(turn))
     places = 0 if with_parts else sum(len(_PLACE.findall(_text_of(turn))) for turn in turns)
     if places and places != len(waiting):
@@ -113,11 +113,11 @@ def _marked_turns(turns: Sequence[Any], waiting: list[Any], taken: list[Any]) ->
         if any(is_image(part) for part in parts_of(turn)):
             if role_of(turn) != "user":
                 raise DataError(f"turn {number} ({role_of(turn)}) has an image. Only turns of users show images.")
-            turn = {**turn, "content": _marked_parts(turn["content"], waiting, taken)}
+            turn = {**turn, "content": _marked_parts(turn["content"], waiting, images)}
         elif waiting and not with_parts and _text_of(turn):
-            first = len(taken)
+            first = len(images)
             parts = _at_places(_text_of(turn), first) if places else [*range(len(waiting)), _text_of(turn)]
-            taken += [waiting.pop(0) for part in parts if isinstance(part, int)]
+            images += [waiting.pop(0) for part in parts if isinstance(part, int)]
             turn = {**turn, "content" if turn.get("from") is None else "value": joined_parts(parts)}
         result.append(turn)
     if waiting:
@@ -138,13 +138,13 @@ def _text_of(turn: Any) -> str:
 def _at_places(text: str, first: int) -> list[str | int]:
     """Return the parts of a text with numbers from ``first`` on where LLaVA's marks are."""
     pieces = _PLACE.split(text)
-    made: list[str | int] = [pieces[0]]
+    parts: list[str | int] = [pieces[0]]
     for number, piece in enumerate(pieces[1:], start=first):
-        made += [number, piece]
-    return [part for part in made if part != ""]
+        parts += [number, piece]
+    return [part for part in parts if part != ""]
 
 
-def _marked_parts(content: Sequence[Any], waiting: list[Any], taken: list[Any]) -> str:
+def _marked_parts(content: Sequence[Any], waiting: list[Any], images: list[Any]) -> str:
     """Return the text of a content of texts and images."""
     parts: list[str | int] = []
     for part in content:
@@ -152,8 +152,8 @@ def _marked_parts(content: Sequence[Any], waiting: list[Any], taken: list[Any]) 
             source = source_of(part)
             if source is None and not waiting:
                 raise DataError("more image parts that name no image than images. Give one image for each.")
-            parts.append(len(taken))
-            taken.append(waiting.pop(0) if source is None else source)
+            parts.append(len(images))
+            images.append(waiting.pop(0) if source is None else source)
         elif isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
             parts.append(part["text"])
         else:

@@ -70,11 +70,11 @@ def write_calibrated(directory: Path, target: Target, setting: Calibrated) -> Pa
     """
     file = directory / FILE
     entries = _entries(file) if file.exists() else []
-    own = {"target": target.weights_digest(), **asdict(setting)}
-    same = ("target", "temperature")
-    entries = [entry for entry in entries if any(entry.get(key) != own[key] for key in same)]
+    new = {"target": target.weights_digest(), **asdict(setting)}
+    keys = ("target", "temperature")
+    entries = [entry for entry in entries if any(entry.get(key) != new[key] for key in keys)]
     try:
-        write_json(file, {"version": 1, "settings": [*entries, own]}, indent=1)
+        write_json(file, {"version": 1, "settings": [*entries, new]}, indent=1)
     except OSError as error:
         raise FsdError(f"{file} cannot be written ({error.strerror or error}): copy the drafter elsewhere.") from error
     return file
@@ -143,8 +143,8 @@ def _entry(drafter: Drafter, target: Target, temperature: float) -> tuple[Path, 
     entries = [entry for entry in _entries(file) if entry.get("target") == target.weights_digest()]
     known = [entry["temperature"] for entry in entries]
     if temperature not in known:
-        there = ", ".join(f"{value:g}" for value in sorted(known)) or "none for this target"
-        raise FsdError(f"{file}: nothing was calibrated for temperature {temperature:g} (there is: {there}).")
+        available = ", ".join(f"{value:g}" for value in sorted(known)) or "none for this target"
+        raise FsdError(f"{file}: nothing was calibrated for temperature {temperature:g} (there is: {available}).")
     return file, entries[known.index(temperature)]
 
 

@@ -79,17 +79,17 @@ def _per_prompt(images: Any, count: int) -> list[Any]:
 def runtime_options(options: Mapping[str, Any], warn: bool = True) -> dict[str, Any]:
     """Return the keywords of ``from_pretrained``, or options of a record, with former names translated."""
     result = dict(options)
-    tell = warn_renamed if warn else lambda old, new: None
+    notify = warn_renamed if warn else lambda old, new: None
     if "pack" in result or "expand" in result:
         pack, expand = result.pop("pack", None), result.pop("expand", False)
         weights = "expanded" if expand and pack is not False else {None: "auto", True: "packed", False: "plain"}[pack]
-        tell("pack and expand", f'write weights="{weights}"')
+        notify("pack and expand", f'write weights="{weights}"')
         result["weights"] = weights
     if "quantize" in result:
         result["draft_weights"] = "fp8" if result.pop("quantize") else "plain"
-        tell("quantize", f'write draft_weights="{result["draft_weights"]}"')
+        notify("quantize", f'write draft_weights="{result["draft_weights"]}"')
     for old in {"cuda_graphs", "capture"} & result.keys():
-        tell(old, "it is now recording")
+        notify(old, "it is now recording")
         result["recording"] = result.pop(old)
     return result
 

@@ -158,7 +158,7 @@ def _unpadded(ids: Any, mask: Any, padding: int | None) -> list[list[int]]:
         masks = [[token != padding for token in row] for row in rows]
     if [len(row) for row in rows] != [len(row) if isinstance(row, list) else None for row in masks]:
         raise FsdError("attention_mask has another shape than input_ids: give both as a tokenizer returns them.")
-    return [[token for token, kept in zip(row, of_row) if kept] for row, of_row in zip(rows, masks)]
+    return [[token for token, kept in zip(row, row_mask) if kept] for row, row_mask in zip(rows, masks)]
 
 
 def processor_of(target: Target) -> Any:
@@ -217,19 +217,19 @@ def prepared_image_input(
     target: Target, inputs: Mapping[str, Any], prompts: Sequence[Sequence[int]]
 ) -> ImageInput | None:
     """Return the images in what a processor returned, given as prompts. Raises FsdError for several prompts."""
-    shown = {name: value for name, value in inputs.items() if value is not None}
+    given = {name: value for name, value in inputs.items() if value is not None}
     ids = prompts[0] if len(prompts) == 1 else []
     if len(prompts) > 1:
-        if set(shown) - {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}:
+        if set(given) - {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}:
             raise FsdError(
                 "what a processor returns for several prompts does not say whose the images are: give the messages, or "
                 "one prompt at a time."
             )
         return None
-    image_input = image_input_of(target.name, target.model.config, shown, ids)
+    image_input = image_input_of(target.name, target.model.config, given, ids)
     if image_input is not None and any(
         isinstance(value, Tensor) and name.endswith("token_type_ids") and value.shape[-1] != len(ids)
-        for name, value in shown.items()
+        for name, value in given.items()
     ):
         raise FsdError("the prompt with an image is padded: give it without padding.")
     return image_input

@@ -77,14 +77,14 @@ def prepare(
     model = target.model
     fields, processing, stopping = split_options(overrides, {*OWN, "drafter", "streamer", "callbacks"})
     # what the request sets, and what the model does, whose lengths count unless the request sets one
-    asked = _given({} if given is None else vars(given)) | _given(fields)
-    own = _given(vars(model.generation_config))
-    replaced = LENGTHS - asked.keys() if LENGTHS & asked.keys() else frozenset[str]()
-    stated = {name: own[name] for name in own.keys() & LENGTHS - replaced} | asked
+    requested = _given({} if given is None else vars(given)) | _given(fields)
+    model_fields = _given(vars(model.generation_config))
+    replaced = LENGTHS - requested.keys() if LENGTHS & requested.keys() else frozenset[str]()
+    stated = {name: model_fields[name] for name in model_fields.keys() & LENGTHS - replaced} | requested
     check_numbers(stated)
-    check_token_ids(asked, target.vocab_size)
+    check_token_ids(requested, target.vocab_size)
     fields = with_defaults(fields, stated)
-    asked = asked | _given(fields)
+    requested = requested | _given(fields)
     named = ", ".join([*fields, *([] if given is None else ["generation_config"])]) or "of the model's own config"
     with foreign_errors(FsdError, f"transformers refuses these options ({named}): {{why}}"):
         if given is not None:  # transformers warns of keywords next to a configuration
@@ -92,13 +92,15 @@ def prepare(
             given.update(**_given(fields))
             fields = {name: None for name, value in fields.items() if value is None}
         config: GenerationConfig = model._prepare_generation_config(given, **fields)[0]
-        only_stated(config, asked)
+        only_stated(config, requested)
         vars(config).update(dict.fromkeys(replaced))
         check_config(config, model.generation_config)
         if not eos_ids(config):  # transformers fails on an empty list, unless there is a padding token
             config.eos_token_id = None
         _check_stop_strings(config, target)
-        return _complete_request(target, prompts, config, stated.keys() | asked.keys(), processing, stopping), config
+        return _complete_request(
+            target, prompts, config, stated.keys() | requested.keys(), processing, stopping
+        ), config
 
 
 def _complete_request(

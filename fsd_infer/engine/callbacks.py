@@ -59,8 +59,8 @@ class Stopping(Callback):
     def _reason(self, prompt_index: int, answer: Sequence[int]) -> str | None:
         """Return why the answer ends with its last token, or None."""
         request, token = self.request, answer[-1]
-        asked = [callback.on_token(prompt_index, token) for callback in request.callbacks]
-        reason = next((one for one in asked if one is not None), None)
+        reasons = [callback.on_token(prompt_index, token) for callback in request.callbacks]
+        reason = next((one for one in reasons if one is not None), None)
         if token in request.eos_token_ids:
             return "stop"
         if reason is None and request.criteria:

@@ -102,11 +102,11 @@ def prefill(state: DecodeState, tracker: RequestTracker) -> RoundTensors:
     """Read the prompts, emit each row's first token, and pass the prompts' features [B, M, F] to the drafter."""
     tokens, lengths = padded(tracker.prompts), torch.tensor([len(prompt) for prompt in tracker.prompts])  # [B, M], [B]
     prefixes = None if tracker.prefixes is None else tracker.prefixes.find()
-    shown = image_prompts(state.target, tokens, lengths, tracker.request.image_inputs)
+    prompt_images = image_prompts(state.target, tokens, lengths, tracker.request.image_inputs)
     features, logits = read_prompts(
-        state.target, state.cache, tokens, lengths, prefixes, shown, lambda: tracker.on_phase("prefill")
+        state.target, state.cache, tokens, lengths, prefixes, prompt_images, lambda: tracker.on_phase("prefill")
     )
-    place_images(state.session, state.cache, tokens, shown)
+    place_images(state.session, state.cache, tokens, prompt_images)
     root = DraftTree.root_only(state.texts.roots, logits.shape[-1])
     result = accept(state, VerifiedTree(state, root, logits, features[:, :1]))
     # the drafter reads pairs (feature of token i, token i+1): the prompt shifted by one, then the first new token

@@ -84,7 +84,7 @@ def read_prompts(
     tokens: Tensor,
     lengths: Tensor,
     prefixes: Sequence[Prefix | None] | None = None,
-    shown: Sequence[ImagePrompt | None] | None = None,
+    prompt_images: Sequence[ImagePrompt | None] | None = None,
     on_chunk: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
     """Fill the cache's first slots with prompts, slot = position.
@@ -95,21 +95,21 @@ def read_prompts(
         tokens: [B, M] ids of the prompts, right-padded, on the CPU.
         lengths: [B] lengths of the prompts in tokens, on the CPU.
         prefixes: per prompt a kept prefix that the target has read before, or None.
-        shown: as :func:`image_prompts` returns them.
+        prompt_images: as :func:`image_prompts` returns them.
         on_chunk: called after every chunk that was read, and between the layers that read images; its exceptions end
             the reading.
 
     Returns:
         Features [B, M, F], meaningless at padding, and logits [B, 1, V] at each prompt's last token.
     """
-    prefixes, shown = _per_row(prefixes, len(tokens)), _per_row(shown, len(tokens))
+    prefixes, prompt_images = _per_row(prefixes, len(tokens)), _per_row(prompt_images, len(tokens))
     cache.prefilled = to_device(lengths, target.device)
     if target.places_images:
         cache.offsets = torch.zeros_like(cache.prefilled) if cache.offsets is None else cache.offsets.zero_()
-    if any(prefixes) or any(shown) or len(tokens) > 1 and target.reads_in_turn:
+    if any(prefixes) or any(prompt_images) or len(tokens) > 1 and target.reads_in_turn:
         prompts = [to_device(row[:length][None], target.device) for row, length in zip(tokens, lengths.tolist())]
         read = [
-            _read_prompt(target, cache.row(row), prompt, prefixes[row], shown[row], on_chunk)
+            _read_prompt(target, cache.row(row), prompt, prefixes[row], prompt_images[row], on_chunk)
             for row, prompt in enumerate(prompts)
         ]
         padded = [F.pad(features, (0, 0, 0, tokens.shape[1] - features.shape[1])) for features, _ in read]
@@ -130,24 +130,26 @@ def image_prompts(
     """Return the prompts [B, M] of these lengths [B] that have images, None for the others."""
     rows = zip(tokens, lengths.tolist(), _per_row(image_inputs, len(tokens)), strict=True)
     return [
-        None if seen is None else ImagePrompt(target.model, to_device(row[:count][None], target.device), seen)
-        for row, count, seen in rows
+        None if images is None else ImagePrompt(target.model, to_device(row[:count][None], target.device), images)
+        for row, count, images in rows
     ]
 
 
-def place_images(session: DraftSession, cache: SlotCache, tokens: Tensor, shown: Sequence[ImagePrompt | None]) -> None:
+def place_images(
+    session: DraftSession, cache: SlotCache, tokens: Tensor, prompt_images: Sequence[ImagePrompt | None]
+) -> None:
     """Tell a drafter where prompts [B, M] with images place their tokens (M-RoPE), before it is given them.
 
     Args:
         session: session of the drafter.
         cache: the target's, after :func:`read_prompts`.
         tokens: the prompts.
-        shown: those with images.
+        prompt_images: those with images.
     """
-    if cache.offsets is None or not any(shown):
+    if cache.offsets is None or not any(prompt_images):
         return
     shifts = torch.zeros(3, *tokens.shape, dtype=torch.long, device=cache.offsets.device)
-    for row, prompt in enumerate(shown):
+    for row, prompt in enumerate(prompt_images):
         if prompt is not None:
             count = prompt.tokens.shape[1]
             shifts[:, row, :count] = prompt.positions.view(-1, count) - torch.arange(count, device=shifts.device)

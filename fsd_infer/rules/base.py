@@ -294,11 +294,11 @@ def device_verdict(rules: Sequence[Rule], round: RoundInput) -> Verdict:
         rows.setdefault(rule, []).append(row)
     inputs, budget = RuleInputs(round), round.budget_left
     budget = budgets_of(rules, inputs.nodes.device) if budget is None else budget
-    verdict = walk(inputs, [(rule.restricted_output(inputs), of_rule) for rule, of_rule in rows.items()], budget)
+    verdict = walk(inputs, [(rule.restricted_output(inputs), rule_rows) for rule, rule_rows in rows.items()], budget)
     if round.max_accepted is not None:
         verdict.cut(round.max_accepted)
-    for rule, of_rule in rows.items():
-        nats = _allowed(rule, of_rule, inputs, verdict)
+    for rule, rule_rows in rows.items():
+        nats = _allowed(rule, rule_rows, inputs, verdict)
         if nats is not None:
             verdict.allowed = nats if verdict.allowed is None else verdict.allowed + nats
     return verdict
@@ -310,18 +310,18 @@ def budgets_of(rules: Sequence[Rule], device: torch.device) -> Tensor | None:
     return to_device(torch.tensor(budgets, dtype=wide(device)), device) if min(budgets) < math.inf else None
 
 
-def _allowed(rule: Rule, of_rule: Sequence[int], inputs: RuleInputs, verdict: Verdict) -> Tensor | None:
-    """Return what a rule's rows ``of_rule`` add to :attr:`Verdict.allowed`, [B], without a sync.
+def _allowed(rule: Rule, rule_rows: Sequence[int], inputs: RuleInputs, verdict: Verdict) -> Tensor | None:
+    """Return what a rule's rows ``rule_rows`` add to :attr:`Verdict.allowed`, [B], without a sync.
 
     None: the rule has no adaptive KL coefficient.
     """
     if type(rule).kl_target is Rule.kl_target:
         return None
     path, scores = verdict.path, inputs.round.scores
-    if len(of_rule) == len(path):
+    if len(rule_rows) == len(path):
         nats = rule.kl_target(at_nodes(scores, path), inputs.greedy)  # [B, D+1]
     else:
-        rows = row_index(tuple(of_rule), path.device)
+        rows = row_index(tuple(rule_rows), path.device)
         nats = rule.kl_target(at_nodes(scores[rows], path[rows]), inputs.greedy)
         nats = None if nats is None else nats.new_zeros(path.shape).index_copy(0, rows, nats)
     if nats is None:

@@ -57,9 +57,9 @@ def parse_rule(rule: str | Rule) -> Rule:
 def rule_text(rule: Rule) -> str:
     """Return the text that :func:`parse_rule` reads as this rule; parameters with default values are left out."""
     parts = [rule.name]
-    for name, of_class in parameters_of(type(rule)).items():
+    for name, parameter in parameters_of(type(rule)).items():
         value = getattr(rule, name)
-        if value != of_class.default:
+        if value != parameter.default:
             parts.append(f"{name}={getattr(value, 'value', value)}")  # an enum's value
     return ":".join(parts)
 

@@ -147,8 +147,8 @@ def repeating_tokens(
             tokens = columns[tokens.clamp_min(0)]
         repeats.scatter_(1, torch.where(same & (tokens >= 0), tokens, width), True)
 
-    of_nodes = last_tokens(texts, tree, n)
-    begun, last = of_nodes[rows, nodes, 1:], of_nodes[rows]  # [R, n - 1], [R, N, n]
+    last_of_nodes = last_tokens(texts, tree, n)
+    begun, last = last_of_nodes[rows, nodes, 1:], last_of_nodes[rows]  # [R, n - 1], [R, N, n]
     on_path = tree.ancestors[rows, nodes] & (tree.depths[rows] > 0)  # [R, N]
     same = on_path & (last[..., :-1] == begun[:, None]).all(-1)
     put(same, last[..., -1])

@@ -164,8 +164,8 @@ class Verdict(Renamed):
         """Return what the host reads, [B, ·] each, for one transfer and :meth:`of_columns`."""
         fixed = {name: getattr(self, name) for name in _COLUMNS}
         fixed["accepted"] = self.accepted[:, None]
-        whose = {} if self.proposers is None else {"proposers": self.proposers}
-        return {**fixed, **whose, **{_FAULT + name: wrong for name, wrong in self.faults.items()}}
+        proposers = {} if self.proposers is None else {"proposers": self.proposers}
+        return {**fixed, **proposers, **{_FAULT + name: wrong for name, wrong in self.faults.items()}}
 
     @classmethod
     def of_columns(cls, columns: Mapping[str, Tensor], allowed: Tensor | None = None) -> Verdict:
@@ -173,8 +173,8 @@ class Verdict(Renamed):
         faults = {name.removeprefix(_FAULT): x > 0 for name, x in columns.items() if name.startswith(_FAULT)}
         given = {name: columns[name].to(kind or columns[name].dtype) for name, kind in _COLUMNS.items()}
         given["accepted"] = given["accepted"][:, 0]
-        whose = columns["proposers"].long() if "proposers" in columns else None
-        verdict = cls(**given, proposers=whose, allowed=allowed, faults=faults)
+        proposers = columns["proposers"].long() if "proposers" in columns else None
+        verdict = cls(**given, proposers=proposers, allowed=allowed, faults=faults)
         verdict.check()
         return verdict
 
@@ -190,17 +190,17 @@ class Verdict(Renamed):
             NonFiniteLogitsError: target or drafter logits are NaN, +inf or all -inf.
             FsdError: sampled drafts do not form a chain.
         """
-        for who, wrong in self.faults.items():
+        for source, wrong in self.faults.items():
             if not wrong.any():
                 continue
-            if who == FORKS:
+            if source == FORKS:
                 raise FsdError(
                     "drafts drawn from q (q_scores) must form a chain: mark those of a tree in DraftTree.drawn."
                 )
             row = int(wrong.any(1).nonzero()[0])
             fix = "Check its weights and dtype (fp16 overflows; bf16 or fp32 do not)."
-            fix = "Check the request's logits processors." if "processed" in who else fix
-            raise NonFiniteLogitsError(f"{who} in row {row} are NaN, +inf or all -inf. {fix}")
+            fix = "Check the request's logits processors." if "processed" in source else fix
+            raise NonFiniteLogitsError(f"{source} in row {row} are NaN, +inf or all -inf. {fix}")
 
     def emissions(self, log_p: Sequence[Sequence[float]] | None = None) -> list[list[Emission]]:
         """Return each row's tokens in order, of a verdict on the CPU. ``log_p``: log-likelihoods, [B, D+1]."""

@@ -40,10 +40,10 @@ def walk(inputs: RuleInputs, outputs: Sequence[tuple[OutputDistribution, list[in
 def affordable(inputs: RuleInputs, cost: Tensor, budget: Tensor) -> Tensor:
     """[B, N] bool; contexts whose ``cost`` [B, N] the ``budget`` [B] pays after the costs of their ancestors."""
     depths = inputs.tree.depths
-    left = of_root = budget.to(cost.dtype)[:, None].expand_as(cost)
+    left = root_left = budget.to(cost.dtype)[:, None].expand_as(cost)
     for _ in range(inputs.tree.max_depth):  # each pass makes it right one depth further
         spent = cost.masked_fill((cost > left) | cost.isinf(), 0.0)  # inf - inf is NaN
-        left = torch.where(depths > 0, inputs.at_parents(left - spent), of_root)
+        left = torch.where(depths > 0, inputs.at_parents(left - spent), root_left)
     return cost <= left
 
 

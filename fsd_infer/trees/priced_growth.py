@@ -155,10 +155,10 @@ class PricedGrowth:
             pinned: [B][N] which must be verified.
         """
         gains, longest, must_keep = [0.0] * self.nodes, 1, 1  # accepted drafts of all rows, by the number of drafts
-        for order, of_node, must in zip(orders, probs, pinned):
+        for order, row_probs, must in zip(orders, probs, pinned):
             must_keep = max(must_keep, 1 + sum(must[1:]))
-            longest = max(longest, must_keep, 1 + sum(prob > 0.0 for prob in of_node[1:]))
-            for drafts, gain in enumerate(accumulate(of_node[node] for node in order[: self.nodes - 1]), 1):
+            longest = max(longest, must_keep, 1 + sum(prob > 0.0 for prob in row_probs[1:]))
+            for drafts, gain in enumerate(accumulate(row_probs[node] for node in order[: self.nodes - 1]), 1):
                 gains[drafts] += gain
         limit = min(self.nodes, longest, max(MAX_BATCH_NODES // self.rows, 2, must_keep))
         fewest = max(must_keep, self.prices.min_nodes if self.drafted else 1)
@@ -198,7 +198,7 @@ class PricedGrowth:
                 step = DraftStep(parent, scores[node] - scores[parent], first, DraftKind(kind[node]))
                 steps.append(step)
                 parent_prob = probs[parent]
-                of_step = self.prices.calibration.accept_prob(step.log_q, depths[node], step.first, step.kind)
-                probs[node] = parent_prob * of_step if parent_prob > UNLIKELY else 0.0
+                accept_prob = self.prices.calibration.accept_prob(step.log_q, depths[node], step.first, step.kind)
+                probs[node] = parent_prob * accept_prob if parent_prob > UNLIKELY else 0.0
             rows.append((steps, probs))
         return rows

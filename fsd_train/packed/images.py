@@ -49,4 +49,4 @@ def _read(target: Target, prompt: ImagePrompt) -> Tensor:
     """Return the features [1, M, F] of a conversation with images, as decoding reads a prompt."""
     count = prompt.tokens.shape[1]
     cache = target.new_cache(1, count)
-    return read_prompts(target, cache, prompt.tokens.cpu(), torch.tensor([count]), shown=[prompt])[0]
+    return read_prompts(target, cache, prompt.tokens.cpu(), torch.tensor([count]), prompt_images=[prompt])[0]

@@ -157,9 +157,9 @@ class _Beams:
         """Read the prompts, and take the first step of each search."""
         prompts = self.request.prompts
         tokens, lengths = padded(prompts), torch.tensor([len(prompt) for prompt in prompts])
-        shown = image_prompts(self.target, tokens, lengths, self.request.image_inputs)
-        features, logits = read_prompts(self.target, self.cache, tokens, lengths, shown=shown)
-        place_images(self.session, self.cache, tokens, shown)
+        prompt_images = image_prompts(self.target, tokens, lengths, self.request.image_inputs)
+        features, logits = read_prompts(self.target, self.cache, tokens, lengths, prompt_images=prompt_images)
+        place_images(self.session, self.cache, tokens, prompt_images)
         self.roots = to_device(lengths - 1, self.device)
         if tokens.shape[1] > 1:  # a head reads a token with the feature before it
             self.session.extend(to_device(tokens[:, 1:], self.device), features[:, :-1], self.roots.clone())
@@ -246,9 +246,9 @@ class _Beams:
 
     def _take(self, frontier: Frontier, logits: Tensor) -> None:
         """Attach the target's logits [B, M, V] to its new nodes. Without processors, also list their successors."""
-        for search, of_row in zip(self.searches, logits, strict=True):
-            for successors, of_node in zip(search.successors[search.read :], of_row):
-                successors.logits = of_node
+        for search, row_logits in zip(self.searches, logits, strict=True):
+            for successors, node_logits in zip(search.successors[search.read :], row_logits):
+                successors.logits = node_logits
             search.read = len(search.tokens)
         if not self.processors.is_needed:
             values, tokens = functional.topk_logprobs(logits, self.list_size)
@@ -290,7 +290,7 @@ class _Beams:
 
     def _processed(self, search: Search, nodes: Sequence[int]) -> Tensor:
         """Return the target's processed log-probabilities [M, V], fp32, at nodes of one depth that it has read."""
-        logits = torch.stack([of for node in nodes if (of := search.successors[node].logits) is not None])
+        logits = torch.stack([row for node in nodes if (row := search.successors[node].logits) is not None])
         scores = logits.float().log_softmax(-1)
         if not self.processors.is_needed:
             return scores
@@ -325,17 +325,17 @@ class _Beams:
 
     def _record_finished(self) -> None:
         """Record the answers of finished searches, and drop their rows."""
-        going = [row for row, search in enumerate(self.searches) if not search.done]
-        if len(going) == len(self.searches):
+        unfinished = [row for row, search in enumerate(self.searches) if not search.done]
+        if len(unfinished) == len(self.searches):
             return
         for row, search in enumerate(self.searches):
             if search.done:
                 self._record(search)
                 self.session.on_end(row, search.prompt, search.record.tokens)
-        self.searches = [self.searches[row] for row in going]
-        if not going:
+        self.searches = [self.searches[row] for row in unfinished]
+        if not unfinished:
             return
-        rows = torch.tensor(going)
+        rows = torch.tensor(unfinished)
         self.cache.keep_rows(rows)
         self.session.keep_rows(rows)
         kept = to_device(rows, self.device)

@@ -88,5 +88,5 @@ class Planner:
             hashes, scores = [search.text_hashes[beam.node] for beam in beams], [beam.score for beam in beams]
             arrived = first_arrivals(hashes, scores, lists, self.parameters.candidates * width)
             draws = [(scores[index] + value, beams[index].node, token) for _, index, token, value in arrived]
-        going = [draw for draw in draws if draw[2] not in self.parameters.eos_token_ids]
-        return sorted(going, key=lambda draw: -draw[0])[: self.options.breadth(width)]
+        continuing = [draw for draw in draws if draw[2] not in self.parameters.eos_token_ids]
+        return sorted(continuing, key=lambda draw: -draw[0])[: self.options.breadth(width)]

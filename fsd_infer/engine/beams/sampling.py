@@ -131,19 +131,19 @@ def width_probabilities(
         ends: tokens that end an answer; they need no node.
     """
     highest = max(scores)
-    (of_target, of_drafter), going = _aligned([score - highest for score in scores], target, drafter, ends)
-    size = len(going)
+    (of_target, of_drafter), continues = _aligned([score - highest for score in scores], target, drafter, ends)
+    size = len(continues)
     log_e = _log_exponentials(size)
     drawn = min(per_beam * width, size)
 
     # nodes as chosen by Planner: of the candidates that arrive first by the drafter's weights, the likeliest
     first = (log_e - of_drafter).topk(drawn, largest=False).indices
-    best = of_drafter[first].masked_fill(~going[first], -math.inf).topk(min(breadth, drawn))
+    best = of_drafter[first].masked_fill(~continues[first], -math.inf).topk(min(breadth, drawn))
     drafted = torch.zeros(log_e.shape, dtype=torch.bool)
     drafted.scatter_(1, first.gather(1, best.indices), best.values > -math.inf)
 
     arrived = (log_e - of_target).topk(drawn, largest=False).indices
-    ranked = of_target[arrived].masked_fill(~going[arrived], -math.inf)
+    ranked = of_target[arrived].masked_fill(~continues[arrived], -math.inf)
     ready = drafted.gather(1, arrived) | (ranked == -math.inf)
     probs = []
     for n in range(1, width + 1):
@@ -166,7 +166,7 @@ def _aligned(
     rows = []
     for lists in (target, drafter):
         for score, (values, own), union in zip(scores, lists, tokens):
-            of = dict(zip(own, values))
-            rows.append([score + of.get(token, -math.inf) for token in union] + [-math.inf] * (most - len(union)))
-    goes = [[token not in ends for token in union] + [False] * (most - len(union)) for union in tokens]
-    return torch.tensor(rows, dtype=torch.double).view(2, -1), torch.tensor(goes).flatten()
+            value_of = dict(zip(own, values))
+            rows.append([score + value_of.get(token, -math.inf) for token in union] + [-math.inf] * (most - len(union)))
+    continues = [[token not in ends for token in union] + [False] * (most - len(union)) for union in tokens]
+    return torch.tensor(rows, dtype=torch.double).view(2, -1), torch.tensor(continues).flatten()

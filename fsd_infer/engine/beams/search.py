@@ -199,10 +199,10 @@ class Search:
         width, last = self._width(), self.length + 1 >= self.limit
         candidates = self._candidates(self.parameters.candidates * width)
         ends = self._ends(candidates, last)
-        going = [draw for draw, end in zip(candidates, ends) if not end]
+        continuing = [draw for draw, end in zip(candidates, ends) if not end]
         # as in transformers, finished candidates count among the first W only
         self._finish([draw for draw, end in zip(candidates[:width], ends) if end], last)
-        best = sorted(going, key=lambda draw: -draw[0])[:width]
+        best = sorted(continuing, key=lambda draw: -draw[0])[:width]
         self.live = [Beam(self.child(self.live[beam].node, token), score) for score, beam, token in best]
         self.length += 1
         self.done = last or not self.live or self._decided()
