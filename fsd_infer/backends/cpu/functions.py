@@ -15,6 +15,7 @@ from fsd_core import functional, sampling
 from fsd_core.functional import TreeTensors
 from fsd_infer.backends.cpu.kernels import PLAIN_DIVERGENCES, Kernels, kernels
 from fsd_infer.backends.cpu.structs import Mixing
+from fsd_infer.backends.cpu.walk import exact_walk as _exact_walk
 
 _FEW_NODES = 256
 _FEW_LARGEST = 256  # the kernel inserts into a sorted list, which is slower than torch's selection for more
@@ -122,6 +123,18 @@ def mixed_children(
     constants = sampling.ACCEPT_IF_UNSURE, sampling.ACCEPT_IF_SURE, sampling.MIN_REST
     how = Mixing(*ratios, *constants, min_log_prob)
     return compiled.mixed_children(log_q, accept_log_probs, ancestors, reserved, free_nodes, how)
+
+
+def exact_walk(scores: Tensor, inputs: Any) -> Any:
+    """Take scores and uniforms in fp32, the latter as rounds draw them, and q over one vocabulary."""
+    tree, uniforms, numbers = inputs.tree, inputs.round.uniforms, [scores, inputs.round.logits]
+    if tree.q_scores is not None:
+        numbers += [tree.q_scores, tree.q_logits]
+    compiled = _compiled(*numbers)
+    fits = tree.scores.dtype == uniforms.dtype == torch.float32 and uniforms.stride()[1:] == (3, 1)
+    if compiled is None or not fits or tree.sampled and tree.q_scores.shape != tree.q_logits.shape:
+        return NotImplemented
+    return _exact_walk(compiled, scores, inputs, _wide(tree.draft_ids))
 
 
 def host_max(values: Tensor, bound: int) -> int:
@@ -238,5 +251,5 @@ def register() -> None:
     """Let the kernels answer on CPUs."""
     of_rows = (row_max, row_stats, row_entropy, topk_logprobs, keep_top_k, divergence_rows, residual_mass, sample_rows)
     of_trees = (ancestors, drawn_weights, block_accept_probs, child_offsets, tree_union)
-    for kernel in (*of_rows, draw_rest, mixed_children, host_max, host_nonzero, *of_trees):
+    for kernel in (*of_rows, draw_rest, exact_walk, mixed_children, host_max, host_nonzero, *of_trees):
         functional.register(kernel.__name__, "cpu", kernel)

@@ -14,6 +14,7 @@
 
 #include "native/layers.h"
 #include "native/statistics.h"
+#include "native/walk.h"
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -263,6 +264,23 @@ void fsd_mixed_children(const float* log_q, const float* accept, const uint8_t* 
     }
     free_nodes[row] -= spent;
   }
+}
+
+// Walk a round: see exact_walk in fsd_infer/rules/_walk.py. Returns how many numbers are out of range or, where none is,
+// not finite; chains that fork count, too. If there are any, nothing is written.
+int64_t fsd_exact_walk(const fsd_round* round, const fsd_walked* to, int threads) {
+  const int64_t nodes = round->batch * round->count;
+  int64_t wrong = outside(round->tokens, nodes, round->columns);
+  for (int64_t node = 0; node < nodes; ++node) {
+    wrong += round->parents[node] < 0 || round->parents[node] > std::max<int64_t>(node % round->count - 1, 0);
+    wrong += round->q && round->q_index[node] >= round->drafts;
+  }
+  if (round->draft_ids) wrong += outside(round->draft_ids, round->drafted, round->columns);
+  if (wrong) return wrong;
+  if (round->narrow_p && round->narrow_q) return ExactWalk<bf16, bf16>(*round).run(*to, threads);
+  if (round->narrow_p) return ExactWalk<bf16, float>(*round).run(*to, threads);
+  if (round->narrow_q) return ExactWalk<float, bf16>(*round).run(*to, threads);
+  return ExactWalk<float, float>(*round).run(*to, threads);
 }
 
 // Copy x [rows, columns] to out; numbers below the `most`-th largest of their row become `other`. NaN stays.

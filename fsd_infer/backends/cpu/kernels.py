@@ -67,6 +67,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "sample": (None, *_ROWS, c_int64, *[c_void_p] * 2, c_int),
     "draw_rest": (None, *[*_ROWS, c_int64] * 2, *[c_void_p] * 4, *[c_int64] * 2, c_void_p, c_int),
     "mixed_children": (None, *[c_void_p] * 3, *[c_int64] * 4, POINTER(Mixing), *[c_void_p] * 5),
+    "exact_walk": (c_int64, *[c_void_p] * 2, c_int),
     "keep_largest": (None, c_void_p, *[c_int64] * 3, c_float, c_void_p, c_int),
     "ancestors": (None, c_void_p, *[c_int64] * 2, c_void_p),
     "union": (None, c_int64, POINTER(Tree), POINTER(Tree), c_int64, *[c_void_p] * 4),
@@ -93,7 +94,7 @@ class Kernels:
             raise OSError("the system does not grant the use of AMX")
         self.name: str = library.fsd_name().decode()
         self.block_side: int = library.fsd_block_side()
-        self.block_bytes = library.fsd_block_bytes
+        self.block_bytes, self.exact_walk = library.fsd_block_bytes, library.fsd_exact_walk
         self._memory = threading.local()
 
     def linear(self, x: Tensor, layer: Linear) -> Tensor:
@@ -146,7 +147,7 @@ class Kernels:
         highest, best, total = torch.empty(shape), torch.empty(shape, dtype=torch.long), torch.empty(shape)
         sizes, totals = (highest.numel(), logits.shape[-1]), total if log_sum else None
         out = highest.data_ptr(), best.data_ptr(), address_of(totals)
-        self._library.fsd_row_statistics(*_rows(logits, where), *sizes, *out, _threads(*sizes))
+        self._library.fsd_row_statistics(*_rows(logits, where), *sizes, *out, threads_for(*sizes))
         return highest, best, totals
 
     def row_entropies(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -154,7 +155,7 @@ class Kernels:
         rows = _checked(rows, logits)
         found = torch.empty(logits.shape[:-1] if rows is None else rows.shape)
         sizes = found.numel(), logits.shape[-1]
-        self._library.fsd_row_entropies(*_rows(logits, rows), *sizes, found.data_ptr(), _threads(*sizes))
+        self._library.fsd_row_entropies(*_rows(logits, rows), *sizes, found.data_ptr(), threads_for(*sizes))
         return found
 
     def likeliest(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -170,7 +171,7 @@ class Kernels:
         rows, uniforms = rows.contiguous(), uniforms.contiguous()
         found, sizes = torch.empty(rows.shape, dtype=torch.long), (rows.numel(), logits.shape[-1])
         out = uniforms.data_ptr(), found.data_ptr()
-        self._library.fsd_sample(*_rows(logits, rows), *sizes, *out, _threads(*sizes))
+        self._library.fsd_sample(*_rows(logits, rows), *sizes, *out, threads_for(*sizes))
         return found
 
     def draw_rest(self, rest: Rest, uniforms: Tensor) -> Tensor:
@@ -180,7 +181,8 @@ class Kernels:
         of_p, found = (*_rows(p, nodes), *p.shape[1:]), torch.empty(len(uniforms), dtype=torch.long)
         of_q = (False, None, None, 0, 0) if q is None or index is None else (*_rows(q, index), *q.shape[1:])
         given = *(address_of(x) for x in (ids, weight, uniforms, refused)), rest.refused.shape[1]
-        self._library.fsd_draw_rest(*of_p, *of_q, *given, len(found), found.data_ptr(), _threads(len(found), of_p[-1]))
+        out, threads = (len(found), found.data_ptr()), threads_for(len(found), of_p[-1])
+        self._library.fsd_draw_rest(*of_p, *of_q, *given, *out, threads)
         return found
 
     def mixed_children(
@@ -339,7 +341,7 @@ def _rows(logits: Tensor, rows: Tensor | None) -> tuple[bool, int, int | None]:
     return logits.dtype == torch.bfloat16, logits.data_ptr(), address_of(rows)
 
 
-def _threads(count: int, columns: int) -> int:
+def threads_for(count: int, columns: int) -> int:
     return team_size() if count * columns > _FEW_NUMBERS else 1
 
 
