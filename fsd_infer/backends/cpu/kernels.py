@@ -34,7 +34,7 @@ from fsd_core.sampling import Rest
 from fsd_infer.backends.cpu.codebooks import rewritten
 from fsd_infer.backends.cpu.pages import zeroed
 from fsd_infer.backends.cpu.sets import VARIABLE, wanted
-from fsd_infer.backends.cpu.structs import Forward, Head, HeadStepArguments, Linear, Mixing, StackStruct, Tree
+from fsd_infer.backends.cpu.structs import Forward, Head, HeadStepArguments, Linear, StackStruct, Tree
 from fsd_infer.device.cores import team_size
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "likeliest": (None, c_int, c_void_p, *[c_int64] * 3, *[c_void_p] * 2, c_int),
     "sample": (None, *_ROWS, c_int64, *[c_void_p] * 2, c_int),
     "draw_rest": (None, *[*_ROWS, c_int64] * 2, *[c_void_p] * 4, *[c_int64] * 2, c_void_p, c_int),
-    "mixed_children": (None, *[c_void_p] * 3, *[c_int64] * 4, POINTER(Mixing), *[c_void_p] * 5),
+    "mixed_children": (None, *_ROWS[:2], *[c_int64] * 4, *[c_void_p] * 2, c_int64, *[c_void_p] * 8, c_int),
     "exact_walk": (c_int64, *[c_void_p] * 2, c_int),
     "keep_largest": (None, c_void_p, *[c_int64] * 3, c_float, c_void_p, c_int),
     "ancestors": (None, c_void_p, *[c_int64] * 2, c_void_p),
@@ -95,6 +95,7 @@ class Kernels:
         self.name: str = library.fsd_name().decode()
         self.block_side: int = library.fsd_block_side()
         self.block_bytes, self.exact_walk = library.fsd_block_bytes, library.fsd_exact_walk
+        self.mixed_children = library.fsd_mixed_children
         self._memory = threading.local()
 
     def linear(self, x: Tensor, layer: Linear) -> Tensor:
@@ -166,12 +167,12 @@ class Kernels:
         self._library.fsd_likeliest(narrow, numbers, *sizes, *out, team_size())
         return log_q, where
 
-    def sample(self, logits: Tensor, uniforms: Tensor, rows: Tensor) -> Tensor:
-        """Draw an index [R] from the softmax of rows [R] of logits [M, V], by uniforms [R] in fp32."""
-        rows, uniforms = rows.contiguous(), uniforms.contiguous()
-        found, sizes = torch.empty(rows.shape, dtype=torch.long), (rows.numel(), logits.shape[-1])
+    def sample(self, logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
+        """Compute :func:`fsd_core.sampling.sample_rows` by uniforms in fp32; 0 in other rows than ``where``."""
+        uniforms, where = uniforms.contiguous(), where.contiguous()
+        found, sizes = torch.empty(where.shape, dtype=torch.long), (where.numel(), logits.shape[-1])
         out = uniforms.data_ptr(), found.data_ptr()
-        self._library.fsd_sample(*_rows(logits, rows), *sizes, *out, threads_for(*sizes))
+        self._library.fsd_sample(*_rows(logits, where), *sizes, *out, threads_for(*sizes))
         return found
 
     def draw_rest(self, rest: Rest, uniforms: Tensor) -> Tensor:
@@ -184,17 +185,6 @@ class Kernels:
         out, threads = (len(found), found.data_ptr()), threads_for(len(found), of_p[-1])
         self._library.fsd_draw_rest(*of_p, *of_q, *given, *out, threads)
         return found
-
-    def mixed_children(
-        self, log_q: Tensor, accept: Tensor, ancestors: Tensor, reserved: Tensor, free_nodes: Tensor, how: Mixing
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Compute :func:`fsd_core.sampling.mixed_children` of fp32 numbers."""
-        given = [x.contiguous() for x in (log_q, accept, ancestors)]
-        fixed, draws = torch.empty(log_q.shape, dtype=torch.bool), torch.empty(accept.shape, dtype=torch.bool)
-        out = fixed, draws, torch.empty(accept.shape), reserved.clone(), free_nodes.clone()
-        addresses, nodes = (x.data_ptr() for x in out), ancestors.shape[-1]
-        self._library.fsd_mixed_children(*(x.data_ptr() for x in given), *log_q.shape, nodes, how, *addresses)
-        return out
 
     def keep_largest(self, scores: Tensor, count: int, other: float) -> Tensor:
         """Compute :func:`fsd_core.functional.keep_top_k` of scores [..., V] in fp32."""

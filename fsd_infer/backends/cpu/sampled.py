@@ -1,4 +1,4 @@
-"""The walk of a sampled round in one call of the kernels: in torch it takes two hundred small operations."""
+"""Steps of rounds above temperature 0 in one call of the kernels each: torch starts many small operations."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsd_core.sampling import ACCEPT_IF_SURE, ACCEPT_IF_UNSURE, MIN_REST, MixedChildren
 from fsd_infer.backends.cpu.kernels import Kernels, address_of, threads_for
-from fsd_infer.backends.cpu.structs import SampledRound, WalkedRound
+from fsd_infer.backends.cpu.structs import Mixing, SampledRound, WalkedRound
 
 
 def exact_walk(kernels: Kernels, scores: Tensor, inputs: Any, draft_ids: Tensor | None) -> Any:
@@ -39,3 +40,28 @@ def exact_walk(kernels: Kernels, scores: Tensor, inputs: Any, draft_ids: Tensor 
         "logprob_gap": gaps, "relaxed": torch.zeros(batch, width, dtype=torch.bool),
         "spent": torch.zeros(batch, width, dtype=torch.double), "proposers": tree.proposers,
     }  # fmt: skip
+
+
+def mixed_children(
+    kernels: Kernels,
+    scores: Tensor,
+    width: int,
+    accept_log_probs: Tensor,
+    ancestors: Tensor,
+    state: tuple[Tensor, Tensor],
+    ratios: tuple[float, float],
+    min_log_prob: float,
+) -> MixedChildren:
+    """Compute :func:`fsd_core.sampling.mixed_children`. ``state``: reserved and free nodes."""
+    (batch, count, drafted), how = (
+        scores.shape,
+        Mixing(*ratios, ACCEPT_IF_UNSURE, ACCEPT_IF_SURE, MIN_REST, min_log_prob),
+    )
+    log_q, drawn = torch.empty(batch, count, width), torch.empty(batch, count, width, dtype=torch.bool)
+    entries, fixed = torch.empty(2, batch, count, width, dtype=torch.long)
+    made = MixedChildren(log_q, entries, drawn, fixed, torch.empty(scores.shape), *(x.clone() for x in state))
+    x, accept, above = (each.contiguous() for each in (scores, accept_log_probs, ancestors))
+    of_rows = x.dtype == torch.bfloat16, x.data_ptr(), *x.shape, width, accept.data_ptr()
+    out, threads = (each.data_ptr() for each in made), threads_for(batch * count, drafted)
+    kernels.mixed_children(*of_rows, above.data_ptr(), above.shape[-1], byref(how), *out, threads)
+    return made
