@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.divergence import expand_draft
-from fsd_core.functional import at_nodes, replaceable, wide
+from fsd_core.functional import at_nodes, replaceable, topk_logprobs, wide
 
 # prior probability that the target accepts a draw from the rest of q, where the largest q is 0 and where it is 1
 ACCEPT_IF_UNSURE, ACCEPT_IF_SURE = 0.2, 0.95
@@ -103,35 +103,53 @@ def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
     return draw(rows, uniforms.flatten()).view(uniforms.shape).clamp_max(logits.shape[-1] - 1)
 
 
+class MixedChildren(NamedTuple):
+    """Children of contexts, of which the last may be drawn, [B, E, w] each, and what is left.
+
+    Attributes:
+        log_q: ln q of each, of the drawn one the log-probability that the target accepts it; -inf for none.
+        entries: of q's columns, int64; that of a drawn child is still to be drawn.
+        drawn: bool.
+        fixed: entries of the fixed children, -1 for others.
+        outside: [B, E, Vd] in fp32, the scores without the fixed children, from which the last one is drawn.
+        reserved, free_nodes: as they are then.
+    """
+
+    log_q: Tensor
+    entries: Tensor
+    drawn: Tensor
+    fixed: Tensor
+    outside: Tensor
+    reserved: Tensor
+    free_nodes: Tensor
+
+
 @replaceable
 def mixed_children(
-    log_q: Tensor,
+    scores: Tensor,
+    width: int,
     accept_log_probs: Tensor,
     ancestors: Tensor,
     reserved: Tensor,
     free_nodes: Tensor,
     ratios: tuple[float, float],
     min_log_prob: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> MixedChildren:
     """Decide which children of a context are fixed, and which contexts draw one more.
 
     :mod:`fsd_infer.drafters.drawing` says why so. No draw is looked at. Log-probabilities of acceptance are estimates.
 
     Args:
-        log_q: [B, E, w] ln q of the candidates of each context, falling. The last one's index is the drawn child's.
+        scores: [B, E, Vd] ln q of each context up to a constant.
+        width: w, most children of a context.
         accept_log_probs: [B, E] log-probability that each context is accepted.
         ancestors: [B, E, n] which expanded nodes are each context's ancestors or itself, the root excluded.
         reserved: [B, n] which of them will be verified because something is drawn below.
         free_nodes: [B] int64, how many nodes of each tree are not reserved.
         ratios: learned ratios of accepted to expected drafts, of likely and of drawn children.
         min_log_prob: a node that is accepted with a smaller log-probability is not worth verifying.
-
-    Returns:
-        fixed: [B, E, w] bool.
-        draws: [B, E] bool.
-        drawn_log_probs: [B, E] log-probability that the target accepts the drawn child, given its context.
-        reserved, free_nodes: as they are then.
     """
+    log_q, entries = topk_logprobs(scores, width)
     likely_ratio, drawn_ratio = ratios
     q_max = log_q[..., :1].exp()
     accept_drawn = drawn_ratio * (ACCEPT_IF_UNSURE + (ACCEPT_IF_SURE - ACCEPT_IF_UNSURE) * q_max)
@@ -146,7 +164,12 @@ def mixed_children(
     cost = (1 + (ancestors & ~reserved[:, None]).sum(-1)) * wants
     draws = wants & (cost.cumsum(-1) <= free_nodes[:, None])
     reserved = reserved | (ancestors & draws[..., None]).any(1)
-    return fixed, draws, drawn_log_probs, reserved, free_nodes - (cost * draws).sum(-1)
+    drawn = torch.zeros_like(fixed)
+    drawn[..., -1] = draws
+    log_q = log_q.masked_fill(draws[..., None] & ~fixed, -math.inf).where(~drawn, drawn_log_probs[..., None])
+    outside = scores.float().scatter(-1, entries, scores.float().gather(-1, entries).masked_fill(fixed, -math.inf))
+    left = free_nodes - (cost * draws).sum(-1)
+    return MixedChildren(log_q, entries, drawn, entries.masked_fill(~fixed, -1), outside, reserved, left)
 
 
 @replaceable

@@ -21,7 +21,7 @@ from fsd_infer.engine.plan import draws_of
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.rules import Exact, RoundInput, RuleInputs, parse_rule
-from fsd_infer.rules.base import block_test
+from fsd_infer.rules.distributions import block_test
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import Draws
 from tests.families import VOCAB, tiny_model

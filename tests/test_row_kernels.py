@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from transformers.generation.logits_process import TopKLogitsWarper
 
 from fsd_core import functional, sampling
 from fsd_core.divergence import divergence, divergence_rows
+from fsd_core.errors import NonFiniteLogitsError
 from fsd_core.functional import at_nodes
 from fsd_infer import Target
 from fsd_infer.backends.cpu import functions
@@ -18,7 +21,10 @@ from fsd_infer.drafters import EagleDrafter
 from fsd_infer.drafters.vocabulary import NEVER
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.request.processors import TreeProcessors
+from fsd_infer.rules import Exact, RoundInput, RuleInputs
+from fsd_infer.rules.walk import exact_walk
 from fsd_infer.targets.logit_form import LogitForm
+from fsd_infer.trees.tree import DraftTree
 from tests.kernel_toys import CPU, in_each_set, needs_kernels
 from tests.test_kernels import calls_of_kernels, fitting_model
 
@@ -235,18 +241,57 @@ def test_what_is_left_is_drawn_by_inverse_cdf(drafted: int | None, types: tuple[
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("width", [1, 2, 5])
-def test_which_children_are_fixed_and_which_contexts_draw(width: int) -> None:
+def test_which_children_are_fixed_and_which_contexts_draw(width: int, dtype: torch.dtype) -> None:
     drawn = 0
     for _ in range(50):
-        log_q = torch.randn(2, 4, 40).mul(3).log_softmax(-1).topk(width).values
+        scores = torch.stack([torch.randperm(40) for _ in range(8)]).view(2, 4, 40).div(3).to(dtype)  # no equals
         accept, ancestors = torch.randn(2, 4).sub(2).clamp_max(0.0), torch.rand(2, 4, 9) < 0.4
-        given = log_q, accept, ancestors, torch.rand(2, 9) < 0.3, torch.randint(0, 12, (2,)), (1.1, 0.9), -4.0
+        given = scores, width, accept, ancestors, torch.rand(2, 9) < 0.3, torch.randint(0, 12, (2,)), (1.1, 0.9), -4.0
         found, expected = sampling.mixed_children(*given), sampling.mixed_children.__wrapped__(*given)  # type: ignore[attr-defined]
         for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, check_dtype=one is not found[2])
-        drawn += int(found[1].sum())
+            torch.testing.assert_close(one, other)
+        drawn += int(found.drawn.sum())
     assert 20 < drawn < 380
+
+
+@needs_kernels
+@pytest.mark.parametrize("types", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("kind", ["tree", "chain", "likely tokens"])
+@pytest.mark.parametrize("drafted", [12, None])
+def test_a_sampled_round_walks_as_in_torch(
+    drafted: int | None, kind: str, types: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """Trees with padding, contexts without q, processed logits of another type; what is wrong is left to torch."""
+    rows, nodes, columns = 300, 8, 23
+    parents = (torch.rand(rows, nodes) * torch.arange(nodes)).long()
+    parents = (torch.arange(nodes) - 1).clamp_min(0).expand(rows, -1) if kind == "chain" else parents
+    drawn, scores = torch.rand(rows, nodes) < 0.6, -torch.rand(rows, nodes).mul(4).cumsum(1)
+    drawn &= ~((parents[:, :, None] == parents[:, None]) & drawn[:, None]).tril(-1).any(-1)  # one of siblings
+    scores[:, 0], drawn[:, 0] = 0.0, False
+    scores[::3, -2:], drawn[::3, -2:] = -torch.inf, False
+    ids = None if drafted is None else torch.randperm(columns)[:drafted].int()
+    entries = torch.stack([torch.randperm(drafted or columns)[:nodes] for _ in range(rows)])
+    q, index = torch.randn(rows, 4, drafted or columns).mul(2), torch.randint(-1, 4, (rows, nodes))
+    tree = DraftTree(entries if ids is None else ids[entries].long(), parents, scores, q.bfloat16(), index, ids)
+    tree = tree if kind == "likely tokens" else replace(tree, q_scores=q.masked_fill(q > 4, -torch.inf).to(types[1]))
+    tree = replace(tree, drawn=drawn) if kind == "tree" else tree
+    p = torch.randn(rows, nodes, columns).mul(2)
+    for processed in (False, True):
+        logits, uniforms = p.to(types[0], copy=True), torch.rand(rows, 9, 3)[:, :nodes]
+        round = RoundInput(tree, logits, logits.float().div(0.7) if processed else logits, False, uniforms)
+        in_torch = exact_walk.__wrapped__  # type: ignore[attr-defined]
+        inputs = (RuleInputs(replace(round, tree=replace(tree))) for _ in range(2))
+        found, expected = functions.exact_walk(round.scores, next(inputs)), in_torch(round.scores, next(inputs))
+        assert found.keys() | {"allowed", "faults"} == expected.keys()
+        for name in found.keys() - {"proposers"}:
+            torch.testing.assert_close(found[name], expected[name], check_dtype=False, equal_nan=True, msg=name)
+        assert 0.05 < found["accepted"].float().mean() < 3
+        round.logits[5, 3, 7] = torch.nan
+        assert functions.exact_walk(round.scores, RuleInputs(round)) is NotImplemented
+        with pytest.raises(NonFiniteLogitsError, match="the target's logits in row 5"):
+            Exact()(round)
 
 
 # a head's step --------------------------------------------------------------------------------------------------------

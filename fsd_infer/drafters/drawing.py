@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fsd_core import functional, sampling
+from fsd_core import sampling
 from fsd_infer.trees.tree import DraftTree
 
 MIN_RATIO = 0.1  # whatever was learned: without drafts of a kind nothing more would be learned
@@ -130,32 +130,23 @@ class Drawing:
             [B, E, w] each: ln q of the candidates, -inf for none, the drawn one last; their entries of the drafter's
             vocabulary; whether they were drawn.
         """
-        logits = logits.float()
-        scores = logits if self.process is None else self.process(logits)
-        log_q, entries = functional.topk_logprobs(scores, width)
-        fixed, draws, drawn_log_probs = self._decide(log_q, accept_log_probs, ancestors)
-        outside = scores.scatter(-1, entries, scores.gather(-1, entries).masked_fill(fixed, -math.inf))
-        self.scores.append(outside)
-        self.fixed.append(entries.masked_fill(~fixed, -1))
-        drawn = torch.zeros_like(fixed)
-        drawn[..., -1] = draws
-        entries = torch.where(drawn, drawn_entries(outside, draws, self.generator)[..., None], entries)
-        log_q = log_q.masked_fill(draws[..., None] & ~fixed, -math.inf)
-        return torch.where(drawn, drawn_log_probs[..., None], log_q), entries, drawn
-
-    def _decide(self, log_q: Tensor, accept_log_probs: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return which candidates are fixed, which contexts draw, and the log-probability that a draw is accepted."""
+        scores = logits if self.process is None else self.process(logits.float())
         reserved, free_nodes = self._reserved, self._free_nodes
         if reserved is None or free_nodes is None:
             reserved = ancestors[:, 0]
             free_nodes = torch.full(ancestors.shape[:1], self.nodes, device=ancestors.device)
         depth = len(self.scores)
         ratios = self.ratios.ratio(False, depth), self.ratios.ratio(True, depth)
-        *found, self._reserved, self._free_nodes = sampling.mixed_children(
-            log_q, accept_log_probs, ancestors, reserved, free_nodes, ratios, self.min_log_prob
+        found = sampling.mixed_children(
+            scores, width, accept_log_probs, ancestors, reserved, free_nodes, ratios, self.min_log_prob
         )
-        fixed, draws, drawn_log_probs = found
-        return fixed, draws, drawn_log_probs
+        self._reserved, self._free_nodes = found.reserved, found.free_nodes
+        self.scores.append(found.outside)
+        self.fixed.append(found.fixed)
+        draws = found.drawn[..., -1]
+        last = torch.where(draws, drawn_entries(found.outside, draws, self.generator), found.entries[..., -1])
+        found.entries[..., -1] = last
+        return found.log_q, found.entries, found.drawn
 
 
 class ChainDrawing:

@@ -12,13 +12,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from fsd_core import sampling
 from fsd_core.errors import FsdError
 from fsd_core.former import FormerName, Renamed
 from fsd_core.functional import at_nodes, wide
 from fsd_core.registry import Registry
 from fsd_core.tensors import to_device
-from fsd_infer.rules.distributions import AcceptanceTest, OutputDistribution, former_order
+from fsd_infer.rules.distributions import OutputDistribution, former_order
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import FORMER, parameter, parameters_of, reads_former_names
 from fsd_infer.rules.texts import markers
@@ -248,33 +247,7 @@ class Exact(Rule):
         return Draws.CHAIN if self.block else super().draws
 
     def output(self, inputs: RuleInputs) -> OutputDistribution:
-        test = block_test(inputs) if inputs.sampled else None
-        return OutputDistribution(inputs, torch.zeros_like(inputs.tree.is_draft), test=test)
-
-
-def block_test(inputs: RuleInputs) -> AcceptanceTest:
-    """Test drawn drafts path by path: block verification (arXiv:2403.10444), here on trees with fixed children, too.
-
-    Draft by draft, y ~ q passes with probability min(1, p/q) and is lost where p < q, although its own drafts may be
-    likelier under p than under q. So the ratios are multiplied first. Let w = 1 at roots and at fixed nodes, and
-    w(y) = min(1, w(x)·p(y)/q(y)) at a drawn child y of x. The walk ends at or below y with probability w(y):
-
-    - below y it ends with probability s of y's drawn child, 0 without one;
-    - else at y, with probability h(y) = r/(r + 1 - w(y)) and r = Σ (w(y)·p - q)+; without a drawn child h = w;
-    - else the walk returns to x, which decides likewise. At w = 1 it never returns.
-
-    Where it ends, the next token is drawn from (w·p - q)+. If that is a fixed child, the walk goes on there with w = 1.
-    In expectation over the draws s(y) = w(y), so a token that follows x has probability min(w·p, q) by its own draw and
-    (w·p - q)+ otherwise: w·p together. No fewer drafts are accepted than draft by draft.
-    """
-    tree, drawn, has_drawn_child = inputs.tree, inputs.is_drawn, inputs.has_drawn_child
-    log_p, log_q = (each.to(wide(drawn.device)) for each in (inputs.log_p, inputs.log_q))
-    weight = sampling.drawn_weights((log_p - log_q).exp(), tree.parents, drawn, tree.max_depth)
-    accept_prob = sampling.block_accept_probs(
-        log_p, log_q, weight, inputs.residual_mass(weight), tree.parents, drawn, has_drawn_child, tree.max_depth
-    )
-    of_end = weight.masked_fill(~has_drawn_child, 1.0).float()  # elsewhere p, to which w·p is in proportion
-    return AcceptanceTest(accept_prob, of_end)
+        return OutputDistribution(inputs, torch.zeros_like(inputs.tree.is_draft), in_blocks=True)
 
 
 def apply_rules(rules: Sequence[Rule], round: RoundInput) -> Verdict:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fsd_core import sampling
 from fsd_core.errors import FsdError
 from fsd_core.former import warn_renamed
 from fsd_core.functional import wide
@@ -60,6 +61,7 @@ class OutputDistribution:
         logit_bias: [B, N] nats added to each draft's ln p, see :meth:`biased`.
         log_r: see :meth:`dense`. Where there is a bias, too, it holds at contexts with drawn nodes below them.
         test: of sampled drafts where the distribution is p.
+        in_blocks: whether sampled drafts are tested together there, see :func:`block_test`.
         is_reducible: whether ``log_r`` is linear in p where q is 0, so that one column may stand for all such tokens
             (:class:`.ReducedVocabRows`).
     """
@@ -70,6 +72,7 @@ class OutputDistribution:
     log_r: VocabFunction | None = None
     test: AcceptanceTest | None = None
     is_reducible: bool = False
+    in_blocks: bool = False
 
     @classmethod
     def target(cls, inputs: RuleInputs) -> OutputDistribution:
@@ -240,10 +243,45 @@ class OutputDistribution:
 
         return replace(self, logit_bias=logit_bias, log_r=log_r)
 
+    def tested(self) -> OutputDistribution:
+        """Return the distribution with the test that ``in_blocks`` stands for where drafts are sampled."""
+        return replace(self, test=block_test(self.inputs)) if self.in_blocks else self
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all rows have the distribution p, and sampled drafts, if there are any, are tested in blocks."""
+        is_p = self.logit_bias is None and self.log_r is None and self.test is None
+        return is_p and (self.in_blocks or not self.inputs.sampled)
+
     @property
     def dense_at(self) -> Tensor | None:
         """[B, N] bool; contexts where :attr:`log_r` is the distribution, if there is one; None: all that have a q."""
         return None if self.logit_bias is None else self.inputs.has_drawn_below
+
+
+def block_test(inputs: RuleInputs) -> AcceptanceTest:
+    """Test drawn drafts path by path: block verification (arXiv:2403.10444), here on trees with fixed children, too.
+
+    Draft by draft, y ~ q passes with probability min(1, p/q) and is lost where p < q, although its own drafts may be
+    likelier under p than under q. So the ratios are multiplied first. Let w = 1 at roots and at fixed nodes, and
+    w(y) = min(1, w(x)·p(y)/q(y)) at a drawn child y of x. The walk ends at or below y with probability w(y):
+
+    - below y it ends with probability s of y's drawn child, 0 without one;
+    - else at y, with probability h(y) = r/(r + 1 - w(y)) and r = Σ (w(y)·p - q)+; without a drawn child h = w;
+    - else the walk returns to x, which decides likewise. At w = 1 it never returns.
+
+    Where it ends, the next token is drawn from (w·p - q)+. If that is a fixed child, the walk goes on there with w = 1.
+    In expectation over the draws s(y) = w(y), so a token that follows x has probability min(w·p, q) by its own draw and
+    (w·p - q)+ otherwise: w·p together. No fewer drafts are accepted than draft by draft.
+    """
+    tree, drawn, has_drawn_child = inputs.tree, inputs.is_drawn, inputs.has_drawn_child
+    log_p, log_q = (each.to(wide(drawn.device)) for each in (inputs.log_p, inputs.log_q))
+    weight = sampling.drawn_weights((log_p - log_q).exp(), tree.parents, drawn, tree.max_depth)
+    accept_prob = sampling.block_accept_probs(
+        log_p, log_q, weight, inputs.residual_mass(weight), tree.parents, drawn, has_drawn_child, tree.max_depth
+    )
+    of_end = weight.masked_fill(~has_drawn_child, 1.0).float()  # elsewhere p, to which w·p is in proportion
+    return AcceptanceTest(accept_prob, of_end)
 
 
 def former_order(output: OutputDistribution, where: str = "") -> FsdError:

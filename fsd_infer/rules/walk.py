@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,21 @@ def walk(inputs: RuleInputs, outputs: Sequence[tuple[OutputDistribution, list[in
         outputs: the rules' distributions of all rows, each with its rows.
         budget: [B] nats that each row may spend, on the device of the tree; None: any number.
     """
+    if not inputs.greedy and all(output.is_exact for output, _ in outputs):
+        return Verdict(**exact_walk(inputs.round.scores, inputs))
     return _Walk(inputs, outputs, budget).verdict()
+
+
+@functional.replaceable
+def exact_walk(scores: Tensor, inputs: RuleInputs) -> dict[str, Any]:
+    """Walk a round above temperature 0 with the target's distribution in all rows: the fields of its verdict.
+
+    Args:
+        scores: [B, N, V] those of the round.
+        inputs: of the round; sampled drafts are tested in blocks (:func:`.block_test`).
+    """
+    output = OutputDistribution(inputs, torch.zeros_like(inputs.tree.is_draft), in_blocks=True)
+    return vars(_Walk(inputs, [(output, list(range(len(scores))))], None).verdict())
 
 
 def affordable(inputs: RuleInputs, cost: Tensor, budget: Tensor) -> Tensor:
@@ -121,6 +135,8 @@ class _Walk:
         self.cost: Tensor | None = None
         if self.tree.parents.shape[1] == 1:
             return  # nothing was drafted
+        if inputs.sampled:
+            outputs = [(output.tested(), rows) for output, rows in outputs]
         # one test for all rows takes the place of accept_prob, which would read the vocabulary once more
         test = outputs[0][0].test if len(outputs) == 1 else None
         self.p_draft = self.r_draft = inputs.accept_prob if test is None else test.accept_prob.to(wide(self.device))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fsd_core import functional, sampling
 from fsd_core.functional import TreeTensors
+from fsd_infer.backends.cpu import sampled
 from fsd_infer.backends.cpu.kernels import PLAIN_DIVERGENCES, Kernels, kernels
-from fsd_infer.backends.cpu.structs import Mixing
 
 _FEW_NODES = 256
 _FEW_LARGEST = 256  # the kernel inserts into a sorted list, which is slower than torch's selection for more
@@ -98,16 +98,15 @@ def draw_rest(rest: sampling.Rest, uniforms: Tensor) -> Any:
 def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
     """Compute the rows that count alone: what a choice of rows costs elsewhere, a transfer, costs nothing here."""
     compiled = _compiled(logits)
-    if compiled is None or uniforms.dtype != torch.float32:
-        found = sampling.draw(logits[where].softmax(-1), uniforms[where]).clamp_max(logits.shape[-1] - 1)
-    else:
-        flat, rows = _chosen(logits, where)
-        found = compiled.sample(flat, uniforms.flatten().index_select(0, rows), rows)
+    if compiled is not None and uniforms.dtype == torch.float32:
+        return compiled.sample(logits.contiguous(), uniforms, where)
+    found = sampling.draw(logits[where].softmax(-1), uniforms[where]).clamp_max(logits.shape[-1] - 1)
     return torch.zeros_like(where, dtype=torch.long).masked_scatter(where, found)
 
 
 def mixed_children(
-    log_q: Tensor,
+    scores: Tensor,
+    width: int,
     accept_log_probs: Tensor,
     ancestors: Tensor,
     reserved: Tensor,
@@ -115,13 +114,24 @@ def mixed_children(
     ratios: tuple[float, float],
     min_log_prob: float,
 ) -> Any:
-    """In torch this takes forty small operations."""
-    compiled = kernels() if log_q.dtype == accept_log_probs.dtype == torch.float32 else None
+    """In torch this takes fifty small operations."""
+    compiled = _compiled(scores) if accept_log_probs.dtype == torch.float32 else None
     if compiled is None:
         return NotImplemented
-    constants = sampling.ACCEPT_IF_UNSURE, sampling.ACCEPT_IF_SURE, sampling.MIN_REST
-    how = Mixing(*ratios, *constants, min_log_prob)
-    return compiled.mixed_children(log_q, accept_log_probs, ancestors, reserved, free_nodes, how)
+    state = reserved, free_nodes
+    return sampled.mixed_children(compiled, scores, width, accept_log_probs, ancestors, state, ratios, min_log_prob)
+
+
+def exact_walk(scores: Tensor, inputs: Any) -> Any:
+    """Take scores and uniforms in fp32, the latter as rounds draw them, and q over one vocabulary."""
+    tree, uniforms, numbers = inputs.tree, inputs.round.uniforms, [scores, inputs.round.logits]
+    if tree.q_scores is not None:
+        numbers += [tree.q_scores, tree.q_logits]
+    compiled = _compiled(*numbers)
+    fits = tree.scores.dtype == uniforms.dtype == torch.float32 and uniforms.stride()[1:] == (3, 1)
+    if compiled is None or not fits or tree.sampled and tree.q_scores.shape != tree.q_logits.shape:
+        return NotImplemented
+    return sampled.exact_walk(compiled, scores, inputs, _wide(tree.draft_ids))
 
 
 def host_max(values: Tensor, bound: int) -> int:
@@ -238,5 +248,5 @@ def register() -> None:
     """Let the kernels answer on CPUs."""
     of_rows = (row_max, row_stats, row_entropy, topk_logprobs, keep_top_k, divergence_rows, residual_mass, sample_rows)
     of_trees = (ancestors, drawn_weights, block_accept_probs, child_offsets, tree_union)
-    for kernel in (*of_rows, draw_rest, mixed_children, host_max, host_nonzero, *of_trees):
+    for kernel in (*of_rows, draw_rest, exact_walk, mixed_children, host_max, host_nonzero, *of_trees):
         functional.register(kernel.__name__, "cpu", kernel)

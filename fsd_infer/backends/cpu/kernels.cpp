@@ -14,6 +14,7 @@
 
 #include "native/layers.h"
 #include "native/statistics.h"
+#include "native/walk.h"
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -194,18 +195,15 @@ void fsd_likeliest(int narrow_x, const void* x, int64_t rows, int64_t columns, i
   }
 }
 
-// where [rows]: an index of the softmax of each row of logits x [·, columns], in bf16 (narrow) or fp32, for a uniform number.
-// pick [rows]: the numbers of the rows, null for all in order.
-void fsd_sample(int narrow_x, const void* x, const int64_t* pick, int64_t rows, int64_t columns, const float* uniforms,
+// where [rows]: an index of the softmax of each row of logits x [rows, columns], in bf16 (narrow) or fp32, for a uniform
+// number; 0 in rows that are not chosen.
+void fsd_sample(int narrow_x, const void* x, const uint8_t* chosen, int64_t rows, int64_t columns, const float* uniforms,
                 int64_t* where, int threads) {
-#pragma omp parallel num_threads(threads)
-  {
-    const Share share(rows);
-    for (int64_t row = share.begin; row < share.end; ++row) {
-      const int64_t from = (pick ? pick[row] : row) * columns;
-      where[row] = narrow_x ? sampled((const bf16*)x + from, columns, uniforms[row])
-                            : sampled((const float*)x + from, columns, uniforms[row]);
-    }
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+  for (int64_t row = 0; row < rows; ++row) {
+    if (!chosen[row]) where[row] = 0;
+    else where[row] = narrow_x ? sampled((const bf16*)x + row * columns, columns, uniforms[row])
+                               : sampled((const float*)x + row * columns, columns, uniforms[row]);
   }
 }
 
@@ -234,35 +232,69 @@ void fsd_draw_rest(int narrow_p, const void* p, const int64_t* nodes, int64_t co
   }
 }
 
-// See mixed_children in fsd_core/sampling.py: log_q [batch, count, width], accept [batch, count], ancestors [batch,
-// count, nodes], reserved [batch, nodes] and free_nodes [batch], which change.
-void fsd_mixed_children(const float* log_q, const float* accept, const uint8_t* ancestors, int64_t batch, int64_t count,
-                        int64_t width, int64_t nodes, const fsd_mixing* how, uint8_t* fixed, uint8_t* draws,
-                        float* drawn_accept, uint8_t* reserved, int64_t* free_nodes) {
-  std::vector<uint8_t> before(nodes);
-  for (int64_t row = 0; row < batch; ++row, reserved += nodes) {
-    int64_t sum = 0, spent = 0;
-    std::copy(reserved, reserved + nodes, before.begin());
-    for (int64_t each = 0; each < count;
-         ++each, ++accept, ++draws, ++drawn_accept, log_q += width, fixed += width, ancestors += nodes) {
-      const float ratio = std::min(how->drawn * (how->unsure + (how->sure - how->unsure) * std::exp(log_q[0])), how->sure);
-      const float gain = std::log(std::max(how->likely - ratio, 0.f));
-      float rest = 1;
-      for (int64_t i = 0; i < width; ++i) {
-        fixed[i] = i + 1 < width && *accept + log_q[i] + gain >= how->min_accept;
-        if (fixed[i]) rest -= std::exp(log_q[i]);
-      }
-      *drawn_accept = std::log(ratio * std::max(rest, 0.f));
-      int64_t cost = 1;
-      for (int64_t node = 0; node < nodes; ++node) cost += ancestors[node] && !before[node];
-      const bool wants = *accept + *drawn_accept >= how->min_accept && rest > how->min_rest;
-      *draws = wants && (sum += cost) <= free_nodes[row];
-      if (!*draws) continue;
-      spent += cost;
-      for (int64_t node = 0; node < nodes; ++node) reserved[node] |= ancestors[node];
+// See mixed_children in fsd_core/sampling.py: scores [batch, count, drafted] in bf16 (narrow) or fp32, accept [batch,
+// count], ancestors [batch, count, nodes], reserved [batch, nodes] and free_nodes [batch], which change. Columns of log_q,
+// entries, drawn and fixed are the contexts' children, `width` of each.
+void fsd_mixed_children(int narrow, const void* scores, int64_t batch, int64_t count, int64_t drafted, int64_t width,
+                        const float* accept, const uint8_t* ancestors, int64_t nodes, const fsd_mixing* how, float* log_q,
+                        int64_t* entries, uint8_t* drawn, int64_t* fixed, float* outside, uint8_t* reserved,
+                        int64_t* free_nodes, int threads) {
+  const int64_t contexts = batch * count;
+#pragma omp parallel num_threads(threads)
+  {
+    const Share share(contexts);
+    for (int64_t each = share.begin; each < share.end; ++each) {
+      const auto read = [&](auto x) {
+        likeliest(x, drafted, width, log_q + each * width, entries + each * width);
+        for (int64_t at = 0; at < drafted; ++at) outside[each * drafted + at] = number(x[at]);
+      };
+      if (narrow) read((const bf16*)scores + each * drafted);
+      else read((const float*)scores + each * drafted);
     }
-    free_nodes[row] -= spent;
   }
+  std::vector<uint8_t> before(nodes);
+  std::vector<int64_t> sum(batch), spent(batch);
+  for (int64_t each = 0; each < contexts; ++each, ++accept, log_q += width, entries += width, drawn += width,
+               fixed += width, ancestors += nodes, outside += drafted) {
+    const int64_t row = each / count;
+    if (each % count == 0) std::copy(reserved + row * nodes, reserved + (row + 1) * nodes, before.begin());
+    const float ratio = std::min(how->drawn * (how->unsure + (how->sure - how->unsure) * std::exp(log_q[0])), how->sure);
+    const float gain = std::log(std::max(how->likely - ratio, 0.f));
+    float rest = 1;
+    for (int64_t i = 0; i < width; ++i) {
+      const bool is_fixed = i + 1 < width && *accept + log_q[i] + gain >= how->min_accept;
+      drawn[i] = 0, fixed[i] = is_fixed ? entries[i] : -1;
+      if (is_fixed) rest -= std::exp(log_q[i]), outside[entries[i]] = -INFINITY;
+    }
+    const float of_drawn = std::log(ratio * std::max(rest, 0.f));
+    int64_t cost = 1;
+    for (int64_t node = 0; node < nodes; ++node) cost += ancestors[node] && !before[node];
+    const bool wants = *accept + of_drawn >= how->min_accept && rest > how->min_rest;
+    if (!wants || (sum[row] += cost) > free_nodes[row]) continue;
+    spent[row] += cost;
+    for (int64_t node = 0; node < nodes; ++node) reserved[row * nodes + node] |= ancestors[node];
+    for (int64_t i = 0; i < width; ++i)
+      if (fixed[i] < 0) log_q[i] = -INFINITY;
+    drawn[width - 1] = 1, log_q[width - 1] = of_drawn;
+  }
+  for (int64_t row = 0; row < batch; ++row) free_nodes[row] -= spent[row];
+}
+
+// Walk a round: see exact_walk in fsd_infer/rules/_walk.py. Returns how many numbers are out of range or, where none is,
+// not finite; chains that fork count, too. If there are any, nothing is written.
+int64_t fsd_exact_walk(const fsd_round* round, const fsd_walked* to, int threads) {
+  const int64_t nodes = round->batch * round->count;
+  int64_t wrong = outside(round->tokens, nodes, round->columns);
+  for (int64_t node = 0; node < nodes; ++node) {
+    wrong += round->parents[node] < 0 || round->parents[node] > std::max<int64_t>(node % round->count - 1, 0);
+    wrong += round->q && round->q_index[node] >= round->drafts;
+  }
+  if (round->draft_ids) wrong += outside(round->draft_ids, round->drafted, round->columns);
+  if (wrong) return wrong;
+  if (round->narrow_p && round->narrow_q) return ExactWalk<bf16, bf16>(*round).run(*to, threads);
+  if (round->narrow_p) return ExactWalk<bf16, float>(*round).run(*to, threads);
+  if (round->narrow_q) return ExactWalk<float, bf16>(*round).run(*to, threads);
+  return ExactWalk<float, float>(*round).run(*to, threads);
 }
 
 // Copy x [rows, columns] to out; numbers below the `most`-th largest of their row become `other`. NaN stays.

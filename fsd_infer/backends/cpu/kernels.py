@@ -34,7 +34,7 @@ from fsd_core.sampling import Rest
 from fsd_infer.backends.cpu.codebooks import rewritten
 from fsd_infer.backends.cpu.pages import zeroed
 from fsd_infer.backends.cpu.sets import VARIABLE, wanted
-from fsd_infer.backends.cpu.structs import Forward, Head, HeadStepArguments, Linear, Mixing, StackStruct, Tree
+from fsd_infer.backends.cpu.structs import Forward, Head, HeadStepArguments, Linear, StackStruct, Tree
 from fsd_infer.device.cores import team_size
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "likeliest": (None, c_int, c_void_p, *[c_int64] * 3, *[c_void_p] * 2, c_int),
     "sample": (None, *_ROWS, c_int64, *[c_void_p] * 2, c_int),
     "draw_rest": (None, *[*_ROWS, c_int64] * 2, *[c_void_p] * 4, *[c_int64] * 2, c_void_p, c_int),
-    "mixed_children": (None, *[c_void_p] * 3, *[c_int64] * 4, POINTER(Mixing), *[c_void_p] * 5),
+    "mixed_children": (None, *_ROWS[:2], *[c_int64] * 4, *[c_void_p] * 2, c_int64, *[c_void_p] * 8, c_int),
+    "exact_walk": (c_int64, *[c_void_p] * 2, c_int),
     "keep_largest": (None, c_void_p, *[c_int64] * 3, c_float, c_void_p, c_int),
     "ancestors": (None, c_void_p, *[c_int64] * 2, c_void_p),
     "union": (None, c_int64, POINTER(Tree), POINTER(Tree), c_int64, *[c_void_p] * 4),
@@ -93,7 +94,8 @@ class Kernels:
             raise OSError("the system does not grant the use of AMX")
         self.name: str = library.fsd_name().decode()
         self.block_side: int = library.fsd_block_side()
-        self.block_bytes = library.fsd_block_bytes
+        self.block_bytes, self.exact_walk = library.fsd_block_bytes, library.fsd_exact_walk
+        self.mixed_children = library.fsd_mixed_children
         self._memory = threading.local()
 
     def linear(self, x: Tensor, layer: Linear) -> Tensor:
@@ -146,7 +148,7 @@ class Kernels:
         highest, best, total = torch.empty(shape), torch.empty(shape, dtype=torch.long), torch.empty(shape)
         sizes, totals = (highest.numel(), logits.shape[-1]), total if log_sum else None
         out = highest.data_ptr(), best.data_ptr(), address_of(totals)
-        self._library.fsd_row_statistics(*_rows(logits, where), *sizes, *out, _threads(*sizes))
+        self._library.fsd_row_statistics(*_rows(logits, where), *sizes, *out, threads_for(*sizes))
         return highest, best, totals
 
     def row_entropies(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -154,7 +156,7 @@ class Kernels:
         rows = _checked(rows, logits)
         found = torch.empty(logits.shape[:-1] if rows is None else rows.shape)
         sizes = found.numel(), logits.shape[-1]
-        self._library.fsd_row_entropies(*_rows(logits, rows), *sizes, found.data_ptr(), _threads(*sizes))
+        self._library.fsd_row_entropies(*_rows(logits, rows), *sizes, found.data_ptr(), threads_for(*sizes))
         return found
 
     def likeliest(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -165,12 +167,12 @@ class Kernels:
         self._library.fsd_likeliest(narrow, numbers, *sizes, *out, team_size())
         return log_q, where
 
-    def sample(self, logits: Tensor, uniforms: Tensor, rows: Tensor) -> Tensor:
-        """Draw an index [R] from the softmax of rows [R] of logits [M, V], by uniforms [R] in fp32."""
-        rows, uniforms = rows.contiguous(), uniforms.contiguous()
-        found, sizes = torch.empty(rows.shape, dtype=torch.long), (rows.numel(), logits.shape[-1])
+    def sample(self, logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
+        """Compute :func:`fsd_core.sampling.sample_rows` by uniforms in fp32; 0 in other rows than ``where``."""
+        uniforms, where = uniforms.contiguous(), where.contiguous()
+        found, sizes = torch.empty(where.shape, dtype=torch.long), (where.numel(), logits.shape[-1])
         out = uniforms.data_ptr(), found.data_ptr()
-        self._library.fsd_sample(*_rows(logits, rows), *sizes, *out, _threads(*sizes))
+        self._library.fsd_sample(*_rows(logits, where), *sizes, *out, threads_for(*sizes))
         return found
 
     def draw_rest(self, rest: Rest, uniforms: Tensor) -> Tensor:
@@ -180,19 +182,9 @@ class Kernels:
         of_p, found = (*_rows(p, nodes), *p.shape[1:]), torch.empty(len(uniforms), dtype=torch.long)
         of_q = (False, None, None, 0, 0) if q is None or index is None else (*_rows(q, index), *q.shape[1:])
         given = *(address_of(x) for x in (ids, weight, uniforms, refused)), rest.refused.shape[1]
-        self._library.fsd_draw_rest(*of_p, *of_q, *given, len(found), found.data_ptr(), _threads(len(found), of_p[-1]))
+        out, threads = (len(found), found.data_ptr()), threads_for(len(found), of_p[-1])
+        self._library.fsd_draw_rest(*of_p, *of_q, *given, *out, threads)
         return found
-
-    def mixed_children(
-        self, log_q: Tensor, accept: Tensor, ancestors: Tensor, reserved: Tensor, free_nodes: Tensor, how: Mixing
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Compute :func:`fsd_core.sampling.mixed_children` of fp32 numbers."""
-        given = [x.contiguous() for x in (log_q, accept, ancestors)]
-        fixed, draws = torch.empty(log_q.shape, dtype=torch.bool), torch.empty(accept.shape, dtype=torch.bool)
-        out = fixed, draws, torch.empty(accept.shape), reserved.clone(), free_nodes.clone()
-        addresses, nodes = (x.data_ptr() for x in out), ancestors.shape[-1]
-        self._library.fsd_mixed_children(*(x.data_ptr() for x in given), *log_q.shape, nodes, how, *addresses)
-        return out
 
     def keep_largest(self, scores: Tensor, count: int, other: float) -> Tensor:
         """Compute :func:`fsd_core.functional.keep_top_k` of scores [..., V] in fp32."""
@@ -339,7 +331,7 @@ def _rows(logits: Tensor, rows: Tensor | None) -> tuple[bool, int, int | None]:
     return logits.dtype == torch.bfloat16, logits.data_ptr(), address_of(rows)
 
 
-def _threads(count: int, columns: int) -> int:
+def threads_for(count: int, columns: int) -> int:
     return team_size() if count * columns > _FEW_NUMBERS else 1
 
 

@@ -83,3 +83,24 @@ class Mixing(Structure):
     """``fsd_mixing`` of kernels.cpp."""
 
     _fields_ = [(name, c_float) for name in ("likely", "drawn", "unsure", "sure", "min_rest", "min_accept")]
+
+
+class SampledRound(Structure):
+    """``fsd_round`` of kernels.cpp."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("batch", "count", "columns", "drafts", "drafted")),
+        *((name, c_void_p) for name in ("p", "q", "logits", "q_logits")),
+        *((name, c_int64) for name in ("narrow_p", "narrow_q", "narrow_logits", "narrow_q_logits")),
+        *((name, c_void_p) for name in ("tokens", "parents", "q_index", "scores", "drawn", "draft_ids", "uniforms")),
+        ("stride", c_int64),
+    ]
+
+
+class WalkedRound(Structure):
+    """``fsd_walked`` of kernels.cpp."""
+
+    _fields_ = [
+        ("width", c_int64),
+        *((name, c_void_p) for name in ("path", "tokens", "sources", "first_choices", "gaps", "accepted")),
+    ]

@@ -81,3 +81,25 @@ struct fsd_step {
 struct fsd_mixing {
   float likely, drawn, unsure, sure, min_rest, min_accept;
 };
+
+// Draft trees of a round above temperature 0, as DraftTree in fsd_infer/trees/tree.py. bf16 (narrow) or fp32 logits of p
+// [batch, count, columns] and of the distributions q of draws [batch, drafts, drafted]; q is null if nothing was drawn.
+struct fsd_round {
+  int64_t batch, count, columns, drafts, drafted;
+  const void *p, *q, *logits, *q_logits;  // the latter before processors; logits: null if p is of them
+  int64_t narrow_p, narrow_q, narrow_logits, narrow_q_logits;
+  const int64_t *tokens, *parents, *q_index;  // [batch, count]; parents come before their children
+  const float* scores;                        // [batch, count]
+  const uint8_t* drawn;                       // [batch, count]; null: all drafts, if there is a q
+  const int64_t* draft_ids;                   // [drafted] the tokens of q; null: all
+  const float* uniforms;                      // [batch, count, 3], with `stride` from tree to tree
+  int64_t stride;
+};
+
+// What is emitted, [batch, width] each: see Verdict in fsd_infer/rules/verification.py.
+struct fsd_walked {
+  int64_t width;
+  int64_t *path, *tokens, *sources, *first_choices;
+  float* gaps;
+  int64_t* accepted;  // [batch]
+};
