@@ -104,22 +104,22 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     if path.exists() and not path.is_file():
         raise FsdError(f"{path} is not a file and is not replaced: give another name.")
-    partial = path.with_name(f"{_partial_prefix(path)}{os.getpid()}-{threading.get_ident()}.partial")
+    draft = path.with_name(f"{_drafts_of(path)}{os.getpid()}-{threading.get_ident()}.partial")
     try:
         with disk_errors(path):
             _remove_left(path)
-            partial.touch()
-            mode = partial.stat().st_mode
-            yield partial
-            partial.chmod(mode)
-            os.replace(partial, path)
+            draft.touch()
+            mode = draft.stat().st_mode
+            yield draft
+            draft.chmod(mode)
+            os.replace(draft, path)
     except OSError as error:
-        if error.filename == str(partial):  # a name that nobody gave
+        if error.filename == str(draft):  # a name that nobody gave
             error.filename = str(path)
         raise
     finally:
         with suppress(OSError):
-            partial.unlink()
+            draft.unlink()
 
 
 @contextmanager
@@ -130,34 +130,34 @@ def replacing_directory(directory: Path) -> Iterator[Path]:
     what a killed one left is put right first, see :func:`recover_directory`. Raises OSError, which names ``directory``.
     """
     directory = directory.resolve()  # what a link points to, and not the link
-    partial, old = _beside(directory)
+    draft, old = _beside(directory)
     try:
         with disk_errors(directory):
             recover_directory(directory)
-            partial.mkdir(parents=True)
-            yield partial
+            draft.mkdir(parents=True)
+            yield draft
             if directory.exists():
                 os.replace(directory, old)
-            os.replace(partial, directory)
+            os.replace(draft, directory)
     except OSError as error:
-        if str(partial) in str(error.filename):  # a name that nobody gave
-            error.filename = str(error.filename).replace(str(partial), str(directory))
+        if str(draft) in str(error.filename):  # a name that nobody gave
+            error.filename = str(error.filename).replace(str(draft), str(directory))
         raise
     finally:
         if directory.exists():
             shutil.rmtree(old, ignore_errors=True)
         elif old.exists():
             os.replace(old, directory)
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def recover_directory(directory: Path) -> None:
     """Put right what a kill left as ``directory`` was replaced, and say so."""
-    partial, old = _beside(directory)
+    draft, old = _beside(directory)
     if old.is_dir() and not directory.exists():
         os.replace(old, directory)
         log.info("%s is there again: a kill came as an export replaced it", directory)
-    for left in (partial, old):
+    for left in (draft, old):
         if left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
             log.info("%s is removed: a kill came as an export wrote", left)
@@ -168,21 +168,21 @@ def _beside(directory: Path) -> tuple[Path, Path]:
     return directory.with_name(f".{directory.name}.partial"), directory.with_name(f".{directory.name}.old")
 
 
-def _partial_prefix(path: Path) -> str:
-    """Return the start of the names of this machine's partial files of ``path``, which have room for a longer name."""
+def _drafts_of(path: Path) -> str:
+    """Return the start of the names of this machine's drafts of ``path``, which have room for a longer name."""
     raw = os.fsencode(path.name)
     return f".{path.name if len(raw) <= 200 else zlib.crc32(raw)}.{_MACHINE}-"
 
 
 def _remove_left(path: Path) -> None:
-    """Remove partial files of ``path`` whose processes are gone."""
-    for partial in path.parent.glob(f"{glob.escape(_partial_prefix(path))}*-*.partial"):
-        process = partial.name.split("-")[-2]
+    """Remove drafts of ``path`` whose processes are gone."""
+    for draft in path.parent.glob(f"{glob.escape(_drafts_of(path))}*-*.partial"):
+        process = draft.name.split("-")[-2]
         try:
             os.kill(int(process), 0)
         except ProcessLookupError:
-            partial.unlink(missing_ok=True)
-        except (OSError, ValueError, OverflowError):  # of another user, or no partial file of ours
+            draft.unlink(missing_ok=True)
+        except (OSError, ValueError, OverflowError):  # of another user, or no draft of ours
             continue
 
 
@@ -224,8 +224,8 @@ def writable(name: str | os.PathLike[str], what: str, overwrite: bool = True) ->
 
 def write_text(path: Path, text: str) -> None:
     """Write a file in UTF-8, atomically."""
-    with replacing(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+    with replacing(path) as draft:
+        draft.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any, indent: int | None = None) -> None:
