@@ -24,7 +24,7 @@ from benchmarks.results_page import ties
 from fsd_bench.intervals import mean_interval
 from fsd_bench.prompts import Encoder, encode_rows, spread_rows
 from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.request.prompts import read_text
+from fsd_infer.request.prompts import prefill_text
 from fsd_infer.targets.target import Target
 
 EDGES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, float("inf"))  # nats
@@ -35,7 +35,7 @@ LONGEST = 600  # tokens of a prompt
 def read_answer(target: Target, prompt: Sequence[int], answer: Sequence[int], rows: int) -> Tensor:
     """Return the logits [A, V] from which each token of the answer is chosen, read ``rows`` tokens a forward."""
     cache, length = target.new_cache(1, len(prompt) + len(answer)), len(prompt)
-    _, logits = read_text(target, cache, torch.tensor([prompt]))
+    _, logits = prefill_text(target, cache, torch.tensor([prompt]))
     found = [logits[0].float()]
     for start in range(0, len(answer) - 1, rows):
         tokens = torch.tensor([answer[start : min(start + rows, len(answer) - 1)]])

@@ -23,26 +23,26 @@ def replacing_directory(directory: Path) -> Iterator[Path]:
     process is writing it.
     """
     directory = directory.resolve()  # what a link points to, and not the link
-    partial, old = _beside(directory)
+    draft, old = _beside(directory)
     try:
         with disk_errors(directory):
             recover_directory(directory)
-            partial.mkdir(parents=True)
-            with _held(partial, directory):
+            draft.mkdir(parents=True)
+            with _held(draft, directory):
                 try:
-                    yield partial
+                    yield draft
                     if directory.exists():
                         os.replace(directory, old)
-                    os.replace(partial, directory)
+                    os.replace(draft, directory)
                 finally:
                     if directory.exists():
                         shutil.rmtree(old, ignore_errors=True)
                     elif old.exists():
                         os.replace(old, directory)
-                    shutil.rmtree(partial, ignore_errors=True)
+                    shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
-        if str(partial) in str(error.filename):  # a name that nobody gave
-            error.filename = str(error.filename).replace(str(partial), str(directory))
+        if str(draft) in str(error.filename):  # a name that nobody gave
+            error.filename = str(error.filename).replace(str(draft), str(directory))
         raise
 
 
@@ -51,11 +51,11 @@ def recover_directory(directory: Path) -> None:
 
     Raises DataError if another process is writing it.
     """
-    partial, old = _beside(directory)
-    if partial.is_dir():
-        with _held(partial, directory):
-            shutil.rmtree(partial, ignore_errors=True)
-        log.info("%s is removed: a kill came as an export wrote", partial)
+    draft, old = _beside(directory)
+    if draft.is_dir():
+        with _held(draft, directory):
+            shutil.rmtree(draft, ignore_errors=True)
+        log.info("%s is removed: a kill came as an export wrote", draft)
     if old.is_dir() and not directory.exists():
         os.replace(old, directory)
         log.info("%s is there again: a kill came as an export replaced it", directory)
@@ -63,9 +63,9 @@ def recover_directory(directory: Path) -> None:
 
 
 @contextmanager
-def _held(partial: Path, directory: Path) -> Iterator[None]:
-    """Keep other processes from writing ``directory`` while its partial is written or removed."""
-    descriptor = os.open(partial, os.O_RDONLY)
+def _held(draft: Path, directory: Path) -> Iterator[None]:
+    """Keep other processes from writing ``directory`` while its draft is written or removed."""
+    descriptor = os.open(draft, os.O_RDONLY)
     try:
         lock_for_run(descriptor, directory, "Wait for it, or give another directory.")
         yield

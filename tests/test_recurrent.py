@@ -23,7 +23,7 @@ from fsd_infer.drafters import LMDrafter, NoDrafter
 from fsd_infer.engine import Request, decode
 from fsd_infer.engine.callback import Callback
 from fsd_infer.recurrent.recurrences import Convolution, DeltaRule, Duality, Selective
-from fsd_infer.request.prompts import read_prompts
+from fsd_infer.request.prompts import prefill_prompts
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.prefixes import PrefixCache
 from tests.covering import fast_only
@@ -126,7 +126,7 @@ def test_committed_states_are_those_of_a_fresh_prefill(family: str, monkeypatch:
             continue
         ids, fresh = torch.tensor([texts[number][:length]]), target.new_cache(1, length)
         with torch.inference_mode():
-            read_prompts(target, fresh, ids, torch.tensor([length]))
+            prefill_prompts(target, fresh, ids, torch.tensor([length]))
             theirs = DynamicCache(config=target.config)
             target.model(ids, use_cache=True, **{cache_argument(type(target.model)): theirs})
         for key, state in _states(fresh, 0).items():

@@ -221,11 +221,11 @@ def render_turns(
     try:
         text = str(tokenizer.apply_chat_template(in_parts(tokenizer, escaped_turns(tokenizer, turns)), **given))
     except Exception as error:  # a template is a program of the model's author
-        raise refusal(turns, error) from error
+        raise template_error(turns, error) from error
     return check_text(expanded(tokenizer, turns, text)[0], "what the chat template writes")
 
 
-def refusal(turns: Sequence[Mapping[str, Any]], error: Exception) -> DataError:
+def template_error(turns: Sequence[Mapping[str, Any]], error: Exception) -> DataError:
     """Return the error for turns that a template rejects, as some do with unknown roles or an order of turns."""
     roles = ", ".join(turn["role"] for turn in turns[:9]) + (f" and {len(turns) - 9} more" if len(turns) > 9 else "")
     return DataError(f"the chat template refuses a conversation of the roles {roles}: {error}")

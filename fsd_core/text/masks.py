@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from fsd_core.errors import DataError
 from fsd_core.text.control import encode_with_offsets, escaped, render_marked
 from fsd_core.text.conversations import WEIGHT, Message, check_messages
-from fsd_core.text.encoding import answer_end, encode_chat, encode_rendered, refusal, render, special_ids
+from fsd_core.text.encoding import answer_end, encode_chat, encode_rendered, render, special_ids, template_error
 from fsd_core.text.templates import template_of, turns_for
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -247,7 +247,7 @@ def _by_markers(
     try:
         text, marked = render_marked(tokenizer, readable, options or {})
     except Exception as error:
-        raise refusal(turns, error) from error
+        raise template_error(turns, error) from error
     marked = [part for part in marked if part[0] < part[1]]
     answers = [turn for turn in turns if turn["role"] == "assistant"]
     untrained = [number for number, turn in enumerate(answers) if not _trained(turn)]

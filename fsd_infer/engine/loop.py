@@ -24,7 +24,7 @@ from fsd_infer.engine.round import RoundTensors, VerifiedTree, accept, decode_ro
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.engine.stats import Outcome
 from fsd_infer.engine.tracker import RequestTracker
-from fsd_infer.request.prompts import image_prompts, place_images, read_prompts, read_text
+from fsd_infer.request.prompts import image_prompts, place_images, prefill_prompts, prefill_text
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.tree import DraftTree
@@ -94,7 +94,7 @@ def recompute_cache(state: DecodeState, tracker: RequestTracker) -> None:
         text = [*tracker.request.prompts[prompt_index], *tracker.records[prompt_index].tokens]
         if len(text) == longest + 1 and int(prefilled[row]) <= longest:
             prefilled[row] = len(text)
-            read_text(state.target, state.cache.row(row), to_device(torch.tensor([text[:-1]]), state.device))
+            prefill_text(state.target, state.cache.row(row), to_device(torch.tensor([text[:-1]]), state.device))
             tracker.on_phase("prefill")
 
 
@@ -103,7 +103,7 @@ def prefill(state: DecodeState, tracker: RequestTracker) -> RoundTensors:
     tokens, lengths = padded(tracker.prompts), torch.tensor([len(prompt) for prompt in tracker.prompts])  # [B, M], [B]
     prefixes = None if tracker.prefixes is None else tracker.prefixes.find()
     prompt_images = image_prompts(state.target, tokens, lengths, tracker.request.image_inputs)
-    features, logits = read_prompts(
+    features, logits = prefill_prompts(
         state.target, state.cache, tokens, lengths, prefixes, prompt_images, lambda: tracker.on_phase("prefill")
     )
     place_images(state.session, state.cache, tokens, prompt_images)

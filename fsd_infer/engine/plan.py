@@ -120,7 +120,7 @@ class RequestPlan:
     def _allocated(self) -> DecodeState:
         request, rules, device, tokenizer = self.request, self.rules, self.target.device, self.target.tokenizer
         generator = request.generator if self.recorder is None else self.recorder.generator_like(request.generator)
-        policy, firsts = self._policy(), torch.tensor([prompt[0] for prompt in self.prompts])
+        policy, first_tokens = self._policy(), torch.tensor([prompt[0] for prompt in self.prompts])
         slots = self.capacity + self.drafter.max_nodes + 1
         markers, sentence_ends = markers_of(rules, tokenizer), sentence_ends_of(rules, tokenizer, device)
         return DecodeState(
@@ -131,7 +131,7 @@ class RequestPlan:
             rules=rules,
             prompt_indices=list(range(self.count)),
             cache=self.target.new_cache(self.rows, self.capacity),
-            session=self.drafter.start(firsts, self._draft_request(generator, policy)),
+            session=self.drafter.start(first_tokens, self._draft_request(generator, policy)),
             texts=TokenHistory([()] * self.rows, self.prompts, device, markers, slots, sentence_ends),
             max_lengths=to_device(torch.tensor(self.max_lengths), device),
             budget=budgets_of(rules, device),

@@ -78,7 +78,7 @@ def check_image_inputs(target: Target, image_inputs: Sequence[ImageInput | None]
         )
 
 
-def read_prompts(
+def prefill_prompts(
     target: Target,
     cache: SlotCache,
     tokens: Tensor,
@@ -114,7 +114,7 @@ def read_prompts(
         ]
         padded = [F.pad(features, (0, 0, 0, tokens.shape[1] - features.shape[1])) for features, _ in read]
         return torch.cat(padded), torch.cat([logits for _, logits in read])
-    features, logits = read_text(
+    features, logits = prefill_text(
         target, cache, to_device(tokens, target.device), lengths=cache.prefilled, on_chunk=on_chunk
     )
     if int(lengths.min()) < tokens.shape[1]:  # the forward computed logits at the longest prompt's end only
@@ -142,7 +142,7 @@ def place_images(
 
     Args:
         session: session of the drafter.
-        cache: the target's, after :func:`read_prompts`.
+        cache: the target's, after :func:`prefill_prompts`.
         tokens: the prompts.
         prompt_images: those with images.
     """
@@ -174,10 +174,10 @@ def _read_prompt(
         if prefix is None or len(prefix.tokens) < images.image_input.ends(tokens[0].tolist()):
             return read_with_images(target, cache, images, on_chunk)
         set_offset(cache, images.positions)
-    return read_text(target, cache, tokens, prefix, on_chunk=on_chunk)
+    return prefill_text(target, cache, tokens, prefix, on_chunk=on_chunk)
 
 
-def read_text(
+def prefill_text(
     target: Target,
     cache: SlotCache,
     tokens: Tensor,

@@ -16,6 +16,8 @@ from fsd_core.functional import wide
 from fsd_infer.rules.texts import TokenHistory, in_phase, repeats_ngram, sentence_position
 from fsd_infer.rules.verification import RoundInput
 
+CHILD, TOKEN, GATE = range(3)  # columns of RoundInput.uniforms, by what they decide
+
 
 class RuleInputs(Renamed):
     """All trees of a round. Quantities are [B, N] unless stated otherwise, and computed on first use.
@@ -241,7 +243,7 @@ class RuleInputs(Renamed):
     @property
     def uniform(self) -> Tensor:
         """An independent uniform number in [0, 1) per context, for rules that act at random."""
-        return self.uniforms(2)
+        return self.uniforms(GATE)
 
     def uniforms(self, column: int) -> Tensor:
         """A column of :attr:`RoundInput.uniforms`."""

@@ -210,6 +210,7 @@ class Verdict(Renamed):
         for row, (count, *facts) in enumerate(zip(self.accepted.tolist(), *(column.tolist() for column in columns))):
             tokens, sources, relaxed, spent, path, first, logprob_gap = facts
             by = [0] * (1 + max(*path, *first)) if proposers is None else proposers[row]
+            # below: the node that follows each of the path; the path's last node again where no draft does
             rows.append([
                 Emission(
                     tokens[step], sources[step], relaxed[step], spent[step],

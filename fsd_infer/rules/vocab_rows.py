@@ -30,7 +30,9 @@ class VocabRows:
         """Return all contexts in order, R = B·N; or those of batch rows ``rows``."""
         batch, nodes = inputs.tree.tokens.shape[0], inputs.nodes
         index = torch.arange(batch, device=nodes.device) if rows is None else rows
-        return cls(inputs, index[:, None].expand(-1, len(nodes)).flatten(), nodes.repeat(len(index)), rows is None)
+        return cls(
+            inputs, index[:, None].expand(-1, len(nodes)).flatten(), nodes.repeat(len(index)), is_every=rows is None
+        )
 
     def subset(self, index: Tensor | None) -> VocabRows:
         """The contexts at these indices [R'] among the rows; the same object for None, which means all."""

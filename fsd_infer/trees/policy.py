@@ -189,12 +189,12 @@ class PricePolicy(TreePolicy):
         verify_prices = tuple(rate * slope for slope in costs.forward_slopes.weights)
         sizes = sorted(self.stats.nodes[-RECENT:] or [USUAL])
         typical = max(bisect_left(KNOTS, sizes[len(sizes) // 2] * rows) - 1, 0)  # the interval of recent trees
-        depth_cost, node_cost = costs.draft_slopes.weights
+        of_depth, of_node = costs.draft_slopes.weights
         prices = Prices(
             state.calibration,
             verify_prices,
-            depth_price=rate * depth_cost,
-            expand_price=rate * node_cost,
+            depth_price=rate * of_depth,
+            expand_price=rate * of_node,
             accept_rate=state.accept_rate.value,
             reach_ratio=state.reach_ratio.value,
             draft_price=rate * (costs.reading + state.draft_cost.value),

@@ -134,7 +134,6 @@ BONUS_SHAPES = {
 SMALL_BONUS = 0.75  # nats
 SMALL_BONUS_SHAPES = {**BONUS_SHAPES, "cpu": TreeShape(depth=6, width=4, nodes=9, stop_below=0.5)}
 
-
 # Trees chosen round by round stay within these. A small LM stays accurate at larger depths than a head, and each of its
 # depths costs more.
 LARGEST = {"cpu": TreeShape(depth=12, width=6, nodes=48), "cuda": TreeShape(depth=8, width=8, nodes=60)}
@@ -180,6 +179,7 @@ class MenuMasks:
     """
 
     def __init__(self, depth: int, width: int, menu: Sequence[TreeShape], device: torch.device) -> None:
+        # in the order of drafting: the root's children, then depth by depth those of each expanded node
         candidates = torch.arange(width + (depth - 1) * width**2)
         below = (candidates - width).clamp_min(0)
         depths = torch.where(candidates < width, 1, 2 + below // width**2)

@@ -213,8 +213,9 @@ class DraftTree(Renamed):
     @staticmethod
     def packed_lists(rows: Sequence[Nodes], count: int) -> Tensor:
         """Return trees of lists as one tensor [3, B, count] on the CPU, in fp32, for :meth:`of_packed`."""
-        parts = ([[*row, *[fill] * (count - len(row))] for row in x] for x, fill in zip(zip(*rows), _FILLS))
-        return torch.tensor(list(parts), dtype=torch.float32)  # exact for whole numbers up to 2^24
+        fields = zip(zip(*rows), _FILLS)  # tokens, parents and scores of all rows, and what each is padded with
+        parts = [[[*row, *[fill] * (count - len(row))] for row in values] for values, fill in fields]
+        return torch.tensor(parts, dtype=torch.float32)  # exact for whole numbers up to 2^24
 
     @classmethod
     def of_packed(cls, values: Tensor, vocab_size: int, depth_bound: int | None = None) -> DraftTree:

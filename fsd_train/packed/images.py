@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import DataError
-from fsd_infer.request.prompts import read_prompts
+from fsd_infer.request.prompts import prefill_prompts
 from fsd_infer.targets.image_inputs import ImageInput, ImagePrompt, placeholders_of
 from fsd_infer.targets.target import Target
 from fsd_train.packed.masks import TextMask
@@ -49,4 +49,4 @@ def _read(target: Target, prompt: ImagePrompt) -> Tensor:
     """Return the features [1, M, F] of a conversation with images, as decoding reads a prompt."""
     count = prompt.tokens.shape[1]
     cache = target.new_cache(1, count)
-    return read_prompts(target, cache, prompt.tokens.cpu(), torch.tensor([count]), prompt_images=[prompt])[0]
+    return prefill_prompts(target, cache, prompt.tokens.cpu(), torch.tensor([count]), prompt_images=[prompt])[0]

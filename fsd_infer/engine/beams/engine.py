@@ -21,13 +21,13 @@ from fsd_infer.drafters.base import Drafter, NoDrafter
 from fsd_infer.drafters.frontier import Frontier
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.engine import Outcome, Request
-from fsd_infer.engine.beams.options import BeamOptions, can_draft, check_beam_request, filled
+from fsd_infer.engine.beams.options import BeamOptions, can_draft, check_beam_request, complete_options
 from fsd_infer.engine.beams.plan import Planner
-from fsd_infer.engine.beams.sampling import draw, dynamic_width, width_probabilities
+from fsd_infer.engine.beams.sampling import draw_candidates, dynamic_width, width_probabilities
 from fsd_infer.engine.beams.search import Draw, Hypothesis, Search, SearchParameters
 from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.request.processors import TreeProcessors
-from fsd_infer.request.prompts import check_image_inputs, check_prompts, image_prompts, place_images, read_prompts
+from fsd_infer.request.prompts import check_image_inputs, check_prompts, image_prompts, place_images, prefill_prompts
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
 
@@ -105,7 +105,7 @@ class _Beams:
         self.device = target.device
         self.sampled = not request.greedy
         self.drafts = drafter if can_draft(drafter) else NoDrafter(target.vocab_size)
-        self.options = filled(options, request, self.beams, self.drafts, self.device)
+        self.options = complete_options(options, request, self.beams, self.drafts, self.device)
         self.processors = TreeProcessors(request.processors, len(request.prompts))
         self.parameters = SearchParameters(
             beams=self.beams,
@@ -158,7 +158,7 @@ class _Beams:
         prompts = self.request.prompts
         tokens, lengths = padded(prompts), torch.tensor([len(prompt) for prompt in prompts])
         prompt_images = image_prompts(self.target, tokens, lengths, self.request.image_inputs)
-        features, logits = read_prompts(self.target, self.cache, tokens, lengths, prompt_images=prompt_images)
+        features, logits = prefill_prompts(self.target, self.cache, tokens, lengths, prompt_images=prompt_images)
         place_images(self.session, self.cache, tokens, prompt_images)
         self.roots = to_device(lengths - 1, self.device)
         if tokens.shape[1] > 1:  # a head reads a token with the feature before it
@@ -309,7 +309,7 @@ class _Beams:
         return stops.tolist()
 
     def _draw(self, search: Search, count: int) -> list[Draw]:
-        return draw(search, count, lambda node: self._processed(search, [node])[0].double().exp().cpu())
+        return draw_candidates(search, count, lambda node: self._processed(search, [node])[0].double().exp().cpu())
 
     def _width(self, search: Search) -> int:
         """Return the dynamic width of a step, see :mod:`fsd_infer.engine.beams.sampling`."""

@@ -113,7 +113,9 @@ class BeamOptions:
 DEFAULTS = {"cpu": BeamOptions(depth=4, spread=1.0, nodes=8), "cuda": BeamOptions(depth=6, spread=3.0)}
 
 
-def filled(options: BeamOptions, request: Request, beams: int, drafter: Drafter, device: torch.device) -> BeamOptions:
+def complete_options(
+    options: BeamOptions, request: Request, beams: int, drafter: Drafter, device: torch.device
+) -> BeamOptions:
     """Fill in the device's defaults. Raises FsdError for options that do not fit the request or the drafter."""
     default = of_device(DEFAULTS, device)
     depth = default.depth if options.depth is None else options.depth

@@ -63,7 +63,7 @@ def first_arrivals(
     return arrivals
 
 
-def draw(search: Search, count: int, weights_of: Callable[[int], Tensor]) -> list[Draw]:
+def draw_candidates(search: Search, count: int, weights_of: Callable[[int], Tensor]) -> list[Draw]:
     """Draw up to ``count`` successors of the live beams without replacement, in order.
 
     A successor's weight is exp(score of its beam + its processed log-probability). The listed successors have arrival

@@ -21,7 +21,7 @@ from fsd_core import functional, sampling
 from fsd_core.divergence import divergence, divergence_rows
 from fsd_core.functional import wide
 from fsd_infer.rules.distributions import OutputDistribution, VocabFunction, biased
-from fsd_infer.rules.inputs import RuleInputs
+from fsd_infer.rules.inputs import CHILD, TOKEN, RuleInputs
 from fsd_infer.rules.verification import FORKS, TokenOrigin, Verdict, row_index
 from fsd_infer.rules.vocab_rows import VocabRows
 
@@ -228,7 +228,7 @@ class _Walk:
         if inputs.greedy:
             return lossy, prob.clone(), self.p_draft
         # the uniform number falls on one of the children or on none
-        offset = sampling.child_offsets(prob, inputs.uniforms(0), self.tree.parents)
+        offset = sampling.child_offsets(prob, inputs.uniforms(CHILD), self.tree.parents)
         return lossy, (offset >= 0) & (offset < prob), offset < self.p_draft
 
     def _gathered(self, reached: Tensor, lossy: Tensor, follows_under_p: Tensor) -> Verdict:
@@ -279,7 +279,7 @@ class _Walk:
             return inputs.likeliest.gather(1, end)
         if inputs.greedy:
             return torch.where(lossy.gather(1, end), self.r_token.gather(1, end), inputs.likeliest.gather(1, end))
-        uniforms = inputs.uniforms(1).gather(1, end)[:, 0]
+        uniforms = inputs.uniforms(TOKEN).gather(1, end)[:, 0]
         token = sampling.draw_rest(self._rest(end, lossy.gather(1, end)), uniforms)[:, None]
         is_left = token < inputs.round.scores.shape[-1]  # all may round to 0
         return torch.where(is_left, token, inputs.likeliest.gather(1, end))
