@@ -19,7 +19,7 @@ from fsd_core.text.encoding import encode_chat
 from fsd_train.checkpoints import check_order
 from fsd_train.commands.fit import run_errors
 from fsd_train.data import AnswersDataModule, PackingSampler, read_answers
-from fsd_train.data.answers import encode_row
+from fsd_train.data.answers import AnswersDataset, encode_row
 from fsd_train.data.backends import Completion
 from fsd_train.data.plan import answer_line, plan_jobs
 from tests.test_prompts import BOT, USER
@@ -212,20 +212,29 @@ def test_trainer_resumes_with_the_next_batch(tmp_path: Path, stop: str) -> None:
     assert first.seen + resumed.seen == whole.seen
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_data_workers_end_with_their_parent_alone(tmp_path: Path, killed: bool) -> None:
+def refuse(rows: Any, index: int) -> Any:
+    raise DataError("a.jsonl:1: bad")
+
+
+@pytest.mark.parametrize("fault", ["none", "bad row", "killed"])
+def test_data_workers_end_with_their_parent_alone(tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C and schedulers signal all processes, and the run then ends its step, for which it needs batches."""
     file = answers(tmp_path / "a.jsonl")
     data = AnswersDataModule([str(file)], validation_fraction=0.0, batch_tokens=40, num_workers=1)
     data.setup()
     loader, others = data.train_dataloader(), {*multiprocessing.active_children()}
     batches = iter(loader)
+    if fault == "bad row":
+        monkeypatch.setattr(AnswersDataset, "__getitem__", refuse)
+        with pytest.raises(DataError, match="^a.jsonl:1: bad$"):
+            next(batches)
+        return
     next(batches)
     [worker] = {*multiprocessing.active_children()} - others
-    if killed:
-        worker.kill()
+    if fault == "killed":
         with pytest.raises(FsdError, match="data worker has ended, as when memory runs out .*data.num_workers"):
             with run_errors():
+                worker.kill()  # torch raises wherever its signal comes
                 list(batches)
         return
     for number in ("INT", "TERM", "HUP"):

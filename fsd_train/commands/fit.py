@@ -316,17 +316,17 @@ def run_errors() -> Iterator[None]:
     except (MisconfigurationException, ImportError, ValueError) as error:
         raise_ours(error, DataError(one_line(str(error))[:MAX_SHOWN]))
     except Exception as error:
-        says, lost = one_line(str(error))[:300], ""
-        if says.startswith("DataLoader worker (pid"):  # raised wherever the run is then
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        says, lost, module = one_line(str(error))[:300], "", str(frame.f_globals.get("__name__"))
+        cut_off = isinstance(error, (ConnectionError, EOFError)) and module.startswith("multiprocessing")
+        if cut_off or says.startswith("DataLoader worker (pid"):  # raised wherever the run is then
             lost = f"a data worker has ended, as when memory runs out ({says}). Lower data.num_workers"
         if isinstance(error, torch.distributed.DistError) or any(name in str(error) for name in ("gloo", "NCCL")):
             lost = f"another process of this run has ended, or did not answer in time ({says}). See its output"
         if lost:
             raise FsdError(f"{lost}, and resume the last checkpoint with --ckpt_path.") from error
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        of_callbacks = str(frame.f_globals.get("__name__")).startswith(("lightning.pytorch.callbacks", _TUNER))
-        message = f"trainer.callbacks: {one_line(str(error))[:MAX_SHOWN]}"
-        raise_ours(error, DataError(message) if of_callbacks else None)
+        of_callbacks = module.startswith(("lightning.pytorch.callbacks", _TUNER))
+        raise_ours(error, DataError(f"trainer.callbacks: {one_line(str(error))[:MAX_SHOWN]}") if of_callbacks else None)
 
 
 def raise_ours(error: Exception, otherwise: FsdError | None) -> NoReturn:

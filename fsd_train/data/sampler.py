@@ -247,13 +247,16 @@ class ResumableLoader(DataLoader[Any]):
             batches = super().__iter__()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for batch in batches:
-            self._given += 1
-            if self.order.shuffle:
-                batch["supervised"] = self._per_batch(self._given - 1)
-            elif self._given > self.order.own:
-                batch["loss_mask"].zero_()
-            yield batch
+        try:
+            for batch in batches:
+                self._given += 1
+                if self.order.shuffle:
+                    batch["supervised"] = self._per_batch(self._given - 1)
+                elif self._given > self.order.own:
+                    batch["loss_mask"].zero_()
+                yield batch
+        except DataError as error:  # torch puts a worker's traceback before the message
+            raise type(error)(str(error).rpartition(f"{type(error).__name__}: ")[2].strip()) from error
 
     def _per_batch(self, number: int) -> np.ndarray:
         """Return the number of supervised rows of each chain step, on average over a batch's optimizer step.
