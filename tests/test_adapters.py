@@ -114,7 +114,9 @@ def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path, adapter: Path)
     refused(CheckpointError, "does not fit", config={"base_model_name_or_path": str(tmp_path / "opt")})
     refused(ModelLoadError, "no-such-model.*cannot be loaded", config={"base_model_name_or_path": "no-such-model"})
     refused(ModelLoadError, "adapter too", config={"base_model_name_or_path": str(adapter)})
-    refused(ModelLoadError, "peft_type='LOHA'", config={"peft_type": "LOHA"})
+    refused(ModelLoadError, "peft_type='LOHA'.*Merge it", config={"peft_type": "LOHA"})
+    prompts = {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 4}
+    refused(ModelLoadError, "PREFIX_TUNING.*no part of the weights.*Use a LoRA", config=prompts)
     refused(CheckpointError, "use_rslora is 'yes'", config={"use_rslora": "yes"})
     refused(CheckpointError, "holds no tensors", weights=lambda path: save_file({}, path))
     for make in (torch.Tensor.int, lambda tensor: tensor * torch.inf):

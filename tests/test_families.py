@@ -109,6 +109,11 @@ def test_unsupported_layers_and_attention_are_refused() -> None:
     model.set_attn_implementation("flex_attention")
     with pytest.raises(ModelLoadError, match='"sdpa" or "eager"'):
         Target(model)
+    for window in (0, -1):
+        with pytest.raises(ModelLoadError, match=f"sliding_window in the config of gemma2 is {window}, so"):
+            Target(tiny_model("gemma2", sliding_window=window))
+    with pytest.raises(ModelLoadError, match='is on the device "meta"'):
+        Target(tiny_model("llama").to("meta"))
 
 
 _HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=64, sliding_window=WINDOW)

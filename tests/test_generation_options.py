@@ -136,6 +136,7 @@ def test_inputs_beside_ids_are_refused(model: Any, decoder: FuzzyDecoder) -> Non
         (dict(inputs_embeds=torch.zeros(1, 5, 32)), "inputs_embeds: give token ids"),
         (dict(inputs=ids, position_ids=torch.arange(5)[None] + 3), "position_ids"),
         ({"inputs": ids, name: past}, f"{name}: give the whole text as ids"),
+        (dict(inputs=ids[:0]), "no prompts: give at least one"),
         (dict(inputs=ids, assistant_model=model), "assistant_model: give the small model as drafter"),
         (dict(inputs=ids, streamer=(streamer := _Recorder())), "streamer: give it as stream_to"),
     ):

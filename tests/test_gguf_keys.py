@@ -177,6 +177,12 @@ def test_keys_that_change_the_computation_are_refused_by_name(
     assert words in str(caught.value) and "tiny.gguf" in str(caught.value)
 
 
+@pytest.mark.parametrize("architecture", ["eagle3", "dflash", "gemma4-assistant"])
+def test_draft_heads_in_such_files_are_refused_by_name(tmp_path: Path, architecture: str) -> None:
+    with pytest.raises(ModelLoadError, match="tiny.gguf is a draft head, and those are not read from GGUF files"):
+        loaded(write_gguf(tmp_path / "tiny.gguf", tiny_llama(), architecture))
+
+
 @pytest.mark.parametrize("architecture", ["llama", "stablelm", "glm4moe", "deepseek2", "qwen35"])
 def test_mtp_layers_are_refused_by_name(tmp_path: Path, architecture: str) -> None:
     """By the key, by the tensors, or by both; in files that are read here, by transformers, or by none."""

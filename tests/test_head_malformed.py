@@ -173,6 +173,10 @@ FAULTS: list[tuple[str, Any, Any, str]] = [
     ("speculators", {}, None, "is an EAGLE-3 head of another program, without model.safetensors"),
     ("speculators", {"speculators_model_type": "eagle9"}, {}, "is a head of speculators of type 'eagle9'"),
     ("eagle", {"architectures": ["EagleLlamaForCausalLM"]}, None, "is an EAGLE-1/2 head of another program, without"),
+    *(
+        ("eagle", {"architectures": [name]}, {}, f"its layers are those of {kind}, unknown here")
+        for name, kind in (("EagleDeepSeekMTPModel", "deepseek"), ("EagleMiniCPMForCausalLM", "minicpm"))
+    ),
     ("eagle", {"layernorms": True}, {}, "layernorms True, which is not known here"),
     ("eagle", {"vocab_size": None}, {EMBEDDINGS: torch.zeros(98, 32)}, "vocab_size: 98 against 97"),
     ("eagle", {"vocab_size": None}, {EMBEDDINGS: torch.zeros(97, 16)}, "embed_size 16, but .* has 32"),

@@ -114,6 +114,9 @@ def test_what_the_hub_does_not_have_is_named(
         assert torch.equal(again.fc.weight, head.fc.weight)
     hub.add("owner/part", {"config.json": (heads / "ours" / "config.json").read_bytes()})
     refused("owner/part", "without model.safetensors", target)
+    hub.add("owner/lora", {"adapter_config.json": b"{}"})
+    with pytest.raises(FsdError, match="owner/lora is an adapter.* fetch it"):
+        load_drafter("owner/lora", target)
 
 
 UPLOADS = [

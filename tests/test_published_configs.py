@@ -159,6 +159,7 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
     "a missing correction": ("dflash of z-lab", z_lab(projector_type="domino"), "whose tensors are missing"),
     "another Markov head": ("dspark of DeepSpec, gated", {"markov_head_type": "rnn"}, "those of a gated head"),
     "Gemma's layers": ("dflash of DeepSpec", {"architectures": ["Gemma4DSparkModel"]}, "layers are Gemma's"),
+    "another correction": ("dflash of z-lab", {"architectures": ["LiLiCorrDraftModel"]}, "as LiLiCorr does"),
     "too many layers": ("dflash of z-lab", {"num_hidden_layers": 3}, "names 3 layers"),
     "another architecture": ("hydra", {"hydra_head_arch": "prefix-mlp"}, "'prefix-mlp': only \"mlp\""),
     "ungrounded": ("hydra", {"grounded_heads": False}, "unexpected"),

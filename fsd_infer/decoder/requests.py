@@ -70,8 +70,7 @@ def prepare(
     Raises:
         FsdError: no prompt; an option that is unknown, invalid or not supported.
     """
-    if not prompts:
-        raise FsdError("no prompts: give at least one.")
+    check_any(prompts)
     if given is not None and not isinstance(given, GenerationConfig):
         raise FsdError(f"generation_config is a GenerationConfig, got {type(given).__name__}.")
     model = target.model
@@ -134,6 +133,12 @@ def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
+def check_any(prompts: Sequence[Any]) -> None:
+    """Raise FsdError if there are no prompts."""
+    if not prompts:
+        raise FsdError("no prompts: give at least one.")
+
+
 def request_of(
     prompts: list[list[int]],
     padded: list[list[int]] | None,
@@ -151,8 +156,9 @@ def request_of(
         criteria: the configuration's and the user's, which hold the length limits and the EOS tokens.
 
     Raises:
-        FsdError: there is no length limit.
+        FsdError: there is no length limit, or no prompt.
     """
+    check_any(prompts)
     limits = [one.max_length for one in criteria or [] if isinstance(one, MaxLengthCriteria)]
     if not limits:
         raise FsdError("no length limit: give max_new_tokens or max_length.")

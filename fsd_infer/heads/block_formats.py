@@ -101,6 +101,8 @@ def _described(
         )
     if "gemma" in options.classes.lower():
         raise CheckpointError("its layers are Gemma's; block heads of Qwen3 layers alone are read here.")
+    if "lilicorr" in options.classes.lower():
+        raise CheckpointError("it corrects its blocks as LiLiCorr does, which is unknown here. Use another head.")
     layer = plain_layer(options.layer, "qwen3", mrope=False, rope_of=SLIDING if options.of_speculators else None)
     count = layer_count(options.get("num_hidden_layers"), names)
     stored = _target_layers(options, count, target)

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 # Names of config fields; all others are the same, except those of the layer.
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# families whose layers or scales vLLM's EAGLE-1 heads have, in the names of their classes
+_UNREAD = ("cohere", "deepseek", "llama4", "minicpm", "mistrallarge3")
 _OF_P_EAGLE = {DRAFT_IDS, "mask_hidden"}  # no parameters of an EAGLE head
 
 
@@ -61,6 +63,9 @@ def eagle_head(config: Mapping[str, Any], weights: Weights, target: Target | Non
     """
     shapes = weights.shapes
     options = Options(config, "eagle_config")
+    classes = str(config.get("architectures")).lower()
+    if found := next((kind for kind in _UNREAD if kind in classes), None):
+        raise CheckpointError(f"its layers are those of {found}, unknown here. Use a head with Llama's layers.")
     described, layer = options.layer, _layer(options.layer, shapes, "qwen2")
     _check_computed(config, described)
     own = EMBEDDINGS in shapes and target is not None and not shares_table(weights, EMBEDDINGS, target)

@@ -15,6 +15,7 @@ MTP, ASSISTANT = "mtp", "assistant"
 
 # What the class names, or keys, of each kind's configs contain.
 _CLASSES = {
+    "eagledeepseekmtp": EAGLE, "lilicorr": BLOCK,
     "dflash": BLOCK, "dspark": BLOCK, "domino": BLOCK, "xpress": BLOCK, "museglimmerassistant": BLOCK,
     "peagle": P_EAGLE, "medusa": MEDUSA, "hydra": HYDRA, "mlpspeculator": MLP_SPECULATOR, "gemma4assistant": ASSISTANT,
     "gemma4unifiedassistant": ASSISTANT, "nextn": MTP, "mtp": MTP,

@@ -31,6 +31,7 @@ _HARMLESS = frozenset(  # about training or saving, or about which layers have t
     runtime_config unsloth_fixed
     """.split()
 )
+_PROMPTS = {"PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT"}
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -65,6 +66,9 @@ def read_adapter_config(directory: str | Path, unmerged: bool = False) -> dict[s
     if not isinstance(base, str) or not base:
         raise CheckpointError(f"{path} does not name the base model of the adapter: set base_model_name_or_path.")
     allowed = _READ | _HARMLESS | (_UNMERGED if unmerged else frozenset())
+    kind = str(config.get("peft_type"))
+    if kind in _PROMPTS:
+        raise ModelLoadError(f"{path.parent} is of type {kind}: what it trains is no part of the weights. Use a LoRA.")
     odd = [f"{name}={value!r:.60}" for name, value in config.items() if name not in allowed and _is_odd(name, value)]
     if odd:
         raise ModelLoadError(

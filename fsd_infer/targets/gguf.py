@@ -6,6 +6,7 @@ This module reads the architectures in :data:`FAMILIES`. Transformers reads the 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ FAMILIES = ("llama", "qwen2", "qwen3")  # architectures, which are also transfor
 _WHOLE = ("F32", "F16", "BF16")  # types that are not quantised
 _INTERLEAVED = ("llama",)  # their query and key projections have rows in ggml's rotary order
 
+_DRAFTS = re.compile(r"eagle|dflash|dspark|medusa|assistant|^mtp|nextn")  # architectures of llama.cpp's drafters
 _ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies, in Llama 3
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -153,6 +155,8 @@ def _read(source: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """Return the metadata and the tensors of a file."""
     facts, tensors = read_gguf(source)
     check_no_mtp(facts, tensors, source)
+    if _DRAFTS.search(str(facts.get("general.architecture"))):
+        raise ModelLoadError(f"{source} is a draft head, and those are not read from GGUF files: give its safetensors.")
     if facts.get("general.architecture") in FAMILIES:
         check_keys(facts, source)
     return facts, tensors

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from huggingface_hub import file_exists
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -332,9 +333,24 @@ def _config(source: str, **options: Any) -> PretrainedConfig:
         from fsd_infer.targets.gguf import load_gguf_config
 
         return load_gguf_config(Path(source))
-    config: PretrainedConfig = AutoConfig.from_pretrained(source, **options)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(source, **options)
+    except ValueError:  # what transformers says where config.json is missing, too
+        _refuse_hub_adapter(source, options)
+        raise
     check_numbers(config.to_dict(), source)
     return config
+
+
+def _refuse_hub_adapter(source: str, options: Mapping[str, Any]) -> None:
+    """Raise ModelLoadError for an adapter on the Hub."""
+    if not is_hub_id(source) or options.get("local_files_only"):
+        return
+    if file_exists(source, ADAPTER_CONFIG, revision=options.get("revision"), token=options.get("token")):
+        raise ModelLoadError(
+            f"{source} is an adapter, and those are read from directories: fetch it (hf download {source} --local-dir "
+            "DIR) and give DIR."
+        )
 
 
 def _tokenizer(source: str, allow_control_tokens: bool, **options: Any) -> PreTrainedTokenizerBase | None:

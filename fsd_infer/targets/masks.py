@@ -48,7 +48,7 @@ def layer_windows(config: Any) -> dict[str, int | None]:
     if types is None and "local" in getattr(config, "attention_layers", ()):
         types = ["local"]  # GPT-Neo, whose windows count slots, not positions
     if types is None:
-        return {"all": window}
+        return {"all": _checked(window, config)}
     kinds = {ATTENDS.get(kind, kind) for kind in types} - WITHOUT_KEYS or {"full_attention"}
     unknown = kinds - _READ
     if unknown:
@@ -56,7 +56,16 @@ def layer_windows(config: Any) -> dict[str, int | None]:
             f"{config.model_type} has layers of type {', '.join(sorted(unknown))}; verifying a token tree in "
             "one forward needs full or sliding-window attention. Use another target."
         )
-    return {kind: (window if kind == "sliding_attention" else None) for kind in sorted(kinds)}
+    return {kind: (_checked(window, config) if kind == "sliding_attention" else None) for kind in sorted(kinds)}
+
+
+def _checked(window: int | None, config: Any) -> int | None:
+    if window is not None and window < 1:
+        raise ModelLoadError(
+            f"sliding_window in the config of {config.model_type} is {window}, so tokens would see nothing: set it to "
+            "null where there is no window."
+        )
+    return window
 
 
 def windowed(visible: Tensor, positions: Tensor, cache: SlotCache, windows: dict[str, int | None]) -> dict[str, Tensor]:
