@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -186,6 +187,28 @@ def builds(*arguments: str) -> list[dict[str, int]]:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+def test_a_round_is_few_launches(tmp_path: Path) -> None:
+    """Counted with tensors that have shapes alone, of which nothing can be read: 10 for a layer, 33 for a level."""
+    LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=500,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    counts = {tree: launches_of(tmp_path, tree) for tree in ("", "4,1,5", "4,2,6", "5,2,6")}
+    assert counts[""]["target"] <= 40 + 13 and sum(counts[""].values()) <= 120
+    assert counts["4,2,6"]["target"] <= 40 + 15 and counts["4,2,6"]["advance"] <= 32
+    assert counts["5,2,6"]["draft"] - counts["4,2,6"]["draft"] <= 33
+    assert counts["4,1,5"]["rule"] <= 66 and counts["4,1,5"]["cache"] <= 17
+
+
+def launches_of(shape: Path, tree: str) -> dict[str, int]:
+    words = [sys.executable, "-m", "benchmarks.launches", "--shape", str(shape), "--tree", tree]
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(words, capture_output=True, text=True, env=environ, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {part: int(count) for part, count in re.findall(r"^([a-z]+) +([0-9]+) ", done.stdout, re.M) if part != "all"}
 
 
 @pytest.mark.parametrize(
