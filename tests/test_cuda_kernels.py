@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
 
+from benchmarks.few_rows import TILES, Tile, product
 from fsd_core import functional
 from fsd_infer.backends.cuda import kernels, layer, trees
 from fsd_infer.backends.cuda.attention import splits_for, tree_attention
@@ -134,6 +135,12 @@ def test_norms_rotations_and_silu() -> None:
     torch.testing.assert_close(layer.silu_mul(torch.cat([gate, up], 1)), F.silu(gate) * up)
 
 
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_a_product_of_few_rows(tile: Tile) -> None:
+    x, weight = torch.randn(3, 2 * tile.depth, device=DEVICE), torch.randn(70, 2 * tile.depth, device=DEVICE)
+    torch.testing.assert_close(product(x, weight, tile), F.linear(x, weight), atol=1e-4, rtol=1e-4)
+
+
 def test_angles_are_those_of_transformers() -> None:
     """Far into a text, of each row's own positions, with a factor."""
     scaling = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "original_max_position_embeddings": 4096}
@@ -227,7 +234,8 @@ def test_kernels_compile_for_a_gpu(arguments: tuple[str, ...]) -> None:
     """To machine code of an 8B model's shapes. They fit the smallest card's shared memory, and its registers."""
     found = builds(*arguments)
     assert {line["kernel"] for line in found} == {
-        "_add_norm", "_ancestors", "_angles", "_attend", "_join", "_read", "_rotate", "_silu_mul", "_slot_masks",
+        "_add_norm", "_ancestors", "_angles", "_attend", "_few_rows", "_join", "_read", "_rotate", "_silu_mul",
+        "_slot_masks",
     }  # fmt: skip
     assert max(line["shared"] for line in found) <= 99 * 1024
     assert max(line["stack"] for line in found) <= 128, "registers are spilled"  # 88 on 8.0 with window and cap
