@@ -39,7 +39,7 @@ from fsd_train.commands.quickstart import time_limit
 
 RULES = "hf-generate,plain,exact,fuzzy:js:0.3,tilted,tilted:2"
 ROUNDS = {  # parts of benchmarks.gpu_round, which go together
-    "limit,kernels,forwards": "limits, kernels and forwards at an 8B model's shape",
+    "limit,kernels,products,forwards": "limits, kernels, products and forwards at an 8B model's shape",
     "plain": "its plain rounds, with and without graphs and kernels",
     "rounds": "its exact rounds, by tree",
     "rules,lag": "its rounds by rule, and by when the host reads them",

@@ -9,6 +9,7 @@ missing; ``--again PART`` repeats one. Parts:
 =============  =========================================================================================================
 limit          bytes that a forward and a draft step read, over the bandwidth of a copy
 kernels        attention, top-k and the small launches of a layer alone, over short and long texts
+products       each product of few rows, by cuBLAS and by a candidate in Triton (:mod:`.few_rows`)
 forwards       the target's forward over 1 to 60 nodes, as one CUDA graph of :class:`.CudaStack`
 plain          decoding without a drafter, with graphs, without graphs, and with torch's kernels alone
 rounds         `exact` with trees of several shapes, and chosen among recorded ones; draft, target and rule by phase
@@ -100,6 +101,36 @@ def kernels(place: Place) -> Rows:
     for count, size in ((1, _drafted(place)), (10, _drafted(place)), (60, config.vocab_size)):
         logits = torch.randn(count, size, **options)
         note(f"top 10 of {count} x {size}", lambda x=logits: rows.topk_logprobs(x, 10), bytes=logits.nbytes)
+    return found
+
+
+@torch.inference_mode()
+def products(place: Place) -> Rows:
+    """Milliseconds of a product, of several weights in a row, so that none is still in the L2 cache."""
+    from benchmarks.few_rows import TILES, product
+
+    config, found = place.config, Rows()
+    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+    width = getattr(config, "head_dim", None) or hidden // heads
+    both = (heads + 2 * config.num_key_value_heads) * width
+    shapes = {
+        "qkv": (both, hidden), "o": (hidden, heads * width), "gate and up": (2 * inner, hidden),
+        "down": (hidden, inner), "LM head": (config.vocab_size, hidden), "draft's LM head": (_drafted(place), hidden),
+        "draft's qkv": (both, 2 * hidden), "draft's fc": (hidden, 3 * hidden),
+    }  # fmt: skip
+    options: dict[str, Any] = {"device": place.device, "dtype": place.dtype}
+    for name, shape in shapes.items():
+        count = max(2, (1 << 28) // (2 * shape[0] * shape[1])) if place.device.type == "cuda" else 2
+        weights = [torch.randn(shape, **options) for _ in range(count)]
+        for rows in (1, 6, 16, 60) if place.device.type == "cuda" else (2,):
+            x = torch.randn(rows, shape[1], **options)
+            kinds: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"cuBLAS": torch.nn.functional.linear}
+            for tile in TILES if rows <= 16 else ():
+                if shape[1] % tile.depth == 0:
+                    kinds["Triton " + ",".join(map(str, tile))] = lambda x, weight, tile=tile: product(x, weight, tile)
+            for kind, run in kinds.items():
+                ms = place.timed(lambda run=run, x=x, all=weights: [run(x, weight) for weight in all]) / count
+                found[f"{name}, {rows} rows, {kind}"] = {"ms": ms, "bytes": weights[0].nbytes}
     return found
 
 
@@ -253,7 +284,7 @@ def static(place: Place) -> Rows:
 
 PARTS: dict[str, Callable[[Place], Rows]] = {
     part.__name__: part
-    for part in (limit, kernels, forwards, plain, rounds, rules, lag, batch, context, transformers, static)
+    for part in (limit, kernels, products, forwards, plain, rounds, rules, lag, batch, context, transformers, static)
 }
 
 
@@ -279,7 +310,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _in_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    if name == "kernels" and importlib.util.find_spec("triton") is None:
+    if name in ("kernels", "products") and importlib.util.find_spec("triton") is None:
         return {"error": "Triton is not installed"}
     words = [sys.executable, "-m", "benchmarks.gpu_round", "--part", name, "--shape", args.shape]
     words += ["--device", args.device, "--prompt", str(args.prompt), "--new", str(args.new)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ pytest.importorskip("triton")
 
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
 
+from benchmarks.few_rows import TILES, Tile, product
 from fsd_core import functional
 from fsd_infer.backends.cuda import kernels, layer, trees
 from fsd_infer.backends.cuda.attention import splits_for, tree_attention
@@ -133,6 +135,12 @@ def test_norms_rotations_and_silu() -> None:
     torch.testing.assert_close(layer.silu_mul(torch.cat([gate, up], 1)), F.silu(gate) * up)
 
 
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_a_product_of_few_rows(tile: Tile) -> None:
+    x, weight = torch.randn(3, 2 * tile.depth, device=DEVICE), torch.randn(70, 2 * tile.depth, device=DEVICE)
+    torch.testing.assert_close(product(x, weight, tile), F.linear(x, weight), atol=1e-4, rtol=1e-4)
+
+
 def test_angles_are_those_of_transformers() -> None:
     """Far into a text, of each row's own positions, with a factor."""
     scaling = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "original_max_position_embeddings": 4096}
@@ -188,6 +196,28 @@ def builds(*arguments: str) -> list[dict[str, int]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
+def test_a_round_is_few_launches(tmp_path: Path) -> None:
+    """Counted with tensors that have shapes alone, of which nothing can be read: 10 for a layer, 33 for a level."""
+    LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=500,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    counts = {tree: launches_of(tmp_path, tree) for tree in ("", "4,1,5", "4,2,6", "5,2,6")}
+    assert counts[""]["target"] <= 40 + 13 and sum(counts[""].values()) <= 120
+    assert counts["4,2,6"]["target"] <= 40 + 15 and counts["4,2,6"]["advance"] <= 32
+    assert counts["5,2,6"]["draft"] - counts["4,2,6"]["draft"] <= 33
+    assert counts["4,1,5"]["rule"] <= 66 and counts["4,1,5"]["cache"] <= 17
+
+
+def launches_of(shape: Path, tree: str) -> dict[str, int]:
+    words = [sys.executable, "-m", "benchmarks.launches", "--shape", str(shape), "--tree", tree]
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(words, capture_output=True, text=True, env=environ, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {part: int(count) for part, count in re.findall(r"^([a-z]+) +([0-9]+) ", done.stdout, re.M) if part != "all"}
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -204,7 +234,8 @@ def test_kernels_compile_for_a_gpu(arguments: tuple[str, ...]) -> None:
     """To machine code of an 8B model's shapes. They fit the smallest card's shared memory, and its registers."""
     found = builds(*arguments)
     assert {line["kernel"] for line in found} == {
-        "_add_norm", "_ancestors", "_angles", "_attend", "_join", "_read", "_rotate", "_silu_mul", "_slot_masks",
+        "_add_norm", "_ancestors", "_angles", "_attend", "_few_rows", "_join", "_read", "_rotate", "_silu_mul",
+        "_slot_masks",
     }  # fmt: skip
     assert max(line["shared"] for line in found) <= 99 * 1024
     assert max(line["stack"] for line in found) <= 128, "registers are spilled"  # 88 on 8.0 with window and cap

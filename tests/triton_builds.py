@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from benchmarks.few_rows import TILES, product
 from fsd_infer.backends.cuda import attention, kernels, layer, trees
 
 TYPES = {
@@ -79,6 +80,9 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 def launch_all(compiler: Compiler, widths: list[int], dtypes: list[torch.dtype], most: bool) -> None:
     """Call each wrapper with the shapes of a round: a chain's node, and 60 nodes."""
     lengths = torch.tensor([600])
+    for tile in TILES:
+        compiler.label = str(tile)
+        product(*torch.empty(2, 1, 4096, dtype=torch.bfloat16), tile)
     for dtype in dtypes:
         for width in widths:
             pool = torch.empty(2, 1, 8, 1024, width, dtype=dtype)
