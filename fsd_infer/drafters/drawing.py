@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fsd_core import sampling
+from fsd_core import functional, sampling
 from fsd_infer.trees.tree import DraftTree
 
 MIN_RATIO = 0.1  # whatever was learned: without drafts of a kind nothing more would be learned
@@ -164,7 +164,7 @@ class ChainDrawing:
         scores = logits if self.process is None else self.process(logits)
         self.scores.append(scores)
         entries = drawn_entries(scores, torch.ones_like(accept_log_probs, dtype=torch.bool), self.generator)[..., None]
-        return logits.gather(-1, entries) - logits.logsumexp(-1, keepdim=True), entries, None
+        return logits.gather(-1, entries) - functional.row_stats(logits)[2][..., None], entries, None
 
 
 def drawn_entries(scores: Tensor, draws: Tensor, generator: torch.Generator | None) -> Tensor:
