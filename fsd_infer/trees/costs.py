@@ -50,9 +50,9 @@ class CostPrior:
 
 
 PRIORS = {
-    # keys: kernels and format of weights. With blocks, two tokens take the time of one, and more are bound by arithmetic:
-    # on one core of an EPYC the built-in model takes 4.5 ms for one row, 4.8 for 2, 5.9 for 3, 10.4 for 6 and 27 for 16
-    "avx512 blocks": CostPrior((0.06, 0.33, 0.35, *[0.36] * (len(KNOTS) - 3)), (0.17, 0.02), (0.1, 0.15)),
+    # keys: kernels and format of weights. With blocks, two tokens take the time of one, and arithmetic bounds more: on
+    # one core of an EPYC the built-in model takes 4.5 ms for one row, 4.8 for 2, 5.9 for 3, 10.4 for 6 and 27 for 16
+    "avx512 blocks": CostPrior((0.06, 0.33, 0.35, *[0.36] * (len(KNOTS) - 3)), (0.18, 0.02), (0.14, 0.1)),
     # the same on AMX tiles: the built-in model takes 3.0 ms for one row, 5.2 for 4, 8.0 for 8 and 12.1 for 16
     "amx blocks": CostPrior((0.25, 0.25, 0.3, 0.17, *[0.25] * (len(KNOTS) - 4)), (0.17, 0.02), (0.15, 0.15)),
     # the same without AVX-512: on one core it takes 10 ms for one row, 12 for 2, 15 for 3 and 22 for 6
