@@ -30,9 +30,10 @@ MIN_WRONG = 0.001  # probability that all steps of the main drafter from a node 
 KERNELS: dict[str, dict[str, Callable[..., Any]]] = {
     name: {}
     for name in (
-        "ancestors", "block_accept_probs", "child_offsets", "divergence_rows", "draw_rest", "drawn_weights",
-        "exact_walk", "host_max", "host_nonzero", "keep_top_k", "mixed_children", "residual_mass", "row_entropy",
-        "row_max", "row_stats", "sample_rows", "slot_masks", "topk_logprobs", "tree_union",
+        "accepted_and_expected", "ancestors", "block_accept_probs", "child_offsets", "divergence_rows", "draw_rest",
+        "drawn_weights", "exact_walk", "host_max", "host_nonzero", "keep_nodes", "keep_top_k", "mixed_children",
+        "residual_mass", "row_entropy", "row_max", "row_stats", "sample_rows", "slot_masks", "topk_logprobs",
+        "tree_union",
     )
 }  # fmt: skip
 
@@ -220,6 +221,28 @@ def ancestors(parents: Tensor) -> Tensor:
         known = known | known.gather(1, parents[..., None].expand(-1, -1, count))
         parents = parents.gather(1, parents)
     return known
+
+
+@replaceable
+def keep_nodes(
+    tokens: Tensor,
+    parents: Tensor,
+    scores: Tensor,
+    q_index: Tensor,
+    proposers: Tensor | None,
+    drawn: Tensor | None,
+    nodes: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return a tree's tensors [B, N] with these nodes [B, K] alone, as :meth:`fsd_infer.trees.tree.DraftTree.keep`."""
+    kept_nodes = torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes)
+    new_index = torch.zeros_like(parents).scatter(1, nodes, kept_nodes)  # 0 for other nodes
+    parents, scores = new_index.gather(1, parents.gather(1, nodes)), scores.gather(1, nodes)
+    children = (scores != -math.inf).long()
+    children[:, 0] = 0
+    has_children = torch.zeros_like(parents).scatter_add(1, parents, children) > 0
+    proposers, drawn = (None if x is None else x.gather(1, nodes) for x in (proposers, drawn))
+    q_index = torch.where(has_children, q_index.gather(1, nodes), -1)
+    return tokens.gather(1, nodes), parents, scores - scores[:, :1], q_index, proposers, drawn
 
 
 @replaceable

@@ -13,6 +13,7 @@ from scipy.stats import chisquare
 
 from fsd_core.errors import FsdError
 from fsd_infer import Drafter, Target
+from fsd_infer.backends.cpu import functions
 from fsd_infer.drafters import EagleDrafter, GraftedDrafter, LMDrafter, LookupDrafter
 from fsd_infer.drafters.drawing import AcceptanceRatios, Drawing, accepted_and_expected
 from fsd_infer.drafters.forced import ForcedDrafter
@@ -80,7 +81,10 @@ def test_what_is_learned_is_the_share_of_drafts_that_is_accepted(seed: int) -> N
     """Accepted per expected drafts of each kind, over many rounds of one tree shape."""
     round = many_rounds(Grown(4, TreeShape(2, 3, 9), least=0.02, seed=30 + seed), 10_000, seed)
     verdict, tree, accept_prob = Exact()(round), round.tree, block_test(RuleInputs(round)).accept_prob
-    sums = accepted_and_expected(tree, verdict.path, verdict.accepted).double().sum(0).view(2, 2, 2)
+    of_rows = accepted_and_expected(verdict.path, verdict.accepted, tree)
+    few = functions.accepted_and_expected(verdict.path[:20], verdict.accepted[:20], take(tree, torch.arange(20)))
+    torch.testing.assert_close(few, of_rows[:20])
+    sums = of_rows.double().sum(0).view(2, 2, 2)
     ratios, step = AcceptanceRatios(), (tree.scores - tree.scores.gather(1, tree.parents)).exp()
     for _ in range(30):
         ratios.learn((sums / 20).flatten().tolist())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,8 +45,12 @@ def test_paths_are_those_of_the_parents(kernels: bool, monkeypatch: pytest.Monke
                 assert found.depths[row, node] == len(path) - 1
 
 
-def test_a_part_of_a_tree_is_a_tree() -> None:
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_part_of_a_tree_is_a_tree(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernels:
+        monkeypatch.delitem(functional.KERNELS["keep_nodes"], "cpu")
     tree = tree_round(0).tree
+    tree = replace(tree, proposers=tree.tokens % 3, drawn=tree.tokens % 2 > 0)
     assert torch.equal(tree.keep(torch.arange(9).expand(6, -1)).ancestors, tree.ancestors)
     for root in range(9):
         for row, nodes in enumerate(tree.ancestors[:, :, root]):
@@ -55,6 +60,8 @@ def test_a_part_of_a_tree_is_a_tree() -> None:
             for new, old in enumerate(kept.tolist()):
                 assert kept[part.parents[row, new]] == (tree.parents[row, old] if new else root)
                 assert part.q_index[row, new] == tree.q_index[row, old], "only leaves of the part are without q"
+            assert torch.equal(part.proposers[row], tree.proposers[row, kept])
+            assert torch.equal(part.drawn[row], tree.drawn[row, kept])
             torch.testing.assert_close(part.scores[row], tree.scores[row, kept] - tree.scores[row, root])
     without = tree_of(
         ([0, 1, 2], [0, 0, 1], [0.0, -1.0, -2.0]), vocab=4, q_logits=torch.zeros(1, 2, 4), q_index=[[0, 1, -1]]

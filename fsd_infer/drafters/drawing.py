@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fsd_core import sampling
+from fsd_core import functional, sampling
 from fsd_infer.trees.tree import DraftTree
 
 MIN_RATIO = 0.1  # whatever was learned: without drafts of a kind nothing more would be learned
@@ -58,15 +58,16 @@ class AcceptanceRatios:
             self._expected[kind] = self._expected[kind] * decay + expected
 
 
-def accepted_and_expected(tree: DraftTree, path: Tensor, accepted: Tensor) -> Tensor:
+@functional.replaceable
+def accepted_and_expected(path: Tensor, accepted: Tensor, tree: DraftTree) -> Tensor:
     """Return the accepted and the expected drafts of the first drafter below reached contexts: [B, 8].
 
     The columns are likely ones at roots, likely ones below, then drawn ones; of each the accepted, then the expected.
 
     Args:
-        tree: the verified tree.
         path: [B, D+1] the accepted path, padded with its last node.
         accepted: [B] its drafts, -1 in rows that are finished.
+        tree: the verified tree.
     """
     reached = torch.zeros_like(tree.is_draft).scatter(1, path, True) & (accepted >= 0)[:, None]
     accept_prob = (tree.scores - tree.scores.gather(1, tree.parents)).exp()  # each draft's, given its parent
@@ -164,7 +165,7 @@ class ChainDrawing:
         scores = logits if self.process is None else self.process(logits)
         self.scores.append(scores)
         entries = drawn_entries(scores, torch.ones_like(accept_log_probs, dtype=torch.bool), self.generator)[..., None]
-        return logits.gather(-1, entries) - logits.logsumexp(-1, keepdim=True), entries, None
+        return logits.gather(-1, entries) - functional.row_stats(logits)[2][..., None], entries, None
 
 
 def drawn_entries(scores: Tensor, draws: Tensor, generator: torch.Generator | None) -> Tensor:

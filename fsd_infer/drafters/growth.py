@@ -29,7 +29,7 @@ from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.rules.verification import Verdict
 from fsd_infer.trees.priced_growth import PricedGrowth
 from fsd_infer.trees.shape import MenuMasks, TreeShape, forecast
-from fsd_infer.trees.tree import DraftTree, Draws, leaf_visit_scores, select_nodes, visit_scores
+from fsd_infer.trees.tree import DraftTree, Draws, leaf_visit_scores, visit_scores
 
 
 class TreeSession(DraftSession):
@@ -124,7 +124,7 @@ class TreeSession(DraftSession):
         return (self._ratios is not None) + bool(self.request.menu)
 
     def feedback(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
-        found = [] if self._ratios is None else [accepted_and_expected(tree, verdict.path, verdict.accepted)]
+        found = [] if self._ratios is None else [accepted_and_expected(verdict.path, verdict.accepted, tree)]
         if self.request.menu:
             forecast = tree.forecast
             if forecast is None:  # the tree is a root alone
@@ -241,8 +241,7 @@ class TreeSession(DraftSession):
             return tree
         if self.growth is not None:
             return tree.keep(self.growth.choose(tree))
-        depth, nodes = self.shape.depth, self.shape.nodes
-        return tree.keep(select_nodes(tree.scores, tree.parents, depth, self.draft_bonus, nodes, tree.pinned))
+        return tree.likeliest(self.shape.depth, self.draft_bonus, self.shape.nodes)
 
     def _expand(self, tokens: Tensor, parents: Tensor, ancestors: Tensor, depth: int) -> Tensor:
         """Run the model on nodes [B, E]. Their keys follow those of the text and of earlier depths."""

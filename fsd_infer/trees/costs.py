@@ -46,20 +46,21 @@ class CostPrior:
         The small LM reads the accepted tokens together with the root, in the forward of the first depth.
         """
         depth = LAUNCH_COST + share if share else 0.001
-        return CostPrior(self.slopes, (depth, max(share * self.slopes[2], 0.0005)), (self.rest[0], 0.01))
+        return CostPrior(self.slopes, (depth, max(share * self.slopes[3], 0.0005)), (self.rest[0], 0.01))
 
 
 PRIORS = {
-    # keys: kernels and format of weights. With blocks, one token is fast, and more tokens are bound by arithmetic
-    "avx512 blocks": CostPrior((0.07, 0.15, 0.15, *[0.165] * (len(KNOTS) - 3)), (0.13, 0.018), (0.09, 0.3)),
+    # keys: kernels and format of weights. With blocks, two tokens take the time of one, and arithmetic bounds more: on
+    # one core of an EPYC the built-in model takes 4.5 ms for one row, 4.8 for 2, 5.9 for 3, 10.4 for 6 and 27 for 16
+    "avx512 blocks": CostPrior((0.06, 0.33, 0.35, *[0.36] * (len(KNOTS) - 3)), (0.18, 0.02), (0.14, 0.1)),
     # the same on AMX tiles: the built-in model takes 3.0 ms for one row, 5.2 for 4, 8.0 for 8 and 12.1 for 16
-    "amx blocks": CostPrior((0.25, 0.3, 0.17, *[0.25] * (len(KNOTS) - 4)), (0.17, 0.02), (0.15, 0.15)),
+    "amx blocks": CostPrior((0.25, 0.25, 0.3, 0.17, *[0.25] * (len(KNOTS) - 4)), (0.17, 0.02), (0.15, 0.15)),
     # the same without AVX-512: on one core it takes 10 ms for one row, 12 for 2, 15 for 3 and 22 for 6
-    "avx2 blocks": CostPrior((0.25, 0.35, *[0.4] * (len(KNOTS) - 2)), (0.25, 0.02), (0.1, 0.15)),
+    "avx2 blocks": CostPrior((0.25, 0.25, 0.35, *[0.4] * (len(KNOTS) - 3)), (0.25, 0.02), (0.1, 0.15)),
     # smollm2-135m-maths takes 7.5 ms for one row, 13 for 6, 17 for 7 and 83 for 48
-    "avx2 bf16": CostPrior((0.14, 0.5, 0.18, *[0.22] * (len(KNOTS) - 3)), (0.14, 0.015), (0.07, 0.12)),
-    "cpu": CostPrior((0.01, 0.25, 0.05, *[0.09] * (len(KNOTS) - 3)), (0.06, 0.008), (0.04, 0.14)),
-    "cuda": CostPrior((*[0.001] * 4, *[0.003] * (len(KNOTS) - 4)), (0.05, 0.0005), (0.03, 0.05)),
+    "avx2 bf16": CostPrior((0.14, 0.14, 0.5, 0.18, *[0.22] * (len(KNOTS) - 4)), (0.14, 0.015), (0.07, 0.12)),
+    "cpu": CostPrior((0.01, 0.01, 0.25, 0.05, *[0.09] * (len(KNOTS) - 4)), (0.06, 0.008), (0.04, 0.14)),
+    "cuda": CostPrior((*[0.001] * 5, *[0.003] * (len(KNOTS) - 5)), (0.05, 0.0005), (0.03, 0.05)),
 }
 
 

@@ -188,7 +188,8 @@ class PricePolicy(TreePolicy):
         state, costs, rate = self.state, self.state.costs, self.rate.value
         verify_prices = tuple(rate * slope for slope in costs.forward_slopes.weights)
         sizes = sorted(self.stats.nodes[-RECENT:] or [USUAL])
-        typical = max(bisect_left(KNOTS, sizes[len(sizes) // 2] * rows) - 1, 0)  # the interval of recent trees
+        # the interval of recent trees; a second node may be nearly free, and a drawn one is rarely the only one
+        typical = bisect_left(KNOTS, max(sizes[len(sizes) // 2] * rows, 3)) - 1
         of_depth, of_node = costs.draft_slopes.weights
         prices = Prices(
             state.calibration,

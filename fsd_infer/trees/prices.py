@@ -31,7 +31,7 @@ from fsd_core.tensors import lists
 from fsd_infer.trees.calibration import Calibration
 from fsd_infer.trees.tree import DraftTree
 
-KNOTS = (1, 6, 7, 12, 24, 48, 96)  # node counts between which C is linear; the last slope continues
+KNOTS = (1, 2, 6, 7, 12, 24, 48, 96)  # node counts between which C is linear; the last slope continues
 AHEAD = 3  # depths that the decision to go on looks ahead
 
 

@@ -139,20 +139,15 @@ class DraftTree(Renamed):
 
     def keep(self, nodes: Tensor) -> DraftTree:
         """Return the tree of these nodes [B, K], parents before children, the new root first. Leaves lose their q."""
-        kept_nodes = torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes)
-        new_index = torch.zeros_like(self.parents).scatter(1, nodes, kept_nodes)  # 0 for other nodes
-        parents = new_index.gather(1, self.parents.gather(1, nodes))
-        scores = self.scores.gather(1, nodes)
-        kept = replace(
-            self,
-            tokens=self.tokens.gather(1, nodes),
-            parents=parents,
-            scores=scores - scores[:, :1],
-            proposers=None if self.proposers is None else self.proposers.gather(1, nodes),
-            drawn=None if self.drawn is None else self.drawn.gather(1, nodes),
+        given = self.tokens, self.parents, self.scores, self.q_index, self.proposers, self.drawn
+        tokens, parents, scores, q_index, proposers, drawn = functional.keep_nodes(*given, nodes)
+        return replace(
+            self, tokens=tokens, parents=parents, scores=scores, q_index=q_index, proposers=proposers, drawn=drawn
         )
-        kept.q_index = torch.where(kept.has_children, self.q_index.gather(1, nodes), -1)
-        return kept
+
+    def likeliest(self, depth: int, draft_bonus: float, nodes: int) -> DraftTree:
+        """Return the tree of the nodes that :func:`select_nodes` selects, and of the drawn ones."""
+        return self.keep(select_nodes(self.scores, self.parents, depth, draft_bonus, nodes, self.pinned))
 
     def padded_to(self, count: int) -> DraftTree:
         """Return the tree padded to at least ``count`` nodes."""

@@ -14,7 +14,8 @@ from torch import Tensor
 from fsd_core import functional, sampling
 from fsd_core.functional import TreeTensors
 from fsd_infer.backends.cpu import sampled
-from fsd_infer.backends.cpu.kernels import PLAIN_DIVERGENCES, Kernels, kernels
+from fsd_infer.backends.cpu.kernels import PLAIN_DIVERGENCES, Kernels, address_of, kernels
+from fsd_infer.backends.cpu.structs import Tree
 
 _FEW_NODES = 256
 _FEW_LARGEST = 256  # the kernel inserts into a sorted list, which is slower than torch's selection for more
@@ -212,6 +213,23 @@ def _block_accept_probs(
     return probs
 
 
+def accepted_and_expected(path: Tensor, accepted: Tensor, tree: Any) -> Any:
+    """Count the few nodes of trees in Python, as :func:`drawn_weights` walks down."""
+    if tree.tokens.numel() > _FEW_NODES:
+        return NotImplemented
+    of_nodes = [tree.scores, tree.parents]
+    of_nodes += [x if x is not None else torch.zeros_like(tree.parents) for x in (tree.drawn, tree.proposers)]
+    found = [[0.0] * 8 for _ in range(len(path))]
+    for sums, on_path, drafts, *nodes in zip(found, path.tolist(), accepted.tolist(), *(x.tolist() for x in of_nodes)):
+        reached, scores = set(on_path if drafts >= 0 else ()), nodes[0]
+        for node, (score, parent, drawn, proposer) in enumerate(zip(*nodes)):
+            if node and parent in reached and score != -math.inf and not proposer:
+                kind = 2 * (2 * drawn + (parent != 0))
+                sums[kind] += node in reached
+                sums[kind + 1] += math.exp(score - scores[parent])
+    return torch.tensor(found)
+
+
 def child_offsets(probs: Tensor, uniforms: Tensor, parents: Tensor) -> Any:
     """Walk down the few nodes of trees, as :func:`drawn_weights` does."""
     if probs.numel() > _FEW_NODES:
@@ -231,6 +249,24 @@ def ancestors(parents: Tensor) -> Any:
     return NotImplemented if compiled is None else compiled.ancestors(parents.contiguous())
 
 
+def keep_nodes(tokens: Tensor, parents: Tensor, scores: Tensor, *rest: Any) -> Any:
+    """Take scores in fp32. In torch this takes fifteen small operations. ``rest``: the other arguments."""
+    compiled = kernels() if scores.dtype == torch.float32 else None
+    if compiled is None:
+        return NotImplemented
+    held = [None if x is None else x.contiguous() for x in (tokens, parents, scores, *rest)]
+    q_index, proposers, drawn, nodes = held[3:]
+    numbers, kept = torch.empty(4, *nodes.shape, dtype=torch.long), torch.empty(nodes.shape)
+    of_proposers, of_drawn = None if proposers is None else numbers[3], None
+    if drawn is not None:
+        of_drawn = torch.empty(nodes.shape, dtype=torch.bool)
+    tree = Tree(*map(address_of, (*held[:3], proposers)), tokens.shape[1])
+    given, out = (q_index, drawn, nodes), (*numbers[:3], of_proposers, kept, of_drawn)
+    if compiled.keep_nodes(len(nodes), tree, *map(address_of, given), nodes.shape[1], *map(address_of, out)):
+        return NotImplemented  # a node is out of range, which torch says
+    return numbers[0], numbers[1], kept, numbers[2], of_proposers, of_drawn
+
+
 def tree_union(main: TreeTensors, grafted: TreeTensors, main_proposers: int, depth: int) -> Any:
     """Take scores in fp32. In torch the union takes forty small operations."""
     compiled = kernels() if main[2].dtype == grafted[2].dtype == torch.float32 else None
@@ -247,6 +283,14 @@ def _compiled(*logits: Tensor) -> Kernels | None:
 def register() -> None:
     """Let the kernels answer on CPUs."""
     of_rows = (row_max, row_stats, row_entropy, topk_logprobs, keep_top_k, divergence_rows, residual_mass, sample_rows)
-    of_trees = (ancestors, drawn_weights, block_accept_probs, child_offsets, tree_union)
+    of_trees = (
+        accepted_and_expected,
+        ancestors,
+        drawn_weights,
+        block_accept_probs,
+        child_offsets,
+        keep_nodes,
+        tree_union,
+    )
     for kernel in (*of_rows, draw_rest, exact_walk, mixed_children, host_max, host_nonzero, *of_trees):
         functional.register(kernel.__name__, "cpu", kernel)

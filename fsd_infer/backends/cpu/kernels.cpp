@@ -328,6 +328,32 @@ void fsd_ancestors(const int64_t* parents, int64_t trees, int64_t count, uint8_t
   }
 }
 
+// The tree of nodes [trees, most] of each of `trees` trees of `count` nodes, in fields that `to` names: see keep_nodes in
+// fsd_core/functional.py. q_index, drawn: [trees, count]. Returns how many nodes and parents are out of range; then nothing is
+// written. Proposers and drawn may be null.
+int64_t fsd_keep_nodes(int64_t trees, const fsd_tree* from, const int64_t* q_index, const uint8_t* drawn,
+                       const int64_t* nodes, int64_t most, int64_t* tokens, int64_t* parents, int64_t* to_q,
+                       int64_t* proposers, float* scores, uint8_t* to_drawn) {
+  const int64_t count = from->count, wrong = outside(nodes, trees * most, count) + outside(from->parents, trees * count, count);
+  if (wrong) return wrong;
+  std::vector<int64_t> place(count);
+  for (int64_t tree = 0; tree < trees; ++tree) {
+    const int64_t first = tree * count, start = tree * most;
+    std::fill(place.begin(), place.end(), 0);
+    for (int64_t i = 0; i < most; ++i) place[nodes[start + i]] = i, to_q[start + i] = -1;
+    for (int64_t i = 0; i < most; ++i) {
+      const int64_t old = first + nodes[start + i], at = start + i;
+      tokens[at] = from->tokens[old], parents[at] = place[from->parents[old]];
+      scores[at] = from->scores[old] - from->scores[first + nodes[start]];
+      if (proposers) proposers[at] = from->proposers[old];
+      if (drawn) to_drawn[at] = drawn[old];
+      const int64_t parent = parents[at];
+      if (i && from->scores[old] != -INFINITY) to_q[start + parent] = q_index[first + nodes[start + parent]];
+    }
+  }
+  return 0;
+}
+
 // Merge the trees `main` and `side`, which share the root, in each of `trees` rows. The nodes of main come first, then
 // those of side without its root. GraftedDrafter in graft.py defines the scores. Padding has the score -inf.
 void fsd_union(int64_t trees, const fsd_tree* main, const fsd_tree* side, int64_t mains, int64_t* tokens,

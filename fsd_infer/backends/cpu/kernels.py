@@ -68,6 +68,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "draw_rest": (None, *[*_ROWS, c_int64] * 2, *[c_void_p] * 4, *[c_int64] * 2, c_void_p, c_int),
     "mixed_children": (None, *_ROWS[:2], *[c_int64] * 4, *[c_void_p] * 2, c_int64, *[c_void_p] * 8, c_int),
     "exact_walk": (c_int64, *[c_void_p] * 2, c_int),
+    "keep_nodes": (c_int64, c_int64, POINTER(Tree), *[c_void_p] * 3, c_int64, *[c_void_p] * 6),
     "keep_largest": (None, c_void_p, *[c_int64] * 3, c_float, c_void_p, c_int),
     "ancestors": (None, c_void_p, *[c_int64] * 2, c_void_p),
     "union": (None, c_int64, POINTER(Tree), POINTER(Tree), c_int64, *[c_void_p] * 4),
@@ -95,7 +96,7 @@ class Kernels:
         self.name: str = library.fsd_name().decode()
         self.block_side: int = library.fsd_block_side()
         self.block_bytes, self.exact_walk = library.fsd_block_bytes, library.fsd_exact_walk
-        self.mixed_children = library.fsd_mixed_children
+        self.mixed_children, self.keep_nodes = library.fsd_mixed_children, library.fsd_keep_nodes
         self._memory = threading.local()
 
     def linear(self, x: Tensor, layer: Linear) -> Tensor:
