@@ -7,6 +7,7 @@ import contextlib
 import errno
 import signal
 import socket
+import threading
 from types import FrameType
 from typing import Any
 
@@ -145,7 +146,8 @@ def server(app: FastAPI, host: str, port: int) -> uvicorn.Server:
 def serve(app: FastAPI, host: str, port: int) -> None:
     """Serve until the process is interrupted. Running answers are then sent as far as they have come."""
     made = server(app, host, port)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it; uvicorn takes the other signals
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # uvicorn takes the others; nohup ignores it
         signal.signal(signal.SIGHUP, made.handle_exit)
     with contextlib.suppress(KeyboardInterrupt):
         made.run()
