@@ -1,6 +1,6 @@
 """Launches of a recorded round, and the milliseconds that they should take on a GPU: reckoned, without one.
 
-    python -m benchmarks.launches [--tree 6,10,60] [--rule exact] [--each]
+    python -m benchmarks.launches [--tree 6,10,60] [--rule exact] [--sampled] [--each]
 
 Target, head and round are the real ones, of tensors that have shapes and no values. Whatever would wait for the device
 ends in an error. Every launch is priced by constants that a prototype's rounds on an H200 suggest: nothing here is
@@ -189,14 +189,17 @@ def _filled(module: Any) -> Any:
     return module
 
 
-def launches_of(shape: str, tree: TreeShape | None, rule: str = "exact", head: bool = True) -> list[Launch]:
-    """Return the launches of a greedy round.
+def launches_of(
+    shape: str, tree: TreeShape | None, rule: str = "exact", head: bool = True, greedy: bool = True
+) -> list[Launch]:
+    """Return the launches of a round.
 
     Args:
         shape: as :func:`.planned_target` takes it.
         tree: of an EAGLE-3 head; None: no drafts.
         rule: acceptance rule.
         head: whether that head has an LM head of its own; else the target's serves, and ids of the text join its ids.
+        greedy: at temperature 0, else at 1.
     """
     planned, counting = planned_target(shape), Counting()
     last = int(planned.config.num_hidden_layers) - 1
@@ -215,7 +218,7 @@ def launches_of(shape: str, tree: TreeShape | None, rule: str = "exact", head: b
             drafter = EagleDrafter(model, target, tree)
         for owner in (target, *drafter.stack_owners()):
             owner.stack = backend.stack_for(owner)
-        state = _state(target, drafter, rule)
+        state = _state(target, drafter, rule, greedy)
         state.on_phase = counting.ends
         round = RecordableRound(state)
         inputs = [x.to("cuda") for x in round.inputs]
@@ -226,9 +229,9 @@ def launches_of(shape: str, tree: TreeShape | None, rule: str = "exact", head: b
     return counting.launches
 
 
-def _state(target: Target, drafter: Drafter, rule: str) -> DecodeState:
+def _state(target: Target, drafter: Drafter, rule: str, greedy: bool) -> DecodeState:
     """Return the state of one text as recorded rounds have it, which was read."""
-    request = Request(prompts=[[1] * PROMPT], max_new_tokens=96, greedy=True)
+    request = Request(prompts=[[1] * PROMPT], max_new_tokens=96, greedy=greedy)
     plan = RequestPlan(target, drafter, parse_rule(rule), request)
     plan.capacity = plan.drafter_slots = SLOTS
     state = plan.new_state()
@@ -266,17 +269,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", default="llama-3.1-8b", help="name of a shape, or a directory with a config.json")
     parser.add_argument("--tree", default="", help="shape of an EAGLE-3 head's trees (default: no drafts)")
     parser.add_argument("--rule", default="exact", help="acceptance rule")
+    parser.add_argument("--sampled", action="store_true", help="at temperature 1 (default: 0)")
     parser.add_argument("--each", action="store_true", help="list every launch")
     args = parser.parse_args(argv)
     try:
         tree = parse_tree(args.tree) if args.tree else None
         if isinstance(tree, str):
             raise FsdError(f"--tree {tree}: give depth,width,nodes.")
-        launches = launches_of(args.shape, tree, args.rule)
+        launches = launches_of(args.shape, tree, args.rule, greedy=not args.sampled)
     except FsdError as error:
         print(f"launches: {error}", file=sys.stderr)
         return 2
-    print(report(launches, GOALS.get(args.tree) if args.shape == "llama-3.1-8b" else None, args.each))
+    is_goal = args.shape == "llama-3.1-8b" and not args.sampled
+    print(report(launches, GOALS.get(args.tree) if is_goal else None, args.each))
     return 0
 
 

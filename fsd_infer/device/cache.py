@@ -266,6 +266,8 @@ class SlotCache(Cache):
         """
         if self.recurrent.kept:
             self.recurrent.commit(path, accepted)
+        if path.shape[1] == 1:  # roots alone, which are in place
+            return
         steps = torch.arange(path.shape[1], device=path.device)
         nodes = path.where(steps <= accepted[:, None], steps)
         if is_host(path.device) and bool((nodes == steps).all()):  # in place already
