@@ -100,16 +100,18 @@ class RecursiveLeastSquares:
 
     def learn(self, x: Sequence[float], y: float, noise: float) -> None:
         """Learn from one observation y with standard deviation ``noise``."""
+        used = [(i, value) for i, value in enumerate(x) if value]  # few of them
         # P is the weights' covariance
-        p_x = [sum(entry * value for entry, value in zip(row, x)) for row in self._covariance]
-        variance = sum(entry * value for entry, value in zip(p_x, x)) + noise**2  # variance of the residual
+        p_x = [sum(row[i] * value for i, value in used) for row in self._covariance]
+        variance = sum(p_x[i] * value for i, value in used) + noise**2  # variance of the residual
         most = 2.0 * math.sqrt(variance)
         residual = min(max(y - self.predict(x), -most), most) / variance
         for i, (row, prior) in enumerate(zip(self._covariance, self._prior)):
             self.weights[i] = max(self.weights[i] + p_x[i] * residual, self._min_weights[i])
             gain = p_x[i] / variance
-            for j, entry in enumerate(p_x):
-                row[j] += FORGETTING * (prior[j] - row[j]) - gain * entry
+            self._covariance[i] = [
+                entry + (FORGETTING * (before - entry) - gain * other) for entry, before, other in zip(row, prior, p_x)
+            ]
 
 
 class CostModel:
