@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsd_bench.base import TimedRun, typed
+from fsd_core.console import terminable
 from fsd_core.errors import FsdError
 from fsd_core.files import append_json, jsonable, lock_for_run, write_text
 
@@ -122,11 +123,11 @@ class RunFile:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep other processes out, and say what is kept and how to continue if an error or Ctrl-C ends it.
+        """Keep other processes out, and say what is kept and how to continue if an error, Ctrl-C or SIGTERM ends it.
 
         A file without a run is removed. Raises FsdError if another process measures into the file.
         """
-        with alone(self.path), self._told():
+        with alone(self.path), terminable(), self._told():
             yield
 
     @contextmanager

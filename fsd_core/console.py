@@ -79,7 +79,7 @@ class TerminatedError(KeyboardInterrupt):
     """A signal came that ends work as Ctrl-C does: ``number``, SIGTERM or SIGHUP."""
 
     def __init__(self, number: int = signal.SIGTERM) -> None:
-        super().__init__("terminated" if number == signal.SIGTERM else "the terminal is gone")
+        super().__init__("terminated" if number == signal.SIGTERM else "hung up")
         self.number = number
 
 

@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fsd_core.errors import DataError
 from fsd_core.files import disk_errors, lock_for_run
 
 log = logging.getLogger(__name__)
+
+_ADVICE = "Wait for it, or give another directory."
 
 
 @contextmanager
@@ -27,19 +30,19 @@ def replacing_directory(directory: Path) -> Iterator[Path]:
     try:
         with disk_errors(directory):
             recover_directory(directory)
-            draft.mkdir(parents=True)
+            _make(draft, directory)
             with _held(draft, directory):
                 try:
                     yield draft
                     if directory.exists():
                         os.replace(directory, old)
                     os.replace(draft, directory)
-                finally:
-                    if directory.exists():
-                        shutil.rmtree(old, ignore_errors=True)
-                    elif old.exists():
+                except BaseException:
+                    if old.exists() and not directory.exists():
                         os.replace(old, directory)
                     shutil.rmtree(draft, ignore_errors=True)
+                    raise
+                shutil.rmtree(old, ignore_errors=True)  # the lock went with the directory: the draft may be another's
     except OSError as error:
         if str(draft) in str(error.filename):  # a name that nobody gave
             error.filename = str(error.filename).replace(str(draft), str(directory))
@@ -62,12 +65,19 @@ def recover_directory(directory: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def _make(draft: Path, directory: Path) -> None:
+    try:
+        draft.mkdir(parents=True)
+    except FileExistsError as problem:
+        raise DataError(f"another run is writing {directory}. {_ADVICE}") from problem
+
+
 @contextmanager
 def _held(draft: Path, directory: Path) -> Iterator[None]:
     """Keep other processes from writing ``directory`` while its draft is written or removed."""
     descriptor = os.open(draft, os.O_RDONLY)
     try:
-        lock_for_run(descriptor, directory, "Wait for it, or give another directory.")
+        lock_for_run(descriptor, directory, _ADVICE)
         yield
     finally:
         os.close(descriptor)

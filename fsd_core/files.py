@@ -190,7 +190,7 @@ def reserved(name: str | os.PathLike[str] | None, what: str, overwrite: bool) ->
     with lock.open("a") as file:
         lock_for_run(file.fileno(), path, "Wait for it, or give another name.", FsdError)
         try:
-            yield path
+            yield writable(name, what, overwrite)  # another run may have written it before the lock was taken
         finally:
             lock.unlink(missing_ok=True)
 

@@ -128,7 +128,7 @@ def _text_rows(path: Path) -> Iterator[_Item]:
     if suffix in _DELIMITERS:
         yield from _table_rows(path, lines, _DELIMITERS[suffix])
     elif is_array:
-        yield from _parsed(path, _parse_row(b"".join(raw for _, raw in lines), str(path), _ADVICE))
+        yield from _parsed(path, parse_json(b"".join(raw for _, raw in lines), str(path), _ADVICE))
     else:
         parse = _parse_line if suffix == ".txt" and opening != b"{" else _parse_row
         for line, raw in lines:

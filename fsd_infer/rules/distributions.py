@@ -80,10 +80,12 @@ class OutputDistribution:
         return cls(inputs, torch.zeros_like(inputs.tree.is_draft))
 
     @classmethod
-    def lifted(cls, inputs: RuleInputs, lift: Tensor | Callable[[], Tensor] | None) -> OutputDistribution:
+    def lifted(
+        cls, inputs: RuleInputs, lift: Tensor | Callable[[], Tensor] | None, gain: VocabFunction | float = 1.0
+    ) -> OutputDistribution:
         """Return :meth:`biased`, which had this name."""
         warn_renamed("OutputDistribution.lifted", "it is now OutputDistribution.biased")
-        return cls.biased(inputs, lift)
+        return cls.biased(inputs, lift, gain)
 
     @classmethod
     def biased(

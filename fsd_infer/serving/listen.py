@@ -147,7 +147,13 @@ def serve(app: FastAPI, host: str, port: int) -> None:
     """Serve until the process is interrupted. Running answers are then sent as far as they have come."""
     made = server(app, host, port)
     is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # uvicorn takes the others; nohup ignores it
+    former = signal.getsignal(signal.SIGHUP)
+    takes_hangup = is_main and former is not signal.SIG_IGN  # uvicorn takes the others; nohup ignores it
+    if takes_hangup:
         signal.signal(signal.SIGHUP, made.handle_exit)
-    with contextlib.suppress(KeyboardInterrupt):
-        made.run()
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            made.run()
+    finally:
+        if takes_hangup:
+            signal.signal(signal.SIGHUP, former)
