@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import re
+import signal
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -216,7 +218,7 @@ def refuse(rows: Any, index: int) -> Any:
     raise DataError("a.jsonl:1: bad")
 
 
-@pytest.mark.parametrize("fault", ["none", "bad row", "killed"])
+@pytest.mark.parametrize("fault", ["none", "bad row", "killed", "stopped"])
 def test_data_workers_end_with_their_parent_alone(tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C and schedulers signal all processes, and the run then ends its step, for which it needs batches."""
     file = answers(tmp_path / "a.jsonl")
@@ -236,6 +238,18 @@ def test_data_workers_end_with_their_parent_alone(tmp_path: Path, fault: str, mo
             with run_errors():
                 worker.kill()  # torch raises wherever its signal comes
                 list(batches)
+        return
+    if fault == "stopped":
+        said = list[str]()
+
+        def wake(text: str, seconds: float) -> None:
+            said.append(text % seconds)
+            os.kill(worker.pid, signal.SIGCONT)
+
+        monkeypatch.setattr("fsd_train.data.sampler.log.warning", wake)
+        monkeypatch.setattr("fsd_train.data.sampler.PATIENCE", 0.5)
+        os.kill(worker.pid, signal.SIGSTOP)
+        assert len(list(batches)) == len(loader) - 1 and "given no batch for 0.5 seconds" in said[0]
         return
     for number in ("INT", "TERM", "HUP"):
         subprocess.run(["kill", f"-{number}", str(worker.pid)], check=True)

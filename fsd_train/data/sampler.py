@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 import signal
@@ -18,6 +19,13 @@ from torch.utils.data import DataLoader, Sampler
 from fsd_core.errors import CheckpointError, DataError
 from fsd_core.registry import is_whole
 
+log = logging.getLogger(__name__)
+
+PATIENCE = 60.0  # seconds without a batch until we say so
+_LATE = (
+    "the data workers have given no batch for %g seconds: see whether the disk of the data answers. Ctrl-C twice ends "
+    "the run, and the same command resumes its last checkpoint."
+)
 FILL = 0.98  # share of real tokens in batches, if best fit reaches it
 WINDOW = 2**14  # most rows packed together
 DISORDER = (0.5, 0.25, 0.1)  # standard deviations of noise on the logarithm of lengths, the first that fits
@@ -248,7 +256,7 @@ class ResumableLoader(DataLoader[Any]):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         try:
-            for batch in batches:
+            for batch in self._awaited(batches):
                 self._given += 1
                 if self.order.shuffle:
                     batch["supervised"] = self._per_batch(self._given - 1)
@@ -257,6 +265,21 @@ class ResumableLoader(DataLoader[Any]):
                 yield batch
         except DataError as error:  # torch puts a worker's traceback before the message
             raise type(error)(str(error).rpartition(f"{type(error).__name__}: ")[2].strip()) from error
+
+    def _awaited(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches, and say so if the workers give none for long: a run that waits looks like one that trains."""
+        while self.num_workers:
+            late = threading.Timer(PATIENCE, log.warning, (_LATE, PATIENCE))
+            late.daemon = True
+            late.start()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                late.cancel()
+            yield batch
+        yield from batches
 
     def _per_batch(self, number: int) -> np.ndarray:
         """Return the number of supervised rows of each chain step, on average over a batch's optimizer step.
