@@ -26,26 +26,28 @@ def replacing_directory(directory: Path) -> Iterator[Path]:
     process is writing it.
     """
     directory = directory.resolve()  # what a link points to, and not the link
-    draft, old = _beside(directory)
+    partial, old = _beside(directory)
     try:
         with disk_errors(directory):
             recover_directory(directory)
-            _make(draft, directory)
-            with _held(draft, directory):
+            _make(partial, directory)
+            with _held(partial, directory):
                 try:
-                    yield draft
+                    yield partial
                     if directory.exists():
                         os.replace(directory, old)
-                    os.replace(draft, directory)
+                    os.replace(partial, directory)
                 except BaseException:
                     if old.exists() and not directory.exists():
                         os.replace(old, directory)
-                    shutil.rmtree(draft, ignore_errors=True)
+                    shutil.rmtree(partial, ignore_errors=True)
                     raise
-                shutil.rmtree(old, ignore_errors=True)  # the lock went with the directory: the draft may be another's
+                shutil.rmtree(
+                    old, ignore_errors=True
+                )  # the lock went with the directory: the partial one may be another's
     except OSError as error:
-        if str(draft) in str(error.filename):  # a name that nobody gave
-            error.filename = str(error.filename).replace(str(draft), str(directory))
+        if str(partial) in str(error.filename):  # a name that nobody gave
+            error.filename = str(error.filename).replace(str(partial), str(directory))
         raise
 
 
@@ -54,28 +56,28 @@ def recover_directory(directory: Path) -> None:
 
     Raises DataError if another process is writing it.
     """
-    draft, old = _beside(directory)
-    if draft.is_dir():
-        with _held(draft, directory):
-            shutil.rmtree(draft, ignore_errors=True)
-        log.info("%s is removed: a kill came as an export wrote", draft)
+    partial, old = _beside(directory)
+    if partial.is_dir():
+        with _held(partial, directory):
+            shutil.rmtree(partial, ignore_errors=True)
+        log.info("%s is removed: a kill came as an export wrote", partial)
     if old.is_dir() and not directory.exists():
         os.replace(old, directory)
         log.info("%s is there again: a kill came as an export replaced it", directory)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _make(draft: Path, directory: Path) -> None:
+def _make(partial: Path, directory: Path) -> None:
     try:
-        draft.mkdir(parents=True)
+        partial.mkdir(parents=True)
     except FileExistsError as problem:
         raise DataError(f"another run is writing {directory}. {_ADVICE}") from problem
 
 
 @contextmanager
-def _held(draft: Path, directory: Path) -> Iterator[None]:
-    """Keep other processes from writing ``directory`` while its draft is written or removed."""
-    descriptor = os.open(draft, os.O_RDONLY)
+def _held(partial: Path, directory: Path) -> Iterator[None]:
+    """Keep other processes from writing ``directory`` while its partial directory is written or removed."""
+    descriptor = os.open(partial, os.O_RDONLY)
     try:
         lock_for_run(descriptor, directory, _ADVICE)
         yield

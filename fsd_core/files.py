@@ -104,39 +104,39 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     if path.exists() and not path.is_file():
         raise FsdError(f"{path} is not a file and is not replaced: give another name.")
-    draft = path.with_name(f"{_drafts_of(path)}{os.getpid()}-{threading.get_ident()}.partial")
+    partial = path.with_name(f"{_partial_prefix(path)}{os.getpid()}-{threading.get_ident()}.partial")
     try:
         with disk_errors(path):
             _remove_left(path)
-            draft.touch()
-            mode = draft.stat().st_mode
-            yield draft
-            draft.chmod(mode)
-            os.replace(draft, path)
+            partial.touch()
+            mode = partial.stat().st_mode
+            yield partial
+            partial.chmod(mode)
+            os.replace(partial, path)
     except OSError as error:
-        if error.filename == str(draft):  # a name that nobody gave
+        if error.filename == str(partial):  # a name that nobody gave
             error.filename = str(path)
         raise
     finally:
         with suppress(OSError):
-            draft.unlink()
+            partial.unlink()
 
 
-def _drafts_of(path: Path) -> str:
-    """Return the start of the names of this machine's drafts of ``path``, which have room for a longer name."""
+def _partial_prefix(path: Path) -> str:
+    """Return the start of the names of this machine's partial files of ``path``, which have room for a longer name."""
     raw = os.fsencode(path.name)
     return f".{path.name if len(raw) <= 200 else zlib.crc32(raw)}.{_MACHINE}-"
 
 
 def _remove_left(path: Path) -> None:
-    """Remove drafts of ``path`` whose processes are gone."""
-    for draft in path.parent.glob(f"{glob.escape(_drafts_of(path))}*-*.partial"):
-        process = draft.name.split("-")[-2]
+    """Remove partial files of ``path`` whose processes are gone."""
+    for partial in path.parent.glob(f"{glob.escape(_partial_prefix(path))}*-*.partial"):
+        process = partial.name.split("-")[-2]
         try:
             os.kill(int(process), 0)
         except ProcessLookupError:
-            draft.unlink(missing_ok=True)
-        except (OSError, ValueError, OverflowError):  # of another user, or no draft of ours
+            partial.unlink(missing_ok=True)
+        except (OSError, ValueError, OverflowError):  # of another user, or no partial file of ours
             continue
 
 
@@ -186,7 +186,7 @@ def reserved(name: str | os.PathLike[str] | None, what: str, overwrite: bool) ->
         yield None
         return
     path = writable(name, what, overwrite)
-    lock = path.with_name(f"{_drafts_of(path)}lock")
+    lock = path.with_name(f"{_partial_prefix(path)}lock")
     with lock.open("a") as file:
         lock_for_run(file.fileno(), path, "Wait for it, or give another name.", FsdError)
         try:
@@ -197,8 +197,8 @@ def reserved(name: str | os.PathLike[str] | None, what: str, overwrite: bool) ->
 
 def write_text(path: Path, text: str) -> None:
     """Write a file in UTF-8, atomically."""
-    with replacing(path) as draft:
-        draft.write_text(text, encoding="utf-8")
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any, indent: int | None = None) -> None:

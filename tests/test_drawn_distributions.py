@@ -20,8 +20,8 @@ from fsd_infer.drafters.drawing import ChainDrawing, Drawing
 from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.rules import RoundInput, RuleInputs, TokenHistory, VocabRows, parse_rule
-from fsd_infer.rules._walk import _Walk
 from fsd_infer.rules.optimal import clipped_distribution, least_divergent
+from fsd_infer.rules.walk import _Walk
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws, select_nodes
 from tests.output_probs import output_probs

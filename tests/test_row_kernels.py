@@ -22,7 +22,7 @@ from fsd_infer.drafters.vocabulary import NEVER
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.request.processors import TreeProcessors
 from fsd_infer.rules import Exact, RoundInput, RuleInputs
-from fsd_infer.rules._walk import exact_walk
+from fsd_infer.rules.walk import exact_walk
 from fsd_infer.targets.logit_form import LogitForm
 from fsd_infer.trees.tree import DraftTree
 from tests.kernel_toys import CPU, in_each_set, needs_kernels

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsd_core.functional import path_sums
 from fsd_infer.rules import OutputDistribution, RoundInput, Rule, RuleInputs, TokenHistory, Verdict
-from fsd_infer.rules._walk import walk
+from fsd_infer.rules.walk import walk
 from fsd_infer.trees.tree import DraftTree, Nodes
 
 INF = math.inf

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fsd_infer.rules import RoundInput, Rule, RuleInputs, TokenHistory
-from fsd_infer.rules._walk import affordable
 from fsd_infer.rules.distributions import biased
 from fsd_infer.rules.texts import Markers
+from fsd_infer.rules.walk import affordable
 from fsd_infer.trees.tree import DraftTree
 
 

@@ -17,12 +17,12 @@ from fsd_core.former import FormerName, Renamed
 from fsd_core.functional import at_nodes, wide
 from fsd_core.registry import Registry
 from fsd_core.tensors import to_device
-from fsd_infer.rules._walk import walk
 from fsd_infer.rules.distributions import OutputDistribution, former_order
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import FORMER, parameter, parameters_of, reads_former_names
 from fsd_infer.rules.texts import markers
 from fsd_infer.rules.verification import RoundInput, Verdict, row_index
+from fsd_infer.rules.walk import walk
 from fsd_infer.trees.tree import Draws
 
 
@@ -89,7 +89,7 @@ class Rule(Renamed):
         return math.inf if self.budget is None else self.budget
 
     def output(self, inputs: RuleInputs) -> OutputDistribution:
-        """Return the output distribution r: a function of the text, the tree and ``inputs.uniform`` alone."""
+        """Return the output distribution r: a function of the text, the tree and ``inputs.gate_uniform`` alone."""
         raise NotImplementedError
 
     def check_greedy(self, inputs: RuleInputs) -> None:

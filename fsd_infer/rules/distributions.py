@@ -1,6 +1,6 @@
 """Output distributions r, from which rules emit the next token.
 
-A rule returns r. The walk (:mod:`fsd_infer.rules._walk`) draws from it, charges its cost, and enforces budgets. The
+A rule returns r. The walk (:mod:`fsd_infer.rules.walk`) draws from it, charges its cost, and enforces budgets. The
 cost is KL(r || p) in nats, with p the processed target. At temperature 0 the KL of one-hot distributions is 0 or
 infinite. So the cost is the log-probability gap ``score(y*) - score(y)``, with y* the target's likeliest token and y
 the emitted one. This gap is the limit of temperature times KL as the temperature falls to 0. Every cost is known before

@@ -106,7 +106,7 @@ class RandomGate(LossyRule):
     rate: float = parameter(low=0, high=1)
 
     def output(self, inputs: RuleInputs) -> OutputDistribution:
-        return OutputDistribution.passing(inputs, -math.inf).where(inputs.has_q & (inputs.uniform < self.rate))
+        return OutputDistribution.passing(inputs, -math.inf).where(inputs.has_q & (inputs.gate_uniform < self.rate))
 
 
 @RULES.register("draft-only")

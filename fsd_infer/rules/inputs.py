@@ -43,8 +43,8 @@ class RuleInputs(Renamed):
         "regret": "logprob_gap", "chance": "accept_prob", "tested": "accept_prob_under", "known": "repeats_ngram",
         "draws": "has_drawn_child", "unsettled": "has_drawn_below", "total": "sum_children", "some": "any_child",
         "of_children": "over_children", "above": "at_parents", "entries": "draft_entries",
-        "places": "draft_index", "coin": "uniform", "best": "topk_log_p", "answered": "answer_position",
-        "in_sentence": "sentence_position", "inside": "in_phase",
+        "places": "draft_index", "coin": "gate_uniform", "uniform": "uniforms", "best": "topk_log_p",
+        "answered": "answer_position", "in_sentence": "sentence_position", "inside": "in_phase",
     }  # fmt: skip
 
     def __init__(self, round: RoundInput) -> None:
@@ -241,7 +241,7 @@ class RuleInputs(Renamed):
         return self._divergences[key]
 
     @property
-    def uniform(self) -> Tensor:
+    def gate_uniform(self) -> Tensor:
         """An independent uniform number in [0, 1) per context, for rules that act at random."""
         return self.uniforms(GATE)
 

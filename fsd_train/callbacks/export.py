@@ -66,8 +66,8 @@ class ExportHead(Callback):
         directory = Path(self.directory or Path(log_dir(trainer)) / "head")
         metrics = {k: round(float(v), 4) for k, v in trainer.callback_metrics.items() if k.startswith("val_")}
         data = [Path(file).name for file in getattr(getattr(trainer, "datamodule", None), "train_files", [])]
-        with replacing_directory(directory) as draft:
-            pl_module.export(draft, {"metrics": metrics, "data": data, **more})  # type: ignore[operator]
+        with replacing_directory(directory) as partial:
+            pl_module.export(partial, {"metrics": metrics, "data": data, **more})  # type: ignore[operator]
 
 
 def trains_again(directory: Path, settings: Mapping[str, Any]) -> bool:

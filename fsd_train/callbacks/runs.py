@@ -172,8 +172,8 @@ class RunDirectory(Callback):
         directory.mkdir(parents=True, exist_ok=True)
         self._held.append(os.open(directory, os.O_RDONLY))
         if lock_for_run(self._held[-1], directory, "Wait for it, or choose another directory."):
-            for draft in directory.glob(".*.ckpt.*.partial"):
-                draft.unlink(missing_ok=True)
+            for partial in directory.glob(".*.ckpt.*.partial"):
+                partial.unlink(missing_ok=True)
 
     def _let_go(self) -> None:
         while self._held:
@@ -244,13 +244,13 @@ class RunDirectory(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._is_over = True
-        self._ignore_signals()
+        self._restore_signals()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._let_go()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._ignore_signals()
+        self._restore_signals()
         self._let_go()
         if isinstance(exception, KeyboardInterrupt) and trainer.is_global_zero:
             newest, heads = self.checkpoints[:1], [path for path in self.heads if path.exists()]
@@ -260,9 +260,10 @@ class RunDirectory(Callback):
                 return
             log.info("the same command goes on from %s", newest[0] if newest else "the beginning: nothing is saved")
 
-    def _ignore_signals(self) -> None:
-        if signal.getsignal(signal.SIGINT) == self._interrupt:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+    def _restore_signals(self) -> None:
+        for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+            if signal.getsignal(number) == self._interrupt:
+                signal.signal(number, handler)
 
 
 def _step(path: Path) -> int:

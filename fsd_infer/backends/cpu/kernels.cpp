@@ -280,7 +280,7 @@ void fsd_mixed_children(int narrow, const void* scores, int64_t batch, int64_t c
   for (int64_t row = 0; row < batch; ++row) free_nodes[row] -= spent[row];
 }
 
-// Walk a round: see exact_walk in fsd_infer/rules/_walk.py. Returns how many numbers are out of range or, where none is,
+// Walk a round: see exact_walk in fsd_infer/rules/walk.py. Returns how many numbers are out of range or, where none is,
 // not finite; chains that fork count, too. If there are any, nothing is written.
 int64_t fsd_exact_walk(const fsd_round* round, const fsd_walked* to, int threads) {
   const int64_t nodes = round->batch * round->count;

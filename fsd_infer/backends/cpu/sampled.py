@@ -14,7 +14,7 @@ from fsd_infer.backends.cpu.structs import Mixing, SampledRound, WalkedRound
 
 
 def exact_walk(kernels: Kernels, scores: Tensor, inputs: Any, draft_ids: Tensor | None) -> Any:
-    """Compute :func:`fsd_infer.rules._walk.exact_walk` of logits in bf16 or fp32. ``draft_ids`` are int64.
+    """Compute :func:`fsd_infer.rules.walk.exact_walk` of logits in bf16 or fp32. ``draft_ids`` are int64.
 
     NotImplemented: something is wrong with the round, which torch then says.
     """

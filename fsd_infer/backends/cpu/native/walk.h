@@ -6,7 +6,7 @@
 
 namespace {
 
-// The walk over a round's trees, as exact_walk in fsd_infer/rules/_walk.py has it. Numbers of nodes run on from tree to
+// The walk over a round's trees, as exact_walk in fsd_infer/rules/walk.py has it. Numbers of nodes run on from tree to
 // tree; contexts are nodes, too. P, Q: types of the logits of p and of q.
 template <class P, class Q>
 struct ExactWalk {
