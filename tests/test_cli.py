@@ -236,7 +236,7 @@ ERRORS = [
     (ModuleNotFoundError("use `pip install x`"), BAD_INPUT, "prog: use `pip install x`"),
     (KeyboardInterrupt(), INTERRUPTED, "prog: interrupted"),
     (TerminatedError(), 143, "prog: terminated"),
-    (TerminatedError(signal.SIGHUP), 129, "prog: the terminal is gone"),
+    (TerminatedError(signal.SIGHUP), 129, "prog: hung up"),
     (BrokenPipeError(32, "Broken pipe"), BROKEN_PIPE, ""),
 ]
 

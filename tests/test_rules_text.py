@@ -143,7 +143,7 @@ USES: dict[str, Callable[[], bool]] = {
     "RuleInputs.chance": lambda: INPUTS.chance is INPUTS.accept_prob,
     "RuleInputs.best": lambda: torch.equal(INPUTS.best(2), INPUTS.topk_log_p(2)),
     "TokenHistory.answered": lambda: STATE.texts.answered.tolist() == [3],
-    "RuleInputs.coin": lambda: torch.equal(DRAWN.coin, DRAWN.uniform),
+    "RuleInputs.coin": lambda: torch.equal(DRAWN.coin, DRAWN.gate_uniform),
     "Emission.gate_open": lambda: EMISSION.gate_open is EMISSION.relaxed,
     "OutputDistribution.lifted": lambda: (
         OutputDistribution.lifted(INPUTS, lambda: INPUTS.logprob_gap).logit_bias is INPUTS.logprob_gap
