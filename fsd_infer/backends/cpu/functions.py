@@ -254,8 +254,9 @@ def keep_nodes(tokens: Tensor, parents: Tensor, scores: Tensor, *rest: Any) -> A
     compiled = kernels() if scores.dtype == torch.float32 else None
     if compiled is None:
         return NotImplemented
-    held = [None if x is None else x.contiguous() for x in (tokens, parents, scores, *rest)]
-    q_index, proposers, drawn, nodes = held[3:]
+    nodes = rest[-1].contiguous()
+    held = [None if x is None else x.contiguous() for x in (tokens, parents, scores, *rest[:-1])]
+    q_index, proposers, drawn = held[3:]
     numbers, kept = torch.empty(4, *nodes.shape, dtype=torch.long), torch.empty(nodes.shape)
     of_proposers, of_drawn = None if proposers is None else numbers[3], None
     if drawn is not None:
