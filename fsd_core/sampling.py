@@ -201,7 +201,7 @@ def block_accept_probs(
 ) -> Tensor:
     """Return the probability that block verification goes from a node's parent to the node: [B, N].
 
-    See :func:`fsd_infer.rules.base.block_test`.
+    See :func:`fsd_infer.rules.distributions.block_test`.
 
     Args:
         log_p, log_q: [B, N] ln p and ln q of each node, given its parent.

@@ -288,6 +288,11 @@ def test_a_sampled_round_walks_as_in_torch(
         for name in found.keys() - {"proposers"}:
             torch.testing.assert_close(found[name], expected[name], check_dtype=False, equal_nan=True, msg=name)
         assert 0.05 < found["accepted"].float().mean() < 3
+        for wrong in ({"tokens": tree.tokens.int()}, {"drawn": drawn.float()}, {"depth_bound": 1}):
+            odd = replace(round, tree=replace(tree, **wrong))
+            assert functions.exact_walk(odd.scores, RuleInputs(odd)) is NotImplemented, wrong
+        few = replace(round, uniforms=uniforms[:, :2])
+        assert functions.exact_walk(few.scores, RuleInputs(few)) is NotImplemented
         round.logits[5, 3, 7] = torch.nan
         assert functions.exact_walk(round.scores, RuleInputs(round)) is NotImplemented
         with pytest.raises(NonFiniteLogitsError, match="the target's logits in row 5"):

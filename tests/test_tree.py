@@ -51,6 +51,10 @@ def test_a_part_of_a_tree_is_a_tree(kernels: bool, monkeypatch: pytest.MonkeyPat
         monkeypatch.delitem(functional.KERNELS["keep_nodes"], "cpu")
     tree = tree_round(0).tree
     tree = replace(tree, proposers=tree.tokens % 3, drawn=tree.tokens % 2 > 0)
+    narrow = replace(tree, tokens=tree.tokens.int(), q_index=tree.q_index.int())  # fields of another type are read, too
+    for name in ("tokens", "q_index"):
+        part = getattr(narrow.keep(torch.arange(9).expand(6, -1)), name)
+        assert torch.equal(part.long(), getattr(tree, name)), name
     assert torch.equal(tree.keep(torch.arange(9).expand(6, -1)).ancestors, tree.ancestors)
     for root in range(9):
         for row, nodes in enumerate(tree.ancestors[:, :, root]):

@@ -129,7 +129,10 @@ def exact_walk(scores: Tensor, inputs: Any) -> Any:
     if tree.q_scores is not None:
         numbers += [tree.q_scores, tree.q_logits]
     compiled = _compiled(*numbers)
+    shape = scores.shape[:2]
     fits = tree.scores.dtype == uniforms.dtype == torch.float32 and uniforms.stride()[1:] == (3, 1)
+    fits &= uniforms.shape[:2] == tree.scores.shape == shape == inputs.round.logits.shape[:2]
+    fits &= _numbers_fit(shape, tree.drawn, tree.tokens, tree.parents, tree.q_index)
     if compiled is None or not fits or tree.sampled and tree.q_scores.shape != tree.q_logits.shape:
         return NotImplemented
     return sampled.exact_walk(compiled, scores, inputs, _wide(tree.draft_ids))
@@ -251,10 +254,13 @@ def ancestors(parents: Tensor) -> Any:
 
 def keep_nodes(tokens: Tensor, parents: Tensor, scores: Tensor, *rest: Any) -> Any:
     """Take scores in fp32. In torch this takes fifteen small operations. ``rest``: the other arguments."""
-    compiled = kernels() if scores.dtype == torch.float32 else None
+    q_index, proposers, drawn, nodes = rest
+    fits = scores.dtype == torch.float32 and nodes.dtype == torch.long
+    fits &= _numbers_fit(scores.shape, drawn, tokens, parents, q_index, proposers)
+    compiled = kernels() if fits else None
     if compiled is None:
         return NotImplemented
-    nodes = rest[-1].contiguous()
+    nodes = nodes.contiguous()
     held = [None if x is None else x.contiguous() for x in (tokens, parents, scores, *rest[:-1])]
     q_index, proposers, drawn = held[3:]
     numbers, kept = torch.empty(4, *nodes.shape, dtype=torch.long), torch.empty(nodes.shape)
@@ -270,8 +276,15 @@ def keep_nodes(tokens: Tensor, parents: Tensor, scores: Tensor, *rest: Any) -> A
 
 def tree_union(main: TreeTensors, grafted: TreeTensors, main_proposers: int, depth: int) -> Any:
     """Take scores in fp32. In torch the union takes forty small operations."""
-    compiled = kernels() if main[2].dtype == grafted[2].dtype == torch.float32 else None
+    fits = all(x[2].dtype == torch.float32 and _numbers_fit(x[2].shape, None, *x[:2], *x[3:]) for x in (main, grafted))
+    compiled = kernels() if fits else None
     return NotImplemented if compiled is None else compiled.union(main, grafted, main_proposers)
+
+
+def _numbers_fit(shape: torch.Size, drawn: Tensor | None, *fields: Tensor | None) -> bool:
+    """Whether fields of nodes [B, N] are what kernels read by their addresses: int64, and ``drawn`` bool."""
+    given = [x for x in (drawn, *fields) if x is not None]
+    return all(x.shape == shape and x.dtype == (torch.bool if x is drawn else torch.long) for x in given)
 
 
 def _compiled(*logits: Tensor) -> Kernels | None:

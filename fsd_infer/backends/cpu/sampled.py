@@ -34,6 +34,8 @@ def exact_walk(kernels: Kernels, scores: Tensor, inputs: Any, draft_ids: Tensor 
     found = WalkedRound(width, *(x.data_ptr() for x in (*numbers, gaps, accepted)))
     if kernels.exact_walk(byref(round), byref(found), threads_for(batch * count, columns)):
         return NotImplemented
+    if max(accepted.tolist()) >= width:  # a tree that is deeper than it says
+        return NotImplemented
     path, tokens, sources, first_choices = numbers
     return {
         "path": path, "accepted": accepted, "tokens": tokens, "sources": sources, "first_choices": first_choices,
@@ -53,10 +55,8 @@ def mixed_children(
     min_log_prob: float,
 ) -> MixedChildren:
     """Compute :func:`fsd_core.sampling.mixed_children`. ``state``: reserved and free nodes."""
-    (batch, count, drafted), how = (
-        scores.shape,
-        Mixing(*ratios, ACCEPT_IF_UNSURE, ACCEPT_IF_SURE, MIN_REST, min_log_prob),
-    )
+    batch, count, drafted = scores.shape
+    how = Mixing(*ratios, ACCEPT_IF_UNSURE, ACCEPT_IF_SURE, MIN_REST, min_log_prob)
     log_q, drawn = torch.empty(batch, count, width), torch.empty(batch, count, width, dtype=torch.bool)
     entries, fixed = torch.empty(2, batch, count, width, dtype=torch.long)
     made = MixedChildren(log_q, entries, drawn, fixed, torch.empty(scores.shape), *(x.clone() for x in state))
