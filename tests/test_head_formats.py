@@ -41,6 +41,7 @@ from tests.published_heads import layout
 LAYERS = 8
 REDUCED = torch.arange(1, VOCAB, 2)
 PROMPTS = tiny_prompts((7, 12))
+UP = "layers.0.mlp.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -287,3 +288,37 @@ def test_captured_features_are_the_layers_outputs_before_the_final_norm(family: 
     for states in (features, decoded):
         inner = target.features_of(states, captured)[:, target.hidden_size :]
         torch.testing.assert_close(inner, torch.cat(raw[:2], -1)[0][: len(states)], rtol=1e-4, atol=1e-4)
+
+
+def quantised(kind: str, stored: dict[str, Tensor]) -> None:
+    """Make a weight [64, 32] one of fp8 or nvfp4, and keep what that stands for as its other spelling."""
+    made, rows = torch.randint(0, 16, stored[UP].shape, generator=torch.Generator().manual_seed(0)), len(stored[UP])
+    if kind == "nvfp4":  # two numbers a byte, the first in its low half; a scale for 16 of them, and one for all
+        number = [[0, 0.5, 1, 1.5, 2, 3, 4, 6][code & 7] * (-1) ** (code >> 3) for code in made.flatten().tolist()]
+        scales = torch.rand(rows, 2).to(torch.float8_e4m3fn)
+        stored[f"{UP}_scale"], stored[f"{UP}_scale_2"] = scales, torch.tensor(0.5)
+        value = torch.tensor(number).view(rows, 2, 16) * scales.float()[..., None] * 0.5
+        stored[UP] = (made[:, ::2] + 16 * made[:, 1::2]).to(torch.uint8)
+    else:
+        scales = {"of all": torch.tensor(0.25), "of rows": torch.rand(rows), "of blocks": torch.rand(1, 1)}[kind]
+        stored[UP], stored[f"{UP}_scale" + "_inv" * (kind == "of blocks")] = made.to(torch.float8_e4m3fn), scales
+        value = made * (scales[:, None] if scales.dim() == 1 else scales)
+    stored["wanted"] = value.reshape(made.shape)
+
+
+@pytest.mark.parametrize("kind", ["of all", "of rows", "of blocks", "nvfp4"])
+def test_quantised_weights_are_their_products_with_their_scales(kind: str, target: Target, tmp_path: Path) -> None:
+    """As Model-Optimizer exports heads, in fp8 and nvfp4."""
+    wanted: list[Tensor] = []
+    export_head(make_head(target, layout="eagle"), tmp_path / "whole", "vllm", facts(target))
+
+    def change(stored: dict[str, Tensor]) -> None:
+        quantised(kind, stored)
+        wanted.append(stored.pop("wanted"))
+
+    directory = altered(tmp_path / "whole", tmp_path / "head", tensors=change)
+    assert torch.equal(load_head(directory, target).get_parameter(UP), wanted[0])
+    assert load_drafter(str(directory), target).name == "eagle"
+    wrong = altered(directory, tmp_path / "wrong", tensors={f"{UP}_scale": torch.ones(3, 3)})
+    with pytest.raises(CheckpointError, match="scales .* do not fit|is a quantised head"):
+        load_head(wrong, target)

@@ -216,7 +216,7 @@ def find_mtp(target: Target, directory: Path | None = None) -> MtpFiles | None:
     where = files_of(target) if directory is None else directory
     if where is None:
         return None
-    weights, first = Weights(where), _own_layers(target)
+    weights, first = Weights(where, expands=False), _own_layers(target)
     if directory is not None:
         file = directory / "config.json"
         config: Any = read_json(file, "Fetch the layers again.") if file.is_file() else {}

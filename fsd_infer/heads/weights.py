@@ -30,6 +30,11 @@ KINDS = {
 }
 
 
+SCALES = ("_scale_inv", "_scale", "_scale_2")  # ends of names
+# numbers of nvfp4: a sign, two bits of exponent, one of mantissa
+E2M1 = torch.tensor([sign * value for sign in (1, -1) for value in (0.0, 0.5, 1, 1.5, 2, 3, 4, 6)])
+
+
 class Weights:
     """The safetensors files of a directory.
 
@@ -37,6 +42,7 @@ class Weights:
         directory: directory of the head.
         ours: our name of a stored one; the same unless given.
         single: name of a file that alone has all tensors; it need not exist if there is an index.
+        expands: whether fp8 and nvfp4 weights are read as their products with their scales, which have no names then.
 
     Attributes:
         shapes: shape of each tensor, by our name.
@@ -50,7 +56,9 @@ class Weights:
             same name of ours.
     """
 
-    def __init__(self, directory: Path, ours: Callable[[str], str] = str, single: str = SINGLE) -> None:
+    def __init__(
+        self, directory: Path, ours: Callable[[str], str] = str, single: str = SINGLE, expands: bool = True
+    ) -> None:
         self.directory, self._single, self.finite = directory, single, True
         self.stored: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -66,6 +74,19 @@ class Weights:
                         raise CheckpointError(f"{file}: {self.stored[name]} and {stored} are the same tensor. {AGAIN}")
                     self.shapes[name], self.dtypes[name] = tuple(part.get_shape()), str(part.get_dtype())
                     self.files[name] = file
+        self._scales = dict(self._take_scales() if expands else ())
+
+    def _take_scales(self) -> Iterator[tuple[str, list[str]]]:
+        """Yield quantised weights and the names of their scales. Packed weights get their own shape."""
+        for name, shape in list(self.shapes.items()):
+            kind = self.dtypes[name]
+            scales = [name + end for end in SCALES if name + end in self.dtypes]
+            packed = kind == "U8" and scales == [f"{name}_scale", f"{name}_scale_2"]
+            if len(shape) == 2 and (packed or kind in KINDS[FP8] and len(scales) == 1):
+                yield name, scales
+                for scale in scales:
+                    del self.shapes[scale]
+                self.shapes[name] = (shape[0], shape[1] * (1 + packed))
 
     def _paths(self) -> list[Path]:
         single, index = self.directory / self._single, self.directory / INDEX
@@ -75,25 +96,69 @@ class Weights:
 
     def read(self, name: str, wanted: str = FLOATS) -> Tensor:
         """Read a tensor. Raises CheckpointError unless it is of the wanted kind: FLOATS, INTEGERS, BOOLEANS or FP8."""
+        if wanted == FLOATS and name in self._scales:
+            return self._checked(name, self._expanded(name))
         if self.dtypes[name] not in KINDS[wanted]:
             if wanted == FLOATS:
                 self.refuse_quantised(self.stored[name])
             raise CheckpointError(
                 f"{self.files[name]}: {self.stored[name]} is of type {self.dtypes[name]}, not {wanted}. {AGAIN}"
             )
+        return self._checked(name, self._stored(name)) if wanted == FLOATS else self._stored(name)
+
+    def _stored(self, name: str) -> Tensor:
         with open_safetensors(self.files[name], AGAIN) as file:
             tensor: Tensor = file.get_tensor(self.stored[name])
+        return tensor
+
+    def _expanded(self, name: str) -> Tensor:
+        weight, (scale, *more) = self._stored(name), [self._stored(part).float() for part in self._scales[name]]
+        if weight.dtype == torch.uint8:
+            weight = E2M1[torch.stack([weight & 15, weight >> 4], -1).flatten(-2).long()]
+            scale = scale * more[0]
+        result = times_scales(weight.float(), scale, 16 if more else 128)
+        if result is None:
+            raise CheckpointError(
+                f"{self.files[name]}: scales {list(scale.shape)} do not fit {self.stored[name]}, "
+                f"{list(weight.shape)}. {AGAIN}"
+            )
+        return result
+
+    def _checked(self, name: str, tensor: Tensor) -> Tensor:
         # decoding would be exact, and no draft accepted
-        if self.finite and wanted == FLOATS and not bool(tensor.isfinite().all()):
+        if self.finite and not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{self.files[name]}: {self.stored[name]} holds NaN or infinite numbers. {AGAIN}")
         return tensor
 
     def refuse_quantised(self, stored: str) -> NoReturn:
         """Raise CheckpointError for a head with this tensor of a quantised weight."""
         raise CheckpointError(
-            f"{self.directory} is a quantised head ({stored}), and heads are read unquantised: use the checkpoint in "
-            "bf16 or fp16 that it was made from."
+            f"{self.directory} is a quantised head ({stored}), and only fp8 with scales and nvfp4 are read so: use the "
+            "checkpoint in bf16 or fp16 that it was made from."
         )
+
+
+def times_scales(weight: Tensor, scales: Tensor, block: int) -> Tensor | None:
+    """Return a weight [out, in] times its scales: one, one for each row, or one for each block; None: other shapes.
+
+    Args:
+        weight: float32.
+        scales: float32.
+        block: columns, and rows where there are fewer scales than rows, that one scale covers.
+    """
+    if scales.numel() == 1:
+        return weight * scales.flatten()
+    held = [size for size in scales.shape if size > 1] if scales.dim() > 2 else list(scales.shape)
+    held = held if len(held) == 2 else [*held, 1]
+    if weight.dim() != 2 or len(held) != 2:
+        return None
+    scales = scales.reshape(held)
+    for dim, (size, count) in enumerate(zip(weight.shape, held)):
+        step = size if count == 1 else 1 if count == size else block
+        if -(-size // step) != count:
+            return None
+        scales = scales.repeat_interleave(step, dim).narrow(dim, 0, size)
+    return weight * scales
 
 
 def fill(module: nn.Module, weights: Weights, names: Mapping[str, str], dtype: torch.dtype) -> None:
