@@ -232,17 +232,21 @@ def keep_nodes(
     proposers: Tensor | None,
     drawn: Tensor | None,
     nodes: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return a tree's tensors [B, N] with these nodes [B, K] alone, as :meth:`fsd_infer.trees.tree.DraftTree.keep`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None]:
+    """Return a tree's tensors [B, N] with these nodes [B, K] alone, as :meth:`fsd_infer.trees.tree.DraftTree.keep`.
+
+    The last of what is returned is the part's ``is_draft`` and ``is_child`` where they were computed on the way.
+    """
     kept_nodes = torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes)
     new_index = torch.zeros_like(parents).scatter(1, nodes, kept_nodes)  # 0 for other nodes
     parents, scores = new_index.gather(1, parents.gather(1, nodes)), scores.gather(1, nodes)
-    children = (scores != -math.inf).long()
-    children[:, 0] = 0
-    has_children = torch.zeros_like(parents).scatter_add(1, parents, children) > 0
+    is_draft = scores != -math.inf
+    is_draft[:, 0] = False
+    is_child = (parents[:, None] == kept_nodes[..., None]) & is_draft[:, None]
     proposers, drawn = (None if x is None else x.gather(1, nodes) for x in (proposers, drawn))
-    q_index = torch.where(has_children, q_index.gather(1, nodes), -1)
-    return tokens.gather(1, nodes), parents, scores - scores[:, :1], q_index, proposers, drawn
+    q_index = torch.where(is_child.any(-1), q_index.gather(1, nodes), -1)
+    scores = scores - scores[:, :1]
+    return tokens.gather(1, nodes), parents, scores, q_index, proposers, drawn, (is_draft, is_child)
 
 
 @replaceable

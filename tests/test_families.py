@@ -113,7 +113,7 @@ def test_unsupported_layers_and_attention_are_refused() -> None:
         with pytest.raises(ModelLoadError, match=f"sliding_window in the config of gemma2 is {window}, so"):
             Target(tiny_model("gemma2", sliding_window=window))
     with pytest.raises(ModelLoadError, match='is on the device "meta"'):
-        Target(tiny_model("llama").to("meta"))
+        FuzzyDecoder.from_pretrained(tiny_model("llama").to("meta"), "lookup")
 
 
 _HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=64, sliding_window=WINDOW)

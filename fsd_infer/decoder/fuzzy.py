@@ -78,6 +78,9 @@ class FuzzyDecoder:
     """
 
     def __init__(self, target: Target, drafter: Drafter, config: RuntimeConfig | None = None, **renamed: Any) -> None:
+        if target.device.type == "meta":
+            name = target.config.name_or_path or target.config.model_type
+            raise ModelLoadError(f'{name} is on the device "meta", which keeps no numbers: load its weights.')
         self.config = runtime_config(config, former.runtime_options(renamed))[0]
         self.target = target
         self.drafter = drafter

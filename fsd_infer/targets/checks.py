@@ -293,8 +293,6 @@ def check_decodable(model: Any, name: str) -> None:
             "one forward needs siblings at one position. Use another target."
         )
     _check_reading(kind, config)
-    if any(weight.is_meta for weight in model.get_input_embeddings().parameters()):
-        raise ModelLoadError(f'{name} is on the device "meta", which keeps no numbers: load its weights.')
     _name_foreign_ends(model, name)
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(places) > 1:

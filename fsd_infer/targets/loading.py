@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from huggingface_hub import file_exists
+from huggingface_hub import file_exists, try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -344,9 +344,12 @@ def _config(source: str, **options: Any) -> PretrainedConfig:
 
 def _refuse_hub_adapter(source: str, options: Mapping[str, Any]) -> None:
     """Raise ModelLoadError for an adapter on the Hub."""
+    revision, cache = options.get("revision"), options.get("cache_dir")
     if not is_hub_id(source) or options.get("local_files_only"):
         return
-    if file_exists(source, ADAPTER_CONFIG, revision=options.get("revision"), token=options.get("token")):
+    if isinstance(try_to_load_from_cache(source, "config.json", cache, revision), str):
+        return  # no adapter alone
+    if file_exists(source, ADAPTER_CONFIG, revision=revision, token=options.get("token")):
         raise ModelLoadError(
             f"{source} is an adapter, and those are read from directories: fetch it (hf download {source} --local-dir "
             "DIR) and give DIR."

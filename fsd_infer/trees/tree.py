@@ -140,10 +140,13 @@ class DraftTree(Renamed):
     def keep(self, nodes: Tensor) -> DraftTree:
         """Return the tree of these nodes [B, K], parents before children, the new root first. Leaves lose their q."""
         given = self.tokens, self.parents, self.scores, self.q_index, self.proposers, self.drawn
-        tokens, parents, scores, q_index, proposers, drawn = functional.keep_nodes(*given, nodes)
-        return replace(
+        tokens, parents, scores, q_index, proposers, drawn, computed = functional.keep_nodes(*given, nodes)
+        part = replace(
             self, tokens=tokens, parents=parents, scores=scores, q_index=q_index, proposers=proposers, drawn=drawn
         )
+        if computed is not None:
+            part.is_draft, part.is_child = computed
+        return part
 
     def likeliest(self, depth: int, draft_bonus: float, nodes: int) -> DraftTree:
         """Return the tree of the nodes that :func:`select_nodes` selects, and of the drawn ones."""

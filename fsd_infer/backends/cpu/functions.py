@@ -271,7 +271,7 @@ def keep_nodes(tokens: Tensor, parents: Tensor, scores: Tensor, *rest: Any) -> A
     given, out = (q_index, drawn, nodes), (*numbers[:3], of_proposers, kept, of_drawn)
     if compiled.keep_nodes(len(nodes), tree, *map(address_of, given), nodes.shape[1], *map(address_of, out)):
         return NotImplemented  # a node is out of range, which torch says
-    return numbers[0], numbers[1], kept, numbers[2], of_proposers, of_drawn
+    return numbers[0], numbers[1], kept, numbers[2], of_proposers, of_drawn, None
 
 
 def tree_union(main: TreeTensors, grafted: TreeTensors, main_proposers: int, depth: int) -> Any:

@@ -88,7 +88,8 @@ def triton_lacks() -> tuple[str, str] | None:
         return "Triton finds no C compiler", "install gcc, or name one in CC"
     scheme = sysconfig.get_default_scheme()
     headers = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])  # as Triton
-    if not (headers / "Python.h").is_file():
+    elsewhere = os.environ.keys() & {"CPATH", "C_INCLUDE_PATH"}  # where the compiler looks, too
+    if not elsewhere and not (headers / "Python.h").is_file():
         return f"Triton needs Python's headers, and {headers} has no Python.h", "install python3-dev"
     return None
 
