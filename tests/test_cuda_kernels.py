@@ -21,8 +21,9 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmb
 
 from benchmarks.few_rows import TILES, Tile, product
 from fsd_core import functional
-from fsd_infer.backends.cuda import kernels, layer, trees
+from fsd_infer.backends.cuda import clipped, kernels, layer, trees
 from fsd_infer.backends.cuda.attention import splits_for, tree_attention
+from fsd_infer.rules import optimal
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # see tests/conftest.py
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -162,6 +163,22 @@ def test_trees_and_what_they_see() -> None:
     assert torch.equal(trees.slot_masks(lengths, after, 12), right)
 
 
+@pytest.mark.parametrize("gain", [0.5, 30.0, 1000.0])
+def test_a_clipped_distribution_is_that_of_torch(gain: float) -> None:
+    """With zeros in p and q, fixed tokens (ln q = inf), a row in which p = q, and more tokens than a block."""
+    scale = torch.linspace(0.1, 20, 6, device=DEVICE)[:, None]
+    log_p = (torch.randn(6, 5000, device=DEVICE) * scale).log_softmax(-1)
+    log_q = (log_p + torch.randn(6, 5000, device=DEVICE) * 3).log_softmax(-1)
+    log_q[0] = log_p[0]
+    log_q[:, ::3], log_p[1:, 1::7] = -torch.inf, -torch.inf
+    log_p, log_q[:, 5:9] = log_p.log_softmax(-1), torch.inf
+    gains = gain * (torch.rand(6, 5000, device=DEVICE) < 0.5)
+    expected = optimal.clipped_distribution.__wrapped__(log_p, log_q, gains)  # type: ignore[attr-defined]
+    found = clipped.clipped_distribution(log_p, log_q, gains, optimal.STEPS, optimal.NEAR)
+    torch.testing.assert_close(found.exp(), expected.exp(), atol=2e-6, rtol=2e-4)
+    torch.testing.assert_close(found.exp().sum(-1), torch.ones(6, device=DEVICE))
+
+
 @pytest.mark.parametrize("is_normed", [False, True])
 def test_queries_are_rotated_and_keys_kept(is_normed: bool) -> None:
     batch, count, heads, key_heads, width = 2, 3, 4, 2, 24
@@ -234,8 +251,8 @@ def test_kernels_compile_for_a_gpu(arguments: tuple[str, ...]) -> None:
     """To machine code of an 8B model's shapes. They fit the smallest card's shared memory, and its registers."""
     found = builds(*arguments)
     assert {line["kernel"] for line in found} == {
-        "_add_norm", "_ancestors", "_angles", "_attend", "_few_rows", "_join", "_read", "_rotate", "_silu_mul",
-        "_slot_masks",
+        "_add_norm", "_ancestors", "_angles", "_attend", "_clipped", "_few_rows", "_join", "_read", "_rotate",
+        "_silu_mul", "_slot_masks",
     }  # fmt: skip
     assert max(line["shared"] for line in found) <= 99 * 1024
     assert max(line["stack"] for line in found) <= 128, "registers are spilled"  # 88 on 8.0 with window and cap

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from benchmarks.few_rows import TILES, product
-from fsd_infer.backends.cuda import attention, kernels, layer, trees
+from fsd_infer.backends.cuda import attention, clipped, kernels, layer, trees
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", torch.uint8: "*u8",
@@ -116,6 +116,7 @@ def launch_all(compiler: Compiler, widths: list[int], dtypes: list[torch.dtype],
         trees.slot_masks(lengths, trees.ancestors(slots), 1024)
         kernels.topk_logprobs(torch.empty(10, 32000, dtype=dtype), 10)
         kernels.row_stats(torch.empty(60, 128256, dtype=dtype), torch.ones(60, dtype=torch.bool))
+    clipped.clipped_distribution(*torch.empty(3, 60, 128256), 24, 1e-5)
 
 
 def main(capability: str, *names: str) -> None:

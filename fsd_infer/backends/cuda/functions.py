@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fsd_core import functional
-from fsd_infer.backends.cuda import kernels, trees
+from fsd_infer.backends.cuda import clipped, kernels, trees
+from fsd_infer.rules.optimal import NEAR, STEPS
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -30,6 +31,11 @@ def topk_logprobs(logits: Tensor, k: int, where: Tensor | None = None) -> Any:
     return kernels.topk_logprobs(logits, k, where) if takes else NotImplemented
 
 
+def clipped_distribution(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Any:
+    takes = _takes(log_p) and log_p.dtype == log_q.dtype == gain.dtype == torch.float32
+    return clipped.clipped_distribution(log_p, log_q, gain, STEPS, NEAR) if takes else NotImplemented
+
+
 def ancestors(parents: Tensor) -> Any:
     return trees.ancestors(parents) if parents.numel() else NotImplemented
 
@@ -45,5 +51,5 @@ def _takes(logits: Tensor) -> bool:
 
 def register(device: str) -> None:
     """Let the kernels answer on this type of device."""
-    for kernel in (row_max, row_stats, row_entropy, topk_logprobs, ancestors, slot_masks):
+    for kernel in (row_max, row_stats, row_entropy, topk_logprobs, clipped_distribution, ancestors, slot_masks):
         functional.register(kernel.__name__, device, kernel)
