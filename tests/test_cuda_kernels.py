@@ -173,8 +173,8 @@ def test_a_clipped_distribution_is_that_of_torch(gain: float) -> None:
     log_q[:, ::3], log_p[1:, 1::7] = -torch.inf, -torch.inf
     log_p, log_q[:, 5:9] = log_p.log_softmax(-1), torch.inf
     gains = gain * (torch.rand(6, 5000, device=DEVICE) < 0.5)
-    expected = optimal.clipped_distribution.__wrapped__(log_p, log_q, gains)  # type: ignore[attr-defined]
-    found = clipped.clipped_distribution(log_p, log_q, gains, optimal.STEPS, optimal.NEAR)
+    expected = optimal.search_clipped.__wrapped__(log_p, log_q, gains, 24, 3e-5)  # type: ignore[attr-defined]
+    found = clipped.search_clipped(log_p, log_q, gains, 24, 3e-5)
     torch.testing.assert_close(found.exp(), expected.exp(), atol=2e-6, rtol=2e-4)
     torch.testing.assert_close(found.exp().sum(-1), torch.ones(6, device=DEVICE))
 

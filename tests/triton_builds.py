@@ -116,7 +116,7 @@ def launch_all(compiler: Compiler, widths: list[int], dtypes: list[torch.dtype],
         trees.slot_masks(lengths, trees.ancestors(slots), 1024)
         kernels.topk_logprobs(torch.empty(10, 32000, dtype=dtype), 10)
         kernels.row_stats(torch.empty(60, 128256, dtype=dtype), torch.ones(60, dtype=torch.bool))
-    clipped.clipped_distribution(*torch.empty(3, 60, 128256), 24, 1e-5)
+    clipped.search_clipped(*torch.empty(3, 60, 128256), 24, 1e-5)
 
 
 def main(capability: str, *names: str) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fsd_core import functional, sampling
 
-STEPS = 24  # of the search for the constant of a clipped distribution
+_STEPS = 24  # of the search for the constant of a clipped distribution
 CLOSE = 1e-6  # error of a distribution's sum at which the search ends; the distribution is then normalised
-NEAR = 3e-5  # the same of a clipped distribution, whose gain is flat at the best sum
+_NEAR = 3e-5  # the same of a clipped distribution, whose gain is flat at the best sum
 
 
 def passing_distribution(
@@ -54,7 +54,7 @@ def least_divergent(p: Tensor, q: Tensor, fixed: Tensor) -> Tensor:
     """
     bound = q.masked_fill(fixed, math.inf)
     a = torch.ones_like(p[:, :1])
-    for _ in range(STEPS // 2):
+    for _ in range(_STEPS // 2):
         free = a * p < bound
         used = 1.0 - q.masked_fill(free, 0.0).sum(-1, keepdim=True)
         better = (used / p.masked_fill(~free, 0.0).sum(-1, keepdim=True).clamp_min(sampling.TINY)).clamp_min(1.0)
@@ -66,7 +66,6 @@ def least_divergent(p: Tensor, q: Tensor, fixed: Tensor) -> Tensor:
     return r / r.sum(-1, keepdim=True).clamp_min(sampling.TINY)
 
 
-@functional.replaceable
 def clipped_distribution(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:
     """Return ln r [R, V] of r = clip(q, p/Z, p·e^gain/Z), which maximises Σ gain·min(r, q) - KL(r || p).
 
@@ -77,11 +76,17 @@ def clipped_distribution(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:
         log_p, log_q: [R, V] ln p and ln q, -inf where they are 0.
         gain: [R, V], at least 0.
     """
+    return search_clipped(log_p, log_q, gain, _STEPS, _NEAR)
+
+
+@functional.replaceable
+def search_clipped(log_p: Tensor, log_q: Tensor, gain: Tensor, steps: int, near: float) -> Tensor:
+    """Compute :func:`clipped_distribution`. The search ends where sums are ``near`` 1, or after so many steps."""
     low, high = -gain.amax(-1, keepdim=True), torch.zeros_like(gain[:, :1])  # ln(1/Z) lies between
     log_a = high
-    for _ in range(STEPS):
+    for _ in range(steps):
         log_r, total, slope = _clip(log_p, log_q, gain, log_a)
-        is_near = (total - 1).abs() < NEAR
+        is_near = (total - 1).abs() < near
         if functional.host_all(is_near):
             break
         low, high = torch.where(total < 1, log_a, low), torch.where(total >= 1, log_a, high)

@@ -55,8 +55,8 @@ def _clipped(P, Q, GAIN, OUT, columns, steps, near, BLOCK: tl.constexpr):
         tl.store(OUT + first + ids, log_r - tl.log(total), mask=ids < columns)
 
 
-def clipped_distribution(log_p: Tensor, log_q: Tensor, gain: Tensor, steps: int, near: float) -> Tensor:
-    """Return :func:`fsd_infer.rules.optimal.clipped_distribution` of tensors [R, V] in fp32.
+def search_clipped(log_p: Tensor, log_q: Tensor, gain: Tensor, steps: int, near: float) -> Tensor:
+    """Return :func:`fsd_infer.rules.optimal.search_clipped` of tensors [R, V] in fp32.
 
     A row ends as soon as its sum is ``near`` 1, or after so many steps.
     """

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fsd_core import functional
 from fsd_infer.backends.cuda import clipped, kernels, trees
-from fsd_infer.rules.optimal import NEAR, STEPS
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -31,9 +30,9 @@ def topk_logprobs(logits: Tensor, k: int, where: Tensor | None = None) -> Any:
     return kernels.topk_logprobs(logits, k, where) if takes else NotImplemented
 
 
-def clipped_distribution(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Any:
+def search_clipped(log_p: Tensor, log_q: Tensor, gain: Tensor, steps: int, near: float) -> Any:
     takes = _takes(log_p) and log_p.dtype == log_q.dtype == gain.dtype == torch.float32
-    return clipped.clipped_distribution(log_p, log_q, gain, STEPS, NEAR) if takes else NotImplemented
+    return clipped.search_clipped(log_p, log_q, gain, steps, near) if takes else NotImplemented
 
 
 def ancestors(parents: Tensor) -> Any:
@@ -51,5 +50,5 @@ def _takes(logits: Tensor) -> bool:
 
 def register(device: str) -> None:
     """Let the kernels answer on this type of device."""
-    for kernel in (row_max, row_stats, row_entropy, topk_logprobs, clipped_distribution, ancestors, slot_masks):
+    for kernel in (row_max, row_stats, row_entropy, topk_logprobs, search_clipped, ancestors, slot_masks):
         functional.register(kernel.__name__, device, kernel)
