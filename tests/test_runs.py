@@ -144,7 +144,11 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
         return step(self, *args)
 
     monkeypatch.setattr(EagleModule, "training_step", interrupted)
-    status, err = run.fit(4, *TWO_BATCHES)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup ignore it
+    try:
+        status, err = run.fit(4, *TWO_BATCHES)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     saved = run.checkpoints / "interrupted.ckpt"
     assert status == 130 and err.splitlines()[-1] == "fsd-train fit: interrupted"
     assert err.count("ending after this step") == 1 and begun.count(2) == 2

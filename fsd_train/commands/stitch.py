@@ -41,7 +41,7 @@ def stitch_mtp(source: Path, target: Path, output: Path) -> None:
         CheckpointError: damaged files.
     """
     whole = _without_weights(target)
-    layer, weights = _own_tensors(source, whole), Weights(target)
+    layer, weights = _own_tensors(source, whole), Weights(target, expands=False)
     old = set(mtp_names(weights.shapes, len(whole.decoder.layers)))  # type: ignore[arg-type]
     output.mkdir(parents=True, exist_ok=True)
     for file in sorted(target.iterdir()):
