@@ -42,9 +42,8 @@ def replacing_directory(directory: Path) -> Iterator[Path]:
                         os.replace(old, directory)
                     shutil.rmtree(partial, ignore_errors=True)
                     raise
-                shutil.rmtree(
-                    old, ignore_errors=True
-                )  # the lock went with the directory: the partial one may be another's
+                # the lock went with the directory, so that the partial one may be another process's by now
+                shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         if str(partial) in str(error.filename):  # a name that nobody gave
             error.filename = str(error.filename).replace(str(partial), str(directory))
