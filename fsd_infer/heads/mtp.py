@@ -20,7 +20,7 @@ from fsd_core.errors import ModelLoadError
 from fsd_core.files import read_json
 from fsd_infer.heads.mtp_layouts import OWN_DIRECTORY, Layout, family_layout, layout_of, separate_layout
 from fsd_infer.heads.stored_parts import EMBEDDINGS, LM_HEAD
-from fsd_infer.heads.weights import FLOATS, FP8, KINDS, Weights, has_weights, is_unused
+from fsd_infer.heads.weights import FLOATS, FP8, KINDS, Weights, has_weights, is_unused, scale_spans, times_scales
 from fsd_infer.targets.checks import QUANTISED, is_mtp_alone, mtp_names
 from fsd_infer.targets.target import Target
 
@@ -152,13 +152,10 @@ class MtpFiles:
         blocks, shape, held = self._blocks, self.weights.shapes[name], self.weights.shapes[scale]
         if len(held) != len(shape):
             return scale, []
-        covers = [
-            1 if count == size else size if count == 1 else block
-            for size, count, block in zip(shape, held, [1] * (len(shape) - 2) + blocks, strict=True)
-        ]
-        if any(-(-size // step) != count for size, count, step in zip(shape, held, covers, strict=True)):
+        spans = scale_spans(shape, held, [1] * (len(shape) - 2) + blocks)
+        if spans is None:
             raise self._error(scale, f"{scale} has the shape {list(held)} for {list(shape)} in blocks of {blocks}")
-        return scale, covers
+        return scale, spans
 
     @cached_property
     def _blocks(self) -> list[int]:
@@ -173,11 +170,8 @@ class MtpFiles:
         if self.weights.dtypes[name] not in KINDS[FP8]:
             return self.weights.read(name)
         number, ours = self.layout.part(name) or (None, "")
-        scale, covers = self._scale(ours, (number or self._first) - self._first, name)
-        weight, scales = self.weights.read(name, FP8).float(), self.weights.read(scale).float()
-        for dim, step in enumerate(covers):
-            scales = scales.repeat_interleave(step, dim).narrow(dim, 0, weight.shape[dim])
-        return weight * scales
+        scale, spans = self._scale(ours, (number or self._first) - self._first, name)
+        return times_scales(self.weights.read(name, FP8), self.weights.read(scale).float(), spans)
 
     def table(self, name: str) -> Tensor:
         """Read embeddings or an LM head [V, H]. Raises ModelLoadError for another shape."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -116,13 +116,17 @@ class Weights:
         if weight.dtype == torch.uint8:
             weight = E2M1[torch.stack([weight & 15, weight >> 4], -1).flatten(-2).long()]
             scale = scale * more[0]
-        result = times_scales(weight.float(), scale, 16 if more else 128)
-        if result is None:
+        if scale.numel() == 1:
+            return times_scales(weight, scale.flatten(), [])
+        held = [size for size in scale.shape if size > 1] if scale.dim() > 2 else list(scale.shape)
+        held = held if len(held) == 2 else [*held, 1]
+        spans = scale_spans(weight.shape, held, [16 if more else 128] * 2) if len(held) == 2 else None
+        if spans is None:
             raise CheckpointError(
                 f"{self.files[name]}: scales {list(scale.shape)} do not fit {self.stored[name]}, "
                 f"{list(weight.shape)}. {AGAIN}"
             )
-        return result
+        return times_scales(weight, scale.reshape(held), spans)
 
     def _checked(self, name: str, tensor: Tensor) -> Tensor:
         # decoding would be exact, and no draft accepted
@@ -138,27 +142,27 @@ class Weights:
         )
 
 
-def times_scales(weight: Tensor, scales: Tensor, block: int) -> Tensor | None:
-    """Return a weight [out, in] times its scales: one, one for each row, or one for each block; None: other shapes.
+def scale_spans(shape: Sequence[int], held: Sequence[int], blocks: Sequence[int]) -> list[int] | None:
+    """Return how many numbers along each dimension one scale covers; None if the scales are of another shape.
 
     Args:
-        weight: float32.
-        scales: float32.
-        block: columns, and rows where there are fewer scales than rows, that one scale covers.
+        shape: of the weight.
+        held: of its scales, as many dimensions: along each one scale for all, for each, or for a block.
+        blocks: sizes of blocks.
     """
-    if scales.numel() == 1:
-        return weight * scales.flatten()
-    held = [size for size in scales.shape if size > 1] if scales.dim() > 2 else list(scales.shape)
-    held = held if len(held) == 2 else [*held, 1]
-    if weight.dim() != 2 or len(held) != 2:
-        return None
-    scales = scales.reshape(held)
-    for dim, (size, count) in enumerate(zip(weight.shape, held)):
-        step = size if count == 1 else 1 if count == size else block
-        if -(-size // step) != count:
-            return None
-        scales = scales.repeat_interleave(step, dim).narrow(dim, 0, size)
-    return weight * scales
+    spans = [
+        1 if count == size else size if count == 1 else block
+        for size, count, block in zip(shape, held, blocks, strict=True)
+    ]
+    fits = all(-(-size // span) == count for size, count, span in zip(shape, held, spans, strict=True))
+    return spans if fits else None
+
+
+def times_scales(weight: Tensor, scales: Tensor, spans: Sequence[int]) -> Tensor:
+    """Return a weight times its scales in fp32. spans: :func:`scale_spans`; [] for scales that broadcast."""
+    for dim, span in enumerate(spans):
+        scales = scales.repeat_interleave(span, dim).narrow(dim, 0, weight.shape[dim])
+    return weight.float() * scales
 
 
 def fill(module: nn.Module, weights: Weights, names: Mapping[str, str], dtype: torch.dtype) -> None:

@@ -278,25 +278,34 @@ def _write_shard(
     target: Target, texts: _Texts, shown: Mapping[str, Callable[[], Inputs]], directory: Path, batch_tokens: int,
     bar: Any,
 ) -> None:  # fmt: skip
-    keys, rows = list(texts), dict[str, Tensor]()
+    rows: dict[str, Tensor] = {}
     try:
-        for batch in PackingSampler([len(ids) for ids in texts.values()], batch_tokens, shuffle=False):
-            ids = [torch.as_tensor(texts[keys[row]], dtype=torch.long) for row in batch]
-            whole = torch.cat(ids)[None].to(target.device)
-            inputs = {number: shown[keys[row]]() for number, row in enumerate(batch) if keys[row] in shown}
-            mask = TextMask(
-                tuple(map(len, ids)), target.device, shown=image_prompts(target, whole, list(map(len, ids)), inputs)
-            )
-            with torch.inference_mode():
-                if mask.shown:
-                    out = features_with_images(target, whole, mask)
-                else:
-                    out = forward_packed(target.features, target.model, whole, mask)
-            parts = out[0].to(torch.bfloat16).cpu().split(mask.lengths)
-            rows.update({keys[row]: made.clone() for row, made in zip(batch, parts, strict=True)})
-            bar.update(sum(mask.lengths))
+        for key, features in _features_of(target, texts, shown, batch_tokens):
+            rows[key] = features
+            bar.update(len(features))
     finally:  # what was computed before an error or a signal is kept, too
         save_shard(directory, rows)
+
+
+def _features_of(
+    target: Target, texts: _Texts, shown: Mapping[str, Callable[[], Inputs]], batch_tokens: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield keys and features [M, F] of texts, batch by batch."""
+    keys = list(texts)
+    for batch in PackingSampler([len(ids) for ids in texts.values()], batch_tokens, shuffle=False):
+        ids = [torch.as_tensor(texts[keys[row]], dtype=torch.long) for row in batch]
+        whole = torch.cat(ids)[None].to(target.device)
+        inputs = {number: shown[keys[row]]() for number, row in enumerate(batch) if keys[row] in shown}
+        mask = TextMask(
+            tuple(map(len, ids)), target.device, shown=image_prompts(target, whole, list(map(len, ids)), inputs)
+        )
+        with torch.inference_mode():
+            if mask.shown:
+                out = features_with_images(target, whole, mask)
+            else:
+                out = forward_packed(target.features, target.model, whole, mask)
+        parts = out[0].to(torch.bfloat16).cpu().split(mask.lengths)
+        yield from ((keys[row], part.clone()) for row, part in zip(batch, parts, strict=True))
 
 
 def save_shard(directory: Path, rows: Mapping[str, Tensor]) -> None:
