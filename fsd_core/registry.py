@@ -94,6 +94,12 @@ def is_whole(value: Any, least: float = -math.inf, most: float = math.inf) -> bo
     return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
 
+def is_number(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
+    """Return whether a value is a finite number within these bounds; True and False are none."""
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and least <= value <= most and abs(value) < math.inf
+
+
 def check_listed(name: str, value: Any, of: str = "", error: type[FsdError] = FsdError) -> None:
     """Raise ``error`` for a text or a path in place of a list of them, whose letters would count as entries.
 

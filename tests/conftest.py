@@ -26,10 +26,10 @@ from hypothesis import HealthCheck, settings
 
 from fsd_infer import FuzzyDecoder
 from fsd_infer.backends.choose import choose
-from fsd_infer.backends.cpu.kernels import found
+from fsd_infer.backends.cpu.kernels import loaded
 from fsd_infer.backends.cpu.sets import SETS, VARIABLE
 from fsd_infer.targets.loading import builtin_dir
-from fsd_infer.targets.weights import say
+from fsd_infer.targets.weights import warn_once
 from tests import small_builtin
 from tests.bench_toys import Toy, save_toy
 
@@ -184,10 +184,10 @@ def several_threads() -> Iterator[None]:
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """The kernels are looked for again, and once more when the test is over. What was said is said again."""
     monkeypatch.delenv(VARIABLE, raising=False)
-    found.cache_clear()
-    say.cache_clear()
+    loaded.cache_clear()
+    warn_once.cache_clear()
     yield monkeypatch
-    found.cache_clear()
+    loaded.cache_clear()
 
 
 @pytest.fixture(params=SETS)

@@ -188,8 +188,8 @@ def test_a_pipe_is_no_corpus(tmp_path: Path, target: Target) -> None:
 def test_long_indexing_reports_progress(
     tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(corpora, "EVERY", 0.0)
-    monkeypatch.setattr(corpora, "TOGETHER", 10)
+    monkeypatch.setattr(corpora, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(corpora, "BATCH_ROWS", 10)
     made = open_corpus(save_rows(tmp_path / "said.jsonl", ROWS), target)
     said = capsys.readouterr().err.splitlines()
     assert [line.split(",")[0] for line in said[:3]] == [f"[said.jsonl] read {n} rows" for n in (10, 20, 30)]

@@ -265,7 +265,7 @@ def test_which_sets_a_processor_and_the_variable_allow(
     fresh.setattr(kernel_sets.platform, "machine", lambda: "x86_64")
     if asked is not None:
         fresh.setenv(VARIABLE, asked)
-    found = kernel_sets.wanted()
+    found = kernel_sets.allowed_sets()
     assert (list(found.names), found.why, found.forced) == (names, why, "FSD_KERNELS" in why)
 
 

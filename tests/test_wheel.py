@@ -56,7 +56,7 @@ def test_wheel_decodes_and_trains(repo_root: Path, tmp_path: Path) -> None:
     for path, lacks in ((str(bin_), True), (os.environ["PATH"], False)):  # without a C++ compiler, and with one
         answer = call(ask, tmp_path, PATH=path, FSD_CACHE=str(tmp_path / "cache"))
         assert "drafter eagle" in answer and "tokens per forward" in answer, "with the head that travels with it"
-        assert ("there is no C++ compiler" in answer) == lacks or not sets.wanted().names
+        assert ("there is no C++ compiler" in answer) == lacks or not sets.allowed_sets().names
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Name ten rivers."}\n')
     bench = "run --prompts prompts.jsonl --methods plain,exact --max-new-tokens 8"
     assert "tok/s" in call([str(bin_ / "fsd-bench"), *bench.split()], tmp_path)

@@ -50,24 +50,24 @@ def facts() -> dict[str, Any]:
     }
 
 
-def text(found: dict[str, Any]) -> str:
+def text(facts: dict[str, Any]) -> str:
     """Return :func:`facts` as lines."""
-    flags, kernels = found["flags"], found["kernels"]
-    commit = f" ({found['commit']})" if found["commit"] else ""
-    free = "" if found["memory_free_gib"] is None else f", {found['memory_free_gib']} GiB of memory free"
+    flags, kernels = facts["flags"], facts["kernels"]
+    commit = f" ({facts['commit']})" if facts["commit"] else ""
+    free = "" if facts["memory_free_gib"] is None else f", {facts['memory_free_gib']} GiB of memory free"
     lines = {
-        "versions": f"fsd_infer {found['fsd_infer']}{commit}, torch {found['torch']}, transformers "
-        f"{found['transformers']}, Python {found['python']}, {found['system']}",
-        "processor": f"{found['cpu']}, {found['cores']} cores{free}, load {found['load_average']}",
+        "versions": f"fsd_infer {facts['fsd_infer']}{commit}, torch {facts['torch']}, transformers "
+        f"{facts['transformers']}, Python {facts['python']}, {facts['system']}",
+        "processor": f"{facts['cpu']}, {facts['cores']} cores{free}, load {facts['load_average']}",
         "flags": " ".join(flag for flag in FLAGS if flags[flag]) or "none of those that the kernels use",
         "missing": " ".join(flag for flag in FLAGS if not flags[flag]) or "none",
         "kernels": f"{kernels['set'] or 'none'}: {kernels['why']}",
         "compiler": kernels["compiler"],
-        "devices": ", ".join(found["devices"]),
-        "threads": f"{found['threads']} of torch",
-        "variables": " ".join(f"{name}={value}" for name, value in found["variables"].items()) or "none set",
+        "devices": ", ".join(facts["devices"]),
+        "threads": f"{facts['threads']} of torch",
+        "variables": " ".join(f"{name}={value}" for name, value in facts["variables"].items()) or "none set",
     }
-    runs = [f"  {what}: {where}" for what, where in found["runs"].items()]
+    runs = [f"  {what}: {where}" for what, where in facts["runs"].items()]
     return "\n".join([*(f"{name:<10} {line}" for name, line in lines.items()), "what runs where", *runs])
 
 
@@ -75,17 +75,17 @@ def _runs(name: str | None, why: str, gpu: bool) -> dict[str, str]:
     """Return where each kind of work runs."""
     quantised = "quantised weights (GGUF, GPTQ, AWQ, torchao, quanto, compressed-tensors)"
     if name is None:
-        found = {
+        runs = {
             "bf16 weights": f"torch, because {why}",
             quantised: "expanded to bf16, or by their library, for the same reason",
         }
     else:
         products = f"our kernels on {UNITS.get(name, name)}"
-        found = {
+        runs = {
             "bf16 weights, and heads in fp8": products,
             quantised: f"{products}, from their own blocks; types that they do not read are expanded",
             "layers of Llama, Mistral, Qwen2 and Qwen3": "our kernels, up to 512 tokens a forward; above by torch",
             "layers of other families": "torch, with our products",
             "fp32 and fp16": "torch",
         }
-    return found | ({"on a GPU": "torch; the CPU's kernels are not used"} if gpu else {})
+    return runs | ({"on a GPU": "torch; the CPU's kernels are not used"} if gpu else {})

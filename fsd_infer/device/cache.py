@@ -38,8 +38,8 @@ def cache_argument(kind: type[nn.Module]) -> str:
 
 @cache
 def _argument_of(forward: Hashable) -> str:
-    taken = inspect.signature(cast(Any, forward)).parameters
-    return next((name for name in ("cache", "cache_params") if name in taken), "past_key_values")
+    parameters = inspect.signature(cast(Any, forward)).parameters
+    return next((name for name in ("cache", "cache_params") if name in parameters), "past_key_values")
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -73,14 +73,14 @@ class _SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         return self._written(self.keys, key_states), self._written(self.values, value_states)
 
-    def _written(self, kept: Tensor, states: Tensor) -> Tensor:
+    def _written(self, stored: Tensor, states: Tensor) -> Tensor:
         """Write states [B, heads, M, width] to their slots, and return those of all used slots."""
         cache = self.cache
         if cache.start is not None:
-            kept[:, :, cache.start : cache.start + states.shape[2]] = states
+            stored[:, :, cache.start : cache.start + states.shape[2]] = states
         else:
-            kept.scatter_(2, cache.slots[:, None, :, None].expand_as(states), states)
-        return kept[:, :, : cache.used]
+            stored.scatter_(2, cache.slots[:, None, :, None].expand_as(states), states)
+        return stored[:, :, : cache.used]
 
     def update_indexer(self, states: Tensor) -> Tensor:
         """As :meth:`update` for the keys [B, M, width] by which DeepSeek's sparse attention chooses what it reads."""
@@ -114,10 +114,10 @@ class SlotCache(Cache):
         prefilled: [B] length of each row's text when it was last read at once, on the device; None: unknown.
         window: slots that a forward attends to where the host does not know the lengths; the texts lie within.
         recurrent: the states of recurrent layers.
-        offsets: [B] what a token's rotary position exceeds its index in the text by (M-RoPE, after images), on the
-            device; None: indices are positions.
-        prompt_offsets: [3, B, P] the same of a prompt's tokens, while a draft head reads a prompt with images; else
-            None.
+        offsets: [B] rotary position less index in the text, of tokens after the images (M-RoPE), on the device; None:
+            indices are positions.
+        prompt_offsets: [3, B, P] the same difference for each token of a prompt with images, while a draft head reads
+            it; else None.
     """
 
     def __init__(self, config: Any, batch: int, slots: int, pool: KVPool | None = None) -> None:
@@ -183,8 +183,8 @@ class SlotCache(Cache):
 
     def saved(self, row: int, count: int) -> dict[Any, Tensor]:
         """Return copies of a row's first ``count`` keys and values, and of its states, for :meth:`restore`."""
-        held = self.tensors.held.items()
-        return {key: (x[:, row] if key[0] == STATE else x[:, row, :, :count]).clone() for key, x in held}
+        tensors = self.tensors.held.items()
+        return {key: (x[:, row] if key[0] == STATE else x[:, row, :, :count]).clone() for key, x in tensors}
 
     def restore(self, states: dict[Any, Tensor]) -> None:
         """Write the result of :meth:`saved` to the first slots of this cache's only row."""

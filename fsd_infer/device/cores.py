@@ -67,10 +67,10 @@ def cores_taken(before: CpuTimes, after: CpuTimes) -> float:
     return max(0.0, (after.used - before.used - after.own + before.own) / (after.at - before.at))
 
 
-def free_threads(asked: int, cores: int, taken: float) -> int:
+def free_threads(requested: int, cores: int, taken: float) -> int:
     """Return how many of the threads asked for find a core, where others take some of ``cores``."""
-    whole = math.ceil(taken - UNNOTICED)
-    return asked if whole <= 0 else max(1, min(asked, cores - whole))
+    busy = math.ceil(taken - UNNOTICED)
+    return requested if busy <= 0 else max(1, min(requested, cores - busy))
 
 
 class Cores:
@@ -88,20 +88,20 @@ class Cores:
         self._lock = threading.Lock()
         self._last, self._taken, self._requests, self._said = read_times(), 0.0, 0, False
 
-    def threads(self, asked: int) -> int:
+    def threads(self, requested: int) -> int:
         """Return how many threads a request gets that asks for some. Requests side by side share the cores."""
-        if asked < 2 or _mode() == "fixed":
-            return asked
+        if requested < 2 or _mode() == "fixed":
+            return requested
         with self._lock:
             if self._last is not None and time.monotonic() - self._last.at >= SECONDS:
                 now = self._read_times()
                 if now is not None:  # times of long ago say nothing of now
                     self._taken = cores_taken(self._last, now) if now.at - self._last.at <= STALE else 0.0
                 self._last = now
-            free = free_threads(asked, self._count(), self._taken)
-            if free < asked and not self._said:
+            free = free_threads(requested, self._count(), self._taken)
+            if free < requested and not self._said:
                 self._said = True
-                logger.info("other processes keep cores busy: %d of %d threads while they do.", free, asked)
+                logger.info("other processes keep cores busy: %d of %d threads while they do.", free, requested)
             return max(1, free // max(1, self._requests))
 
     def enter(self) -> None:

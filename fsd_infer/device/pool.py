@@ -57,8 +57,8 @@ class RowTensors:
         """
         if key not in self.held:
             if self.parent is not None:
-                whole, row = self.parent
-                self.held[key] = whole.get(key, like, first, rest)[:, row : row + 1]
+                parent, row = self.parent
+                self.held[key] = parent.get(key, like, first, rest)[:, row : row + 1]
             else:
                 if key not in self.pool:
                     self.pool.zeros(key, (first, self._allocated, *rest), like)

@@ -89,9 +89,9 @@ class AssistantModel(FeatureReader):
             shared[kind] = layer.keys[:, :, :used], layer.values[:, :, :used]
         x = self.head.pre_projection(torch.cat([self.target.embed(tokens).to(states.dtype), states], -1))
         positions = lengths[:, None].expand(tokens.shape)
-        given = {"attention_mask": masks, "shared_kv_states": shared, "use_cache": False}
-        given["logits_to_keep"] = None  # else transformers drops nodes
-        outputs = self.head.model(inputs_embeds=x, position_ids=positions, **given).last_hidden_state
+        inputs = {"attention_mask": masks, "shared_kv_states": shared, "use_cache": False}
+        inputs["logits_to_keep"] = None  # else transformers drops nodes
+        outputs = self.head.model(inputs_embeds=x, position_ids=positions, **inputs).last_hidden_state
         return self._logits(outputs), self.head.post_projection(outputs)
 
     def _logits(self, outputs: Tensor) -> Tensor:
@@ -175,22 +175,22 @@ def _text_model(target: Target) -> Any:
 
 def _sources(head: Any, target: Target) -> list[KeyValueSource]:
     """Return the target's layers whose keys the assistant reads. Raises ModelLoadError if it cannot."""
-    own, theirs = head.config.get_text_config(), target.config
+    assistant, config = head.config.get_text_config(), target.config
     refusal = f"this Gemma-4 assistant cannot draft for {target.name}"
-    if not (hasattr(theirs, "num_kv_shared_layers") and hasattr(theirs, "per_layer_config")):
-        raise ModelLoadError(f"{refusal}: it reads the keys of a Gemma-4 target, and this one is {theirs.model_type}.")
-    check_sizes("this Gemma-4 assistant", head.backbone_hidden_size, own.vocab_size, target)
-    keep_own = theirs.layer_types[: theirs.num_hidden_layers - theirs.num_kv_shared_layers]
+    if not (hasattr(config, "num_kv_shared_layers") and hasattr(config, "per_layer_config")):
+        raise ModelLoadError(f"{refusal}: it reads the keys of a Gemma-4 target, and this one is {config.model_type}.")
+    check_sizes("this Gemma-4 assistant", head.backbone_hidden_size, assistant.vocab_size, target)
+    cached_types = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
     sources = []
-    for kind in sorted(set(own.layer_types)):
-        last = max((i for i, its_kind in enumerate(keep_own) if its_kind == kind), default=0)
+    for kind in sorted(set(assistant.layer_types)):
+        last = max((i for i, its_kind in enumerate(cached_types) if its_kind == kind), default=0)
         if last == 0:
             raise ModelLoadError(f"{refusal}: none of the target's layers but the first keeps keys of {kind}.")
-        mine, its = own.per_layer_config[own.layer_types.index(kind)], theirs.per_layer_config[last]
-        sizes = [(part.num_key_value_heads, part.head_dim) for part in (mine, its)]
+        ours, theirs = assistant.per_layer_config[assistant.layer_types.index(kind)], config.per_layer_config[last]
+        sizes = [(part.num_key_value_heads, part.head_dim) for part in (ours, theirs)]
         if sizes[0] != sizes[1]:
             raise ModelLoadError(
                 f"{refusal}: for {kind} it reads {sizes[0]} key heads and widths, the target has {sizes[1]}."
             )
-        sources.append(KeyValueSource(kind, last, own.sliding_window if kind == "sliding_attention" else None))
+        sources.append(KeyValueSource(kind, last, assistant.sliding_window if kind == "sliding_attention" else None))
     return sources

@@ -122,7 +122,7 @@ class Drafter(Renamed, ABC):
         """
 
     def for_bonus(self, draft_bonus: float) -> Drafter:
-        """Return the fastest form of this drafter for a request: itself, or one with other trees.
+        """Return the drafter that is fastest for a request: this one, or a copy with other trees.
 
         Args:
             draft_bonus: see :class:`DraftRequest`.

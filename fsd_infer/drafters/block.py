@@ -62,8 +62,8 @@ class BlockModel(FeatureReader):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings [..., H] of tokens [...]: the head's own if it has them, else the target's."""
-        own = self.head.embed_tokens
-        return self.target.embed(tokens) if own is None else own(tokens)
+        table = self.head.embed_tokens
+        return self.target.embed(tokens) if table is None else table(tokens)
 
     def logits(self, states: Tensor) -> Tensor:
         """Return logits [..., Vd] of states [..., H]. Heads are trained on the LM head alone, without its scale."""

@@ -31,8 +31,8 @@ from fsd_infer.targets.target import Target
 FORMAT = "fsd-memory-1"
 SUFFIX = ".memory"  # appended to the corpus's name for its index
 IDS = ("prompt_ids", "response_ids")  # fields with token ids, of files that `fsd-train regenerate` wrote
-TOGETHER = 512  # rows that are encoded at once
-EVERY = 5.0  # seconds between reports of progress
+BATCH_ROWS = 512  # rows that are encoded at once
+REPORT_SECONDS = 5.0  # seconds between reports of progress
 MAX_TOKENS = 2**31 - 1  # indices are of 32 bits
 _ADVICE = "Delete it, and it is made again."
 
@@ -57,7 +57,7 @@ def open_corpus(name: str | os.PathLike[str], target: Target) -> SuffixStore:
     vocabulary = str(target.fingerprint()["vocabulary_sha256"] or target.vocab_size)
     try:
         index.parent.mkdir(parents=True, exist_ok=True)
-        facts = {"format": FORMAT, "vocabulary": vocabulary, "source": _state(source, index)}
+        facts = {"format": FORMAT, "vocabulary": vocabulary, "source": _fingerprint(source, index)}
         with locked(Path(f"{index}.lock"), source.name):
             return _read(index, facts, target) or _build(source, index, facts, target)
     except OSError as error:
@@ -72,8 +72,8 @@ def _index_of(name: str) -> Path:
     return Path(os.path.abspath(name) + SUFFIX)
 
 
-def _state(source: Path, index: Path) -> str:
-    """Return what changes when the corpus does. Raises DataError for pipes and devices, which end never or once."""
+def _fingerprint(source: Path, index: Path) -> str:
+    """Return a text that changes when the corpus does. Raises DataError for a pipe or a device."""
     if is_hub_name(source):
         try:
             return HubRows.parse(str(source)).digest(str(source))
@@ -84,13 +84,13 @@ def _state(source: Path, index: Path) -> str:
             return _facts_of(index).get("source", "")
     status = source.stat()
     if not stat.S_ISDIR(status.st_mode):
-        return _state_of(source, status)
+        return _file_fingerprint(source, status)
     files = sorted(file for file in source.rglob("*") if not file.is_dir())
-    lines = "".join(f"{file.relative_to(source)} {_state_of(file, file.stat())}\n" for file in files)
+    lines = "".join(f"{file.relative_to(source)} {_file_fingerprint(file, file.stat())}\n" for file in files)
     return hashlib.sha256(os.fsencode(lines)).hexdigest()
 
 
-def _state_of(file: Path, status: os.stat_result) -> str:
+def _file_fingerprint(file: Path, status: os.stat_result) -> str:
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"corpus {file} is a pipe or a device, which cannot be indexed: save its rows in a file.")
     return f"{status.st_size} {status.st_mtime_ns}"
@@ -137,17 +137,17 @@ def _tokens_of(source: Path, target: Target) -> NDArray[np.int32]:
     """Return the tokens of all rows, each row's followed by END. Reports progress and the rows that it skips."""
     check, tokens, reported = RowCheck(), array("i"), time.monotonic()
     rows = read_rows(source, check)
-    while together := list(islice(rows, TOGETHER)):
+    while batch := list(islice(rows, BATCH_ROWS)):
         forms: list[list[int] | str] = []
-        for row in together:
+        for row in batch:
             with check.using(row.where):
-                forms.append(_form(row, target))
+                forms.append(_ids_or_text(row, target))
         for ids in _encoded(forms, target):
             tokens.extend(ids)
             tokens.append(END)
         if len(tokens) > MAX_TOKENS:
             raise DataError(f"corpus {source} has more than {MAX_TOKENS:,} tokens: name a part of it.")
-        if time.monotonic() - reported >= EVERY:
+        if time.monotonic() - reported >= REPORT_SECONDS:
             print(f"[{source.name}] read {check.read:,} rows, {len(tokens):,} tokens", file=sys.stderr, flush=True)
             reported = time.monotonic()
     check.finish()
@@ -156,11 +156,11 @@ def _tokens_of(source: Path, target: Target) -> NDArray[np.int32]:
     return np.frombuffer(tokens, np.int32)
 
 
-def _form(row: Example, target: Target) -> list[int] | str:
+def _ids_or_text(row: Example, target: Target) -> list[int] | str:
     """Return a row's token ids, or its text. A null counts as a missing field, as in exported tables."""
-    given = [row.values[name] for name in IDS if row.values.get(name) is not None]
-    if given:
-        tokens: list[Any] = [token for ids in given for token in (ids if isinstance(ids, list) else [None])]
+    fields = [row.values[name] for name in IDS if row.values.get(name) is not None]
+    if fields:
+        tokens: list[Any] = [token for ids in fields for token in (ids if isinstance(ids, list) else [None])]
         if not all(type(token) is int and 0 <= token < target.vocab_size for token in tokens):
             raise DataError(
                 f"{row.where}: {' and '.join(IDS)} are lists of whole numbers from 0 to {target.vocab_size - 1}."

@@ -138,16 +138,16 @@ class Drawing:
             free_nodes = torch.full(ancestors.shape[:1], self.nodes, device=ancestors.device)
         depth = len(self.scores)
         ratios = self.ratios.ratio(False, depth), self.ratios.ratio(True, depth)
-        found = sampling.mixed_children(
+        children = sampling.mixed_children(
             scores, width, accept_log_probs, ancestors, reserved, free_nodes, ratios, self.min_log_prob
         )
-        self._reserved, self._free_nodes = found.reserved, found.free_nodes
-        self.scores.append(found.outside)
-        self.fixed.append(found.fixed)
-        draws = found.drawn[..., -1]
-        last = torch.where(draws, drawn_entries(found.outside, draws, self.generator), found.entries[..., -1])
-        found.entries[..., -1] = last
-        return found.log_q, found.entries, found.drawn
+        self._reserved, self._free_nodes = children.reserved, children.free_nodes
+        self.scores.append(children.outside)
+        self.fixed.append(children.fixed)
+        draws = children.drawn[..., -1]
+        last = torch.where(draws, drawn_entries(children.outside, draws, self.generator), children.entries[..., -1])
+        children.entries[..., -1] = last
+        return children.log_q, children.entries, children.drawn
 
 
 class ChainDrawing:

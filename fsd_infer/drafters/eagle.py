@@ -62,13 +62,12 @@ class EagleDrafter(TreeDrafter):
         target.capture_layers(head.config.fused_layers)
         self.head = head.to(target.device).cast(target.dtype).eval()
         super().__init__(target, HeadModel(head, target), head.config.draft_vocab_size or target.vocab_size, shape)
-        self.context_ids = context_ids and head.draft_ids is not None and head.lm_head is None
         self._drafted = bytearray(target.vocab_size)  # whether an id is in the head's vocabulary
-        for drafted in [] if head.draft_ids is None else head.draft_ids.tolist():
+        self.draft_ids = ids = head.draft_ids
+        for drafted in [] if ids is None else ids.tolist():
             self._drafted[drafted] = True
-        self.draft_ids = head.draft_ids
-        own = head.lm_head is not None
-        self.lm_head = None if own or self.draft_ids is None else target.reduced_lm_head(self.draft_ids)
+        self.lm_head = None if ids is None or head.lm_head is not None else target.reduced_lm_head(ids)
+        self.context_ids = context_ids and self.lm_head is not None
         self._fused_step: HeadStep | None = None  # the backend's step, from ids and features to logits
         self._step_stack: Stack | None = None  # the stack that gave it
 
@@ -95,10 +94,10 @@ class EagleDrafter(TreeDrafter):
         result.public = "model_type" not in (result.head.config.target or {})
         result.directory = Path(result.head.name_or_path)
         if not result.public:
-            result.tell_precision((result.head.config.target or {}).get("precision", ""))
+            result.check_precision((result.head.config.target or {}).get("precision", ""))
         return result
 
-    def tell_precision(self, trained_for: str) -> None:
+    def check_precision(self, trained_for: str) -> None:
         """Warn, and note for records, if the head was trained for target weights of another precision.
 
         Args:
@@ -153,19 +152,19 @@ class EagleDrafter(TreeDrafter):
         if self.head.stack is not self._step_stack:  # a backend has changed it
             self._step_stack, self._fused_step = self.head.stack, self._find_fused_step()
         extra_rows = None if vocabulary is None else vocabulary.extra_rows
-        found = self._fused_step and self._fused_step(cache, visible, tokens, features, positions, extra_rows)
-        if found:
-            outputs, logits = found
+        fused = self._fused_step and self._fused_step(cache, visible, tokens, features, positions, extra_rows)
+        if fused:
+            outputs, logits = fused
             return outputs, logits if vocabulary is None else vocabulary.masked(logits)
         outputs = self.model.forward(cache, visible, tokens, features, positions)
         return outputs, self.q_logits(outputs, vocabulary)
 
     def _find_fused_step(self) -> HeadStep | None:
-        own, model = self.head.lm_head, self.target.model
-        if own is None and self.target.logit_form is not None:
+        head, model = self.head, self.target.model
+        if head.lm_head is None and self.target.logit_form is not None:
             return None
-        lm_head = own or self.lm_head or model.get_output_embeddings()
-        return self.head.stack.head_step(self.head, self.head.embed_tokens or model.get_input_embeddings(), lm_head)
+        lm_head = head.lm_head or self.lm_head or model.get_output_embeddings()
+        return head.stack.head_step(head, head.embed_tokens or model.get_input_embeddings(), lm_head)
 
     def describe(self) -> dict[str, Any]:
         narrow = any(format_of(part) == "fp8" for module in self.modules() for part in module.modules())
@@ -212,7 +211,7 @@ class EagleSession(CachedSession):
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         self.unread.append((tokens, features, counts))
-        # Tokens wait for the next draft, which reads them with the root. Prompts do not, nor do recorded rounds.
+        # New tokens wait for the next draft, which reads them with the root; prompts and recorded rounds do not wait.
         waiting = sum(part[0].shape[1] for part in self.unread)
         if not self._has_read_prompt or self._reads_at_once or waiting > MAX_UNREAD:
             self._read_text()
@@ -286,8 +285,8 @@ class EagleSession(CachedSession):
         super().keep_rows(rows)
         if self.vocabulary is not None:
             self.vocabulary.keep_rows(rows)
-        kept = to_device(rows, self.device)
-        self.unread = [(tokens[kept], features[kept], counts[kept]) for tokens, features, counts in self.unread]
+        index = to_device(rows, self.device)
+        self.unread = [(tokens[index], features[index], counts[index]) for tokens, features, counts in self.unread]
 
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         before = at_nodes(self._features, parents)
@@ -300,7 +299,7 @@ class EagleSession(CachedSession):
         more = 1 + max(map(len, frontier.tokens)) - self._outputs.shape[1]
         self._outputs = torch.nn.functional.pad(self._outputs, (0, 0, 0, more))
         for final in (True, False):
-            part = [[x for x in found if self._is_final(frontier, row, x) is final] for row, found in enumerate(unread)]
+            part = [[x for x in new if self._is_final(frontier, row, x) is final] for row, new in enumerate(unread)]
             if any(part):
                 self._read_part(frontier, part, final)
         logits = self.drafter.q_logits(at_nodes(self._outputs, frontier.padded_nodes(nodes)), self.vocabulary)

@@ -121,7 +121,7 @@ class FreeDrafter(Drafter):
     Attributes:
         largest: the largest shape, by device, within which trees are chosen round by round.
         context_length: tokens of a context that its tables read at most.
-        most_chosen: nodes that it drafts at least under ``tree="auto"``, which then chooses the nodes to verify.
+        auto_nodes: fewest nodes that it drafts, grafted, under ``tree="auto"``, which chooses among them.
 
     Raises:
         FsdError: an option out of range.
@@ -132,7 +132,7 @@ class FreeDrafter(Drafter):
     relative_cost = 0.0
     context_length: ClassVar[int] = 32
     drafts_beams = True
-    most_chosen: ClassVar[int] = 0
+    auto_nodes: ClassVar[int] = 0
 
     @abstractmethod
     @former_keywords(least="min_accept_prob")
@@ -155,9 +155,9 @@ class FreeDrafter(Drafter):
         kind, colon, option = str(name).partition(":")
         if free_drafters().get(kind) is not cls:
             return None
-        kept: Any = cls
+        constructor: Any = cls
         options = {} if tree is None else {"nodes": tree.nodes}
-        result: FreeDrafter = kept(target.vocab_size, **options, **(cls.option(option, target) if colon else {}))
+        result: FreeDrafter = constructor(target.vocab_size, **options, **(cls.option(option, target) if colon else {}))
         result.name = kind  # a subclass may have its parent's
         return result
 

@@ -34,9 +34,9 @@ PREFIX = "self:"
 MAX_LAYERS = 4096
 _FORM = "write self:layers=0-9,20-29, self:bits=3 or self:layers=0-9,20-29:bits=3"
 GROUP = 64
-SHRINKING = (1.0, 0.9, 0.8, 0.7, 0.6)
-TURNS = 4
-_AT_ONCE = 2**19  # numbers per block, to fit a CPU's cache
+SHRINK_FACTORS = (1.0, 0.9, 0.8, 0.7, 0.6)
+ITERATIONS = 4
+_BLOCK_SIZE = 2**19  # numbers per block, to fit a CPU's cache
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # of experts: small, and rounding must not change their choices
 
 M = TypeVar("M", bound=nn.Module)
@@ -122,9 +122,9 @@ def with_layers(target: Target, numbers: Sequence[int], name: str) -> Target:
             setattr(text, key, [value[number] for number in numbers])
     text.num_hidden_layers = len(numbers)
     layers: Any = layer_list(model.get_decoder(), count)
-    kept = [layers[number] for number in numbers]
-    layers._modules = {str(index): layer for index, layer in enumerate(kept)}
-    for index, layer in enumerate(kept):
+    chosen = [layers[number] for number in numbers]
+    layers._modules = {str(index): layer for index, layer in enumerate(chosen)}
+    for index, layer in enumerate(chosen):
         for part in layer.modules():
             if isinstance(getattr(part, "layer_idx", None), int):
                 part.layer_idx = index
@@ -158,9 +158,9 @@ def _copy_of(target: Target, name: str) -> Any:
     if any("_hf_hook" in vars(part) for part in target.model.modules()):
         raise ModelLoadError(f"{name}: {target.name} was placed by accelerate's hooks; load it without device_map.")
     model = _shared(target.model)
-    whole, text = target.model.config, target.config
-    config = deepcopy(whole)
-    new = {id(whole): config, id(text): config.get_text_config(decoder=True)}
+    full_config, text_config = target.model.config, target.config
+    config = deepcopy(full_config)
+    new = {id(full_config): config, id(text_config): config.get_text_config(decoder=True)}
     for part in model.modules():
         if id(vars(part).get("config")) in new:
             vars(part)["config"] = new[id(vars(part)["config"])]
@@ -183,7 +183,7 @@ def round_weight(weight: Tensor, bits: int) -> Tensor:
     groups = weight.reshape(-1, group if group >= GROUP // 4 else width)
     rounded = torch.empty_like(groups)
     for part, out in zip(
-        *(whole.split(max(_AT_ONCE // groups.shape[1], 1)) for whole in (groups, rounded)), strict=True
+        *(tensor.split(max(_BLOCK_SIZE // groups.shape[1], 1)) for tensor in (groups, rounded)), strict=True
     ):
         out.copy_(_rounded(part.float(), 2**bits - 1))
     return rounded.view(weight.shape)
@@ -194,10 +194,10 @@ def _rounded(groups: Tensor, most: int) -> Tensor:
     low, high = (end[:, None] for end in groups.aminmax(dim=1))
     mean, least = groups.mean(1, keepdim=True), torch.finfo(torch.float32).tiny
     best, least_error = groups, torch.full_like(mean, math.inf)
-    for shrunk in SHRINKING:
+    for shrunk in SHRINK_FACTORS:
         zero = (low + high) / 2 - shrunk * (high - low) / 2
         scale = (shrunk * (high - low) / most).clamp_min(least)
-        for _ in range(TURNS):
+        for _ in range(ITERATIONS):
             numbers = ((groups - zero) / scale).round_().clamp_(0, most)
             centre = numbers.mean(1, keepdim=True)
             deviations = numbers - centre

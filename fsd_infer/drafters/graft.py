@@ -182,10 +182,10 @@ class GraftedSession(DraftSession):
         return keep_nodes(union, main, nodes[:, : 1 + functional.host_max(union.is_draft.sum(1), nodes.shape[1] - 1)])
 
     def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Successors]]:
-        found = [session.successors(frontier, nodes, count) for session in self._beam_sessions()]
+        proposed = [session.successors(frontier, nodes, count) for session in self._beam_sessions()]
         return [
             [_union_of_successors(lists, count) for lists in zip(*rows, strict=True)]
-            for rows in zip(*found, strict=True)
+            for rows in zip(*proposed, strict=True)
         ]
 
     def follow_beams(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
@@ -236,9 +236,9 @@ def keep_nodes(union: DraftTree, main: DraftTree, nodes: Tensor) -> DraftTree:
         main: the main tree.
         nodes: [B, K] node numbers of the union, as for :meth:`DraftTree.keep`.
     """
-    kept = torch.zeros_like(union.parents, dtype=torch.bool).scatter(1, nodes, True)
+    is_kept = torch.zeros_like(union.parents, dtype=torch.bool).scatter(1, nodes, True)
     first = main.first_choices
-    has_first = kept.gather(1, first.clamp_min(0)) & (first >= 0)
+    has_first = is_kept.gather(1, first.clamp_min(0)) & (first >= 0)
     if main.pinned is not None:  # whether a context above a drawn node has a q must not depend on what was drawn
         has_first |= main.pinned
     q_index = union.q_index.clone()

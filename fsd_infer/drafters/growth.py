@@ -124,13 +124,13 @@ class TreeSession(DraftSession):
         return (self._ratios is not None) + bool(self.request.menu)
 
     def feedback(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
-        found = [] if self._ratios is None else [accepted_and_expected(verdict.path, verdict.accepted, tree)]
+        feedback = [] if self._ratios is None else [accepted_and_expected(verdict.path, verdict.accepted, tree)]
         if self.request.menu:
             forecast = tree.forecast
             if forecast is None:  # the tree is a root alone
                 forecast = torch.full((len(logits), len(self.request.menu) + 1), math.nan, device=logits.device)
-            found.append(forecast)
-        return found
+            feedback.append(forecast)
+        return feedback
 
     def learn(self, feedback: Sequence[Tensor], verdict: Verdict) -> None:
         if self._ratios is not None:
@@ -251,13 +251,13 @@ class TreeSession(DraftSession):
 
     def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Successors]]:
         within = [[node for node in of if self._can_draft_below(frontier, row, node)] for row, of in enumerate(nodes)]
-        found: list[list[Successors]] = [[] for _ in nodes]
+        proposed: list[list[Successors]] = [[] for _ in nodes]
         if any(within):
             logits, ids = self._read_frontier(frontier, within)
             log_q, entries = functional.topk_logprobs(logits, min(count, logits.shape[-1]))
-            found = successor_lists(log_q, entries if ids is None else ids[entries], within)
-        rows = [dict(zip(read, guessed)) for read, guessed in zip(within, found, strict=True)]
-        return [[made.get(node, NO_SUCCESSORS) for node in of] for of, made in zip(nodes, rows, strict=True)]
+            proposed = successor_lists(log_q, entries if ids is None else ids[entries], within)
+        rows = [dict(zip(read, successors)) for read, successors in zip(within, proposed, strict=True)]
+        return [[by_node.get(node, NO_SUCCESSORS) for node in of] for of, by_node in zip(nodes, rows, strict=True)]
 
     def _can_draft_below(self, frontier: Frontier, row: int, node: int) -> bool:
         """Whether the model can draft below a node."""
@@ -273,7 +273,7 @@ class TreeSession(DraftSession):
 
 
 class CachedSession(TreeSession):
-    """A session that reads each node of a frontier once, after the text, whose last token is the root as in a round."""
+    """A session that reads each node of a frontier once. Their slots follow the text's, as a round's do."""
 
     per_row = TreeSession.per_row | {"_cached"}
 

@@ -48,8 +48,8 @@ def warn_context(name: str, limit: int) -> None:
 class LMDrafter(TreeDrafter):
     """A small LM that drafts a tree, or above temperature 0 a chain that is drawn from q, if the rule takes one.
 
-    Its q is near the target's p. So a drawn chain, whose tokens are mostly accepted, takes fewer nodes than a tree
-    and emits more tokens. But a wider shape that was asked for is drafted as it is.
+    Its q is near the target's p, so most tokens of a drawn chain are accepted: it takes fewer nodes than a tree and
+    emits more tokens. A wider shape that the user names is kept.
 
     A chain is as deep as the tree would be. It ends earlier where the small LM's probability of the whole chain falls
     below ``stop_below``, or where ``tree="auto"`` ends it. Both depend on the past and the drafts so far only, so no
@@ -96,8 +96,8 @@ class LMDrafter(TreeDrafter):
 
     def clamp_ids(self, tokens: Tensor) -> Tensor:
         """Replace token ids that the small LM lacks, of special tokens of the target's, by its last one; [B, M]."""
-        own = self.model.vocab_size
-        return tokens if own >= self.vocabulary else tokens.clamp_max(own - 1)
+        size = self.model.vocab_size
+        return tokens if size >= self.vocabulary else tokens.clamp_max(size - 1)
 
     def to_draft_vocabulary(self, logits: Tensor) -> Tensor:
         """Return the small LM's logits [..., W] as those of the drafter's vocabulary."""

@@ -67,7 +67,7 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
     """
     tree = parse_tree(tree)
     if isinstance(drafter, Drafter):
-        made, chosen = drafter, tree == AUTO
+        result, chosen = drafter, tree == AUTO
     elif not isinstance(drafter, str | os.PathLike | None):
         raise FsdError(
             f"a drafter is a name, a path or a Drafter, got {type(drafter).__name__}. A model object drafts by "
@@ -75,10 +75,10 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
         )
     else:
         name = _default(target) if drafter is None else usable_name(drafter, "drafter")
-        made = _load(name, target, None if isinstance(tree, str) else tree)
+        result = _load(name, target, None if isinstance(tree, str) else tree)
         chosen = tree == AUTO or tree is None and is_host(target.device)
-    asked = tree == AUTO and isinstance(_innermost(made), TreeDrafter)
-    return choose_trees(made, target) if asked or chosen and main_of(made) is not None else made
+    asked = tree == AUTO and isinstance(_innermost(result), TreeDrafter)
+    return choose_trees(result, target) if asked or chosen and main_of(result) is not None else result
 
 
 def check_name(drafter: object) -> None:
@@ -131,7 +131,7 @@ def choose_trees(drafter: Drafter, target: Target) -> Drafter:
     part = drafter
     while isinstance(part, GraftedDrafter):
         if isinstance(part.grafted, FreeDrafter):
-            part.grafted.nodes = max(part.grafted.nodes, min(part.grafted.most_chosen, largest.nodes))
+            part.grafted.nodes = max(part.grafted.nodes, min(part.grafted.auto_nodes, largest.nodes))
         part.nodes, part = largest.nodes, part.main
     drafter.bounds = replace(largest, nodes=drafter.max_nodes)
     if isinstance(main, TreeDrafter) and not is_host(target.device):
@@ -170,7 +170,7 @@ def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
             )
         source = shipped
     # a name wins over a directory of that name
-    loaders = [DRAFTERS.get(kind).load for kind in sorted(DRAFTERS, key=lambda known: known != name)]
+    loaders = [DRAFTERS.get(kind).load for kind in sorted(DRAFTERS, key=lambda names: names != name)]
     for load in (*loaders, load_published):
         drafter = load(source, target, tree)
         if drafter is not None:
@@ -183,10 +183,10 @@ def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
                 f"drafter {name!r} is a file that is neither a head nor a model: give the directory that holds "
                 f'config.json and the weights, a GGUF file, or, for a corpus of texts, "memory:{name}".'
             ) from None
-        known = [one for one in {**NAMES, **free_drafters()} if " " not in one]
+        names = [one for one in {**NAMES, **free_drafters()} if " " not in one]
         raise UnknownNameError(
-            f"unknown drafter {name!r}.{did_you_mean(name, known)} Give a directory, a hub id (owner/model), or one of "
-            f"{', '.join(known)}, X+memory, X+lookup and X+recycle (X any other). For a drafter of your own, import "
+            f"unknown drafter {name!r}.{did_you_mean(name, names)} Give a directory, a hub id (owner/model), or one of "
+            f"{', '.join(names)}, X+memory, X+lookup and X+recycle (X any other). For a drafter of your own, import "
             "its module: --import MODULE."
         ) from None
     result = lm_drafter(model, target, tree)

@@ -129,12 +129,12 @@ class MedusaDrafter(StepDrafter):
             )
         with torch.device("meta"):
             biases = "blocks.0.0.linear.bias" in names or flag(config.get, "medusa_fc_bias"), False
-            made = MedusaHeads(len(heads), len(layers), size, rows, lm_heads, biases)
-        made = filled(made, weights, names, target)
+            head = MedusaHeads(len(heads), len(layers), size, rows, lm_heads, biases)
+        head = filled(head, weights, names, target)
         if ids is None:
-            return cls(made, target, len(heads), shape)
-        made.keep_rows(ids)
-        return cls(made, target, len(heads), shape, ids.to(target.device))
+            return cls(head, target, len(heads), shape)
+        head.keep_rows(ids)
+        return cls(head, target, len(heads), shape, ids.to(target.device))
 
     def begin(self, features: Tensor) -> Tensor:
         return features.new_zeros(len(features), 1, 0)
@@ -170,8 +170,8 @@ class HydraDrafter(StepDrafter):
         check_sizes(f"each of the Hydra heads in {directory}", table[1], table[0], target)
         grounded = flag(config.get, "grounded_heads")
         with torch.device("meta"):
-            made = MedusaHeads(count, blocks, table[1], table[0], count, (True, True), grounded)
-        return cls(filled(made, weights, {name: name for name in weights.shapes}, target), target, count, shape)
+            head = MedusaHeads(count, blocks, table[1], table[0], count, (True, True), grounded)
+        return cls(filled(head, weights, {name: name for name in weights.shapes}, target), target, count, shape)
 
     def begin(self, features: Tensor) -> Tensor:
         return features[:, None]
@@ -187,11 +187,11 @@ def _draft_ids(config: Mapping[str, Any], weights: Weights, rows: int, vocabular
 
     Raises CheckpointError if the ids are malformed or missing.
     """
-    kept = config.get("truncated_vocab_size")
-    if kept in (None, config.get("vocab_size")):
+    truncated = config.get("truncated_vocab_size")
+    if truncated in (None, config.get("vocab_size")):
         return None
     if _TOKEN_MAP not in weights.shapes:
-        raise CheckpointError(f"it drafts over {kept!r:.60} of {vocabulary} ids and has no {_TOKEN_MAP} of them.")
+        raise CheckpointError(f"it drafts over {truncated!r:.60} of {vocabulary} ids and has no {_TOKEN_MAP} of them.")
     ids = weights.read(_TOKEN_MAP, INTEGERS).flatten().long()
     check_sizes_agree(config.get, truncated_vocab_size=len(ids))
     check_draft_ids(ids.sort().values, vocabulary)
@@ -212,13 +212,13 @@ def _names(directory: Path, weights: Weights) -> dict[str, str]:
     for stored, shape in weights.shapes.items():
         if inside and not stored.startswith("medusa_head"):
             continue
-        if found := _LM_HEAD.fullmatch(stored):
-            if found[1] or "lm_heads.0.weight" not in names:  # a copy of the target's may be next to the heads' own
-                names[f"lm_heads.{found[1] or 0}.weight"] = stored
-        elif (found := _BLOCK.fullmatch(stored)) and (len(shape) != 2 or ".linear." in stored or "blocks." in stored):
-            names[f"blocks.{found[1]}.{found[2]}.linear.{found[3]}"] = stored
-        elif found:
-            last[f"lm_heads.{found[1]}.weight"] = stored
+        if match := _LM_HEAD.fullmatch(stored):
+            if match[1] or "lm_heads.0.weight" not in names:  # a copy of the target's may be next to the heads' own
+                names[f"lm_heads.{match[1] or 0}.weight"] = stored
+        elif (match := _BLOCK.fullmatch(stored)) and (len(shape) != 2 or ".linear." in stored or "blocks." in stored):
+            names[f"blocks.{match[1]}.{match[2]}.linear.{match[3]}"] = stored
+        elif match:
+            last[f"lm_heads.{match[1]}.weight"] = stored
         elif QUANTISED.search(stored):
             weights.refuse_quantised(stored)
         elif stored != _TOKEN_MAP:

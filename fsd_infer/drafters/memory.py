@@ -175,7 +175,7 @@ class MemoryDrafter(FreeDrafter):
     name = "memory"
     keeps_texts = True
     context_length = MAX_MATCH
-    most_chosen = 24
+    auto_nodes = 24
 
     @former_keywords(least="min_accept_prob")
     def __init__(

@@ -115,8 +115,8 @@ class MLPSpeculatorDrafter(StepDrafter):
             names = _without_repeats(weights, names, count)
         lengths = (1, min(count, 2)) if tied else (count, count)
         with torch.device("meta"):
-            made = MLPSpeculator(count, size, width, vocabulary, lengths, scaled)
-        return cls(filled(made, weights, names, target), target, count, shape)
+            head = MLPSpeculator(count, size, width, vocabulary, lengths, scaled)
+        return cls(filled(head, weights, names, target), target, count, shape)
 
     def begin(self, features: Tensor) -> Tensor:
         return self.head.begin(features)[:, None]
@@ -131,12 +131,12 @@ def _without_repeats(weights: Weights, names: dict[str, str], count: int) -> dic
     left = dict(names)
     for part, first in (("emb", 0), ("ln", 0), ("head", 0), ("proj", 1)):
         for step, kind in itertools.product(range(first + 1, count), ("weight", "bias")):
-            name, kept = f"{part}.{step}.{kind}", f"{part}.{first}.{kind}"
+            name, tied = f"{part}.{step}.{kind}", f"{part}.{first}.{kind}"
             stored = left.pop(name, None)
             if stored is None:
                 continue
-            if kept not in names or not torch.equal(weights.read(stored), weights.read(names[kept])):
+            if tied not in names or not torch.equal(weights.read(stored), weights.read(names[tied])):
                 raise CheckpointError(
-                    f"the MLP speculator in {weights.directory} says tie_weights, and its {name} differs from {kept}."
+                    f"the MLP speculator in {weights.directory} says tie_weights, and its {name} differs from {tied}."
                 )
     return left

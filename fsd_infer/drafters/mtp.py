@@ -65,8 +65,8 @@ class MtpHead(nn.Module):
         config = copy.deepcopy(target.config)
         for name, value in layout.config.items():
             if hasattr(config, name):
-                own = getattr(config, f"mtp_{name}", None)
-                setattr(config, name, own or (value * count if isinstance(value, list) else value))
+                override = getattr(config, f"mtp_{name}", None)
+                setattr(config, name, override or (value * count if isinstance(value, list) else value))
         last: Any = target.decoder.layers[-1]  # type: ignore[index]
         self.layers = nn.ModuleList(MtpLayer(last, layout, config, index) for index in range(count))
         self.layout, self.width, self.tables = layout, target.hidden_size, [dict[str, Tensor]() for _ in range(count)]
@@ -139,8 +139,8 @@ class MtpHead(nn.Module):
         return outputs[..., : self.width]
 
     def embed(self, ids: Tensor, target: Target) -> Tensor:
-        own = self.tables[0].get(EMBEDDINGS)
-        return target.embed(ids) if own is None else embedding(ids, own)
+        table = self.tables[0].get(EMBEDDINGS)
+        return target.embed(ids) if table is None else embedding(ids, table)
 
 
 def _turns_by_kind(rotary: Any) -> bool:
@@ -172,11 +172,11 @@ def read_layers(target: Target, directory: Path | None = None, finite: bool = Tr
         )
     files.weights.finite = finite
     head = _planned(target, files)
-    kept = {name for name, _ in head.named_parameters()}
+    parameters = {name for name, _ in head.named_parameters()}
     for index, layer in enumerate(head.layers):
         state = files.read(index, layer.state_dict())
-        own = {name: target.dtype if f"layers.{index}.{name}" in kept else torch.float32 for name in state}
-        layer.load_state_dict({name: value.to(own[name]) for name, value in state.items()}, assign=True)
+        dtypes = {name: target.dtype if f"layers.{index}.{name}" in parameters else torch.float32 for name in state}
+        layer.load_state_dict({name: value.to(dtypes[name]) for name, value in state.items()}, assign=True)
         head.tables[index] = _own_tables(target, files, index)
     return head.requires_grad_(False)
 
@@ -194,14 +194,14 @@ def _own_tables(target: Target, files: MtpFiles, index: int) -> dict[str, Tensor
     """Read a layer's embeddings and LM head where they are not copies of the target's."""
     result, ids = {}, torch.linspace(0, target.vocab_size - 1, min(_COMPARED, target.vocab_size)).long()
     rows = ids.to(target.device)
-    for ours, known in ((EMBEDDINGS, target.embed(rows)), (LM_HEAD, target.lm_head_rows(rows)[0])):
-        name = files.find(ours, index)
-        if name is None:
+    for name, expected in ((EMBEDDINGS, target.embed(rows)), (LM_HEAD, target.lm_head_rows(rows)[0])):
+        stored = files.find(name, index)
+        if stored is None:
             continue
-        table = files.table(name)
-        if not torch.allclose(table[ids].to(known), known, rtol=0.05, atol=0.01 * float(known.abs().max())):
-            result[ours] = table.to(known)
-            logger.warning("%s: the MTP layer drafts by %s, which is not a copy of the target's.", target.name, name)
+        table = files.table(stored)
+        if not torch.allclose(table[ids].to(expected), expected, rtol=0.05, atol=0.01 * float(expected.abs().max())):
+            result[name] = table.to(expected)
+            logger.warning("%s: the MTP layer drafts by %s, which is not a copy of the target's.", target.name, stored)
     if EMBEDDINGS in result and index:
         raise ModelLoadError(f"{target.name}: of several MTP layers, all have to share their embeddings.")
     return result
@@ -266,8 +266,8 @@ class MtpDrafter(EagleDrafter):
     def logits(self, outputs: Tensor, layer: int) -> Tensor:
         """Return draft logits [B, E, V] of a layer's part of outputs [B, E, K · H]."""
         width, layer = self.head.width, min(layer, len(self.head.layers) - 1)
-        read, own = outputs[..., layer * width : (layer + 1) * width], self.head.tables[layer].get(LM_HEAD)
-        return self.target.lm_logits(read) if own is None else read @ own.T
+        read, lm_head = outputs[..., layer * width : (layer + 1) * width], self.head.tables[layer].get(LM_HEAD)
+        return self.target.lm_logits(read) if lm_head is None else read @ lm_head.T
 
     def stack_owners(self) -> list[StackOwner]:
         return []  # no backend has these layers

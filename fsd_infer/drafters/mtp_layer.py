@@ -46,9 +46,9 @@ class _TwoBlocks(nn.ModuleList):
     def self_attn(self) -> Any:
         return next(block.mixer for block in self if block.block_type == "full_attention")
 
-    def forward(self, x: Tensor, **given: Any) -> Tensor:
+    def forward(self, x: Tensor, **others: Any) -> Tensor:
         for block in self:
-            x = block(x, **given)
+            x = block(x, **others)
         return x
 
 
@@ -83,7 +83,7 @@ class MtpLayer(nn.Module):
         pair = [self.enorm(embeds.to(states.dtype)), self.hnorm(states)]
         x = self.eh_proj(torch.cat(pair[::-1] if self.state_first else pair, -1))
         part = self.block[0] if isinstance(self.block, _TwoBlocks) else self.block
-        given: dict[str, Any] = {cache_argument(type(part)): cache, **angles}
-        x = self.block(x, attention_mask=mask_for(nn.ModuleList([self.block]), mask, x.dtype), **given)
+        others: dict[str, Any] = {cache_argument(type(part)): cache, **angles}
+        x = self.block(x, attention_mask=mask_for(nn.ModuleList([self.block]), mask, x.dtype), **others)
         result: Tensor = self.norm(x[0] if isinstance(x, tuple) else x)
         return result

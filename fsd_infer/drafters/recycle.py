@@ -63,7 +63,7 @@ class RecycleTable:
             tokens: ids, the likeliest first.
             log_p: their log-probabilities.
         """
-        found = [
+        candidates = [
             (token, min(int(-value / BUCKET_NATS), BUCKETS - 1))
             for token, value in zip(tokens, log_p)
             if value > -BUCKET_NATS * BUCKETS
@@ -71,17 +71,17 @@ class RecycleTable:
         for length in range(1, len(context) + 1):
             key = tuple(context[-length:])
             self.after.pop(key, None)  # move the key to the end
-            self.after[key] = found
+            self.after[key] = candidates
         while len(self.after) > self.max_contexts:
             del self.after[next(iter(self.after))]
 
     def candidates(self, context: Sequence[int]) -> list[Candidate]:
         """Return distinct candidates after ``context``: those after its two tokens, then those after its last."""
         longer = self.after.get(tuple(context[-2:]), []) if len(context) > 1 else []
-        found = {token: (token, 0, bucket) for token, bucket in longer}
+        candidates = {token: (token, 0, bucket) for token, bucket in longer}
         for token, bucket in self.after.get(tuple(context[-1:]), []):
-            found.setdefault(token, (token, 2 if longer else 1, bucket))
-        return list(found.values())
+            candidates.setdefault(token, (token, 2 if longer else 1, bucket))
+        return list(candidates.values())
 
     def learn(self, context: Sequence[int], token: int) -> None:
         """Update the estimated acceptance of the candidates after ``context``, which ``token`` followed."""

@@ -118,15 +118,15 @@ class DraftSession(Renamed, ABC):
     def host_inputs(self) -> list[Tensor]:
         """Do the host's part of a recordable session's next draft; return what :meth:`draft` takes of it.
 
-        The tensors are on the CPU or on the device, always as many, and of few shapes. What is the same object as
-        before has the same values.
+        The tensors are on the CPU or on the device. Their number is fixed, and their shapes are few. A tensor that is
+        the same object as before has the same values.
         """
         return [values for part in self.parts for values in part.host_inputs()]
 
     def set_host_inputs(self, inputs: Iterator[Tensor] | None) -> None:
         """Take what :meth:`host_inputs` returned, on the device, for all drafts until the next call; None: nothing.
 
-        The tensors stay, and their values are those of each round.
+        These drafts read the same tensors, whose values the caller replaces before each round.
         """
         for part in self.parts:
             part.set_host_inputs(inputs)
@@ -136,7 +136,7 @@ class DraftSession(Renamed, ABC):
         return [values for part in self.parts for values in part.tensors()]
 
     def restart(self, fresh: Any) -> None:
-        """Take over the texts of a recordable session of an equal drafter. The caller resets :meth:`tensors`."""
+        """Take over the texts of a new session of the same drafter. The caller resets :meth:`tensors`."""
         for part, new in zip(self.parts, fresh.parts, strict=True):
             part.restart(new)
 
@@ -144,8 +144,8 @@ class DraftSession(Renamed, ABC):
         """Take where tokens stand for a target with M-RoPE, before :meth:`extend` is given prompts with images.
 
         Args:
-            prompts: [3, B, P] by what the rotary positions of the prompts' tokens exceed their indices.
-            offsets: [B] the same of all later tokens.
+            prompts: [3, B, P] the rotary position less the index of each token of the prompts.
+            offsets: [B] the same difference for all later tokens.
         """
         for part in self.parts:
             part.set_rotary(prompts, offsets)
@@ -174,7 +174,7 @@ class DraftSession(Renamed, ABC):
         """Return the likely next tokens of nodes below the texts, for beams (:attr:`Drafter.drafts_beams`).
 
         Args:
-            frontier: all nodes. Of those that the target has not read, the parents were asked for, or it has read them.
+            frontier: all nodes. The target has read each node's parent, or an earlier call asked for its successors.
             nodes: [B][M] some of each row, of one depth, which the target has not read.
             count: most tokens to return for each.
 
@@ -187,9 +187,9 @@ class DraftSession(Renamed, ABC):
         """Follow beams to the next round, before :meth:`extend_on_host` gets the tokens by which the texts have grown.
 
         Args:
-            frontier: the nodes of this round. The target has read them since, except for those without ``likely``.
-            nodes: [B] those that are left, without the root, in their new order.
-            grown: [B] how many of them have become text. The last of these is the new root.
+            frontier: the nodes of this round. The target has since read those that have ``likely``.
+            nodes: [B] the nodes that remain, without the root, in their new order.
+            grown: [B] how many of these, the first ones, have become text. The last of them is the new root.
         """
         for part in self.parts:
             part.follow_beams(frontier, nodes, grown)
@@ -217,7 +217,7 @@ class DraftSession(Renamed, ABC):
 
     def forecasts(self) -> list[list[float]]:
         """Return the last :attr:`.DraftTree.forecast` that :meth:`learn` got, [B][S + 1]; empty: none is requested."""
-        return next((found for part in self.parts if (found := part.forecasts())), [])
+        return next((forecasts for part in self.parts if (forecasts := part.forecasts())), [])
 
     @property
     def reads_other_texts(self) -> bool:

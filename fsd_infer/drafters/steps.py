@@ -180,8 +180,8 @@ class StepSession(TreeSession):
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         final = features[..., : self.drafter.target.hidden_size]
         last = at_nodes(final, (counts - 1).clamp_min(0)[:, None])[:, 0]
-        kept = torch.where(counts[:, None] > 0, last, self.last_features)  # finished rows keep theirs
-        self.last_features.copy_(kept)
+        updated = torch.where(counts[:, None] > 0, last, self.last_features)  # finished rows keep theirs
+        self.last_features.copy_(updated)
         self.lengths += counts
 
     @property
@@ -212,8 +212,8 @@ class StepSession(TreeSession):
         if self._survival is None or not self._min_survival:
             return super()._propose(logits, scores, ancestors)
         ends = self._survival < math.log(self._min_survival)  # decided before anything is drawn
-        found, entries, drawn = super()._propose(logits, scores.masked_fill(ends, -math.inf), ancestors)
-        return found.masked_fill(ends[..., None], -math.inf), entries, drawn
+        log_q, entries, drawn = super()._propose(logits, scores.masked_fill(ends, -math.inf), ancestors)
+        return log_q.masked_fill(ends[..., None], -math.inf), entries, drawn
 
     def _read_frontier(self, frontier: Frontier, nodes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
         """Step from the last node above each that the target has read. Each of these nodes is a row of its own."""
@@ -225,14 +225,14 @@ class StepSession(TreeSession):
                 read = sum(above < frontier.read[row] for above in path)
                 starts.append(row * frontier.features.shape[1] + ([0, *path][read]))
                 paths.append([frontier.tokens[row][above] for above in path[read:]] or [0])
-        own, tokens = self.last_features, to_device(padded(paths), device)
+        last_features, tokens = self.last_features, to_device(padded(paths), device)
         final = frontier.features[..., : self.drafter.target.hidden_size].flatten(0, 1)
         self.last_features = final[to_device(torch.tensor(starts), device)]
         state, logits = self._begin(tokens[:, 0]), []
         for depth in range(tokens.shape[1]):
             of_depth, state = self._step(depth, tokens[:, depth : depth + 1], state)
             logits.append(of_depth)
-        self.last_features = own
+        self.last_features = last_features
         ends = to_device(torch.tensor([len(path) - 1 for path in paths]), device)
         found = at_nodes(torch.cat(logits, 1), ends[:, None])
         return found.view(len(nodes), width, -1), self.drafter.draft_ids

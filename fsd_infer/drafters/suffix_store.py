@@ -102,7 +102,7 @@ class SuffixStore(TextIndex):
         tokens, order = self.tokens, self._order
         start = bisect_left(order, list(context[-1 : -MAX_MATCH - 1 : -1]), key=self._reversed_prefix)
         before, after = longest_first(range(start - 1, -1, -1)), longest_first(range(start, len(order)))
-        return list(islice(heapq.merge(before, after, key=lambda found: -found[0]), limit))
+        return list(islice(heapq.merge(before, after, key=lambda match: -match[0]), limit))
 
     def _reversed_prefix(self, index: int) -> list[int]:
         """Return the prefix that ends at an index, backwards."""
@@ -157,10 +157,7 @@ class Store(SuffixStore):
             bisect_left(self._order, alone._reversed_prefix(index), key=self._reversed_prefix)
             for index in order.tolist()
         ]
-        self._set(
-            np.concatenate([self.array, array]),
-            np.insert(self.order, ranks, order + np.int32(len(self))),
-        )
+        self._set(np.concatenate([self.array, array]), np.insert(self.order, ranks, order + np.int32(len(self))))
         if self._entries > self.max_entries:
             self.shrink(self.max_entries * ENTRY_BYTES)
 

@@ -127,9 +127,9 @@ class TextSession(OwnTokensSession):
                 new += [special for _ in run]
                 continue
             raw = b"".join(translation.ours.bytes_of(translation.spell(token)) for token in run)
-            window = _window([*self._own[row][-WINDOW:], *new], translation.ours)
-            kept, more = translation.ours.again(window, raw) if raw else (len(window), [])
-            dropped = len(window) - kept
+            window = _window([*self._texts[row][-WINDOW:], *new], translation.ours)
+            unchanged, more = translation.ours.again(window, raw) if raw else (len(window), [])
+            dropped = len(window) - unchanged
             in_text = max(0, dropped - len(new))
             self._drop(row, in_text)
             new = [*new[: len(new) - dropped + in_text], *more]
@@ -138,7 +138,7 @@ class TextSession(OwnTokensSession):
     def _drop(self, number: int, count: int) -> None:
         """Take back the last tokens of a row's text, which the next ones replace."""
         if count:
-            del self._own[number][-count:]
+            del self._texts[number][-count:]
             self.lengths[number] -= count
             self.cached[number].clamp_(max=self.lengths[number])
             for _, parents in self._expanded[:1]:
@@ -146,9 +146,9 @@ class TextSession(OwnTokensSession):
 
     def draft(self, roots: Tensor) -> DraftTree:
         tree = super().draft(roots)
-        own = zip(tree.tokens.tolist(), tree.parents.tolist(), tree.scores.tolist(), strict=True)
+        trees = zip(tree.tokens.tolist(), tree.parents.tolist(), tree.scores.tolist(), strict=True)
         rows = [
-            self._tree(root, tail, *nodes) for nodes, tail, root in zip(own, self._tails, roots.tolist(), strict=True)
+            self._tree(root, tail, *nodes) for nodes, tail, root in zip(trees, self._tails, roots.tolist(), strict=True)
         ]
         depth = self.drafter.max_depth
         return DraftTree.of_lists(rows, self.drafter.target.vocab_size, self.request.device, depth)
@@ -157,24 +157,24 @@ class TextSession(OwnTokensSession):
         """Return the tree of the target's tokens for the paths of the small LM's nodes, the likeliest path first."""
         drafted = [node for node, score in enumerate(scores) if node and score > -inf]
         above = {parents[node] for node in drafted}
-        made, made_parents, made_scores = [root], [0], [0.0]
-        known = dict[tuple[int, int], int]()  # node by its parent and its token
+        new_tokens, new_parents, new_scores = [root], [0], [0.0]
+        node_of = dict[tuple[int, int], int]()  # node by its parent and its token
         for leaf in sorted(set(drafted) - above, key=lambda node: -scores[node]):
-            path, at = path_to(leaf, parents), 0
+            path, parent = path_to(leaf, parents), 0
             for token, score in self._chain(tail, [tokens[x] for x in path], [scores[x] for x in path]):
-                if (at, token) not in known:
-                    if len(made) == self.drafter.max_nodes:
+                if (parent, token) not in node_of:
+                    if len(new_tokens) == self.drafter.max_nodes:
                         break
-                    known[at, token] = len(made)
-                    made.append(token)
-                    made_parents.append(at)
-                    made_scores.append(score)
-                at = known[at, token]
-        return made, made_parents, made_scores
+                    node_of[parent, token] = len(new_tokens)
+                    new_tokens.append(token)
+                    new_parents.append(parent)
+                    new_scores.append(score)
+                parent = node_of[parent, token]
+        return new_tokens, new_parents, new_scores
 
     def _chain(self, tail: list[int], drafted: list[int], scores: list[float]) -> list[tuple[int, float]]:
         """Return the target's tokens for the text of a path of the small LM's, each with its last byte's score."""
-        translation, found, raw = self.drafter.translation, list[tuple[int, float]](), b""
+        translation, chain, raw = self.drafter.translation, list[tuple[int, float]](), b""
         ends = list[tuple[int, float]]()  # where each drafted token's bytes end, and its score
         final: int | None = None
         for token, score in zip(drafted, scores, strict=True):
@@ -186,10 +186,10 @@ class TextSession(OwnTokensSession):
         at = 0
         for token in translation.theirs.after(_window(tail, translation.theirs), raw):
             at += len(translation.theirs.raw[token])
-            found.append((token, next(score for end, score in ends if end >= at)))
+            chain.append((token, next(score for end, score in ends if end >= at)))
         if final is not None:
-            found.append((final, scores[len(ends)]))
-        return found[: self.drafter.max_depth]
+            chain.append((final, scores[len(ends)]))
+        return chain[: self.drafter.max_depth]
 
 
 def _window(tokens: Sequence[int], vocabulary: Vocabulary) -> list[int]:

@@ -77,7 +77,7 @@ class OwnTokensSession(LMSession):
     """
 
     drafter: TranslatedDrafter
-    per_row = LMSession.per_row | {"_own"}
+    per_row = LMSession.per_row | {"_texts"}
     is_recordable = False
     needs_report = True
 
@@ -85,7 +85,7 @@ class OwnTokensSession(LMSession):
         super().__init__(drafter, first_tokens, replace(request, max_length=math.ceil(STRETCH * request.max_length)))
         self.lengths.zero_()
         self._firsts: list[int] | None = first_tokens.tolist()  # until the prompts are read
-        self._own: list[list[int]] = [[] for _ in range(request.batch)]  # the texts, on the host
+        self._texts: list[list[int]] = [[] for _ in range(request.batch)]  # the texts, on the host
         self._room = math.ceil(STRETCH * request.cache_slots)  # longest text that the cache holds
         self.text = torch.nn.functional.pad(self.text, (0, self._room + 1 - self.text.shape[1]))
 
@@ -95,24 +95,24 @@ class OwnTokensSession(LMSession):
     def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
         translation = self.drafter.translation
         if self._firsts is None:
-            own = [self._read_more(row, tokens) for row, tokens in enumerate(rows)]
+            new = [self._read_more(row, tokens) for row, tokens in enumerate(rows)]
         else:
             # prompts and an answer's token
             texts = [[first, *row] for first, row in zip(self._firsts, rows, strict=True)]
-            own, self._firsts = [translation.read(text[:-1]) + translation.spell(text[-1]) for text in texts], None
-        self._take(own)
+            new, self._firsts = [translation.read(text[:-1]) + translation.spell(text[-1]) for text in texts], None
+        self._take(new)
 
     def _read_more(self, row: int, tokens: Sequence[int]) -> list[int]:
         """Return the small LM's tokens that tokens of the target's add to a row's text."""
         return [new for token in tokens for new in self.drafter.translation.spell(token)]
 
-    def _take(self, own: list[list[int]]) -> None:
+    def _take(self, rows: list[list[int]]) -> None:
         """Append the small LM's tokens to the texts, perhaps none to any: it may be unable to spell what was said."""
-        self._grow_to(max(map(len, self._own)) + max(map(len, own)))
-        for text, row in zip(self._own, own, strict=True):
+        self._grow_to(max(map(len, self._texts)) + max(map(len, rows)))
+        for text, row in zip(self._texts, rows, strict=True):
             text += row
-        counts = to_device(torch.tensor([len(row) for row in own]), self.device)
-        tokens = to_device(padded(own).long(), self.device)
+        counts = to_device(torch.tensor([len(row) for row in rows]), self.device)
+        tokens = to_device(padded(rows).long(), self.device)
         super().extend(tokens, tokens, counts)  # small LMs read no features
 
     def _grow_to(self, longest: int) -> None:
@@ -121,9 +121,9 @@ class OwnTokensSession(LMSession):
             return
         self._room = math.ceil(STRETCH * longest)
         self.text = torch.nn.functional.pad(self.text, (0, self._room + 1 - self.text.shape[1]))
-        self.cache = self.drafter.model.new_cache(len(self._own), self.drafter.slots(self._room))
+        self.cache = self.drafter.model.new_cache(len(self._texts), self.drafter.slots(self._room))
         self.cached.zero_()
-        self._max_unread = max(map(len, self._own))
+        self._max_unread = max(map(len, self._texts))
         self._expanded = []
 
 

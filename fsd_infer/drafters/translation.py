@@ -45,14 +45,14 @@ class Vocabulary:
 
     def spell(self, raw: bytes) -> list[int]:
         """Return the tokens of these bytes, each the longest that fits. Bytes that no token begins are left out."""
-        found, start = [], 0
+        tokens, start = [], 0
         while start < len(raw):
             ends = range(min(len(raw), start + self._longest), start, -1)
             end = next((end for end in ends if raw[start:end] in self.first), 0)
             if end:
-                found.append(self.first[raw[start:end]])
+                tokens.append(self.first[raw[start:end]])
             start = end or start + 1
-        return found
+        return tokens
 
     def bytes_of(self, tokens: Sequence[int]) -> bytes:
         """Return the bytes of tokens that are not special."""
@@ -63,10 +63,10 @@ class Vocabulary:
 
         The tokenizer may begin a text with a space of its own. The bytes returned then have it, too.
         """
-        whole, rest = _whole_characters(raw)
-        ids = self.tokenizer(whole.decode(), add_special_tokens=False, verbose=False).input_ids if whole else []
-        if not self.bytes_of(ids).endswith(whole):  # the tokenizer changes such texts
-            ids = self.spell(whole)
+        complete, rest = _whole_characters(raw)
+        ids = self.tokenizer(complete.decode(), add_special_tokens=False, verbose=False).input_ids if complete else []
+        if not self.bytes_of(ids).endswith(complete):  # the tokenizer changes such texts
+            ids = self.spell(complete)
         return [token for token in ids if token in self.raw] + self.spell(rest)
 
     def after(self, before: Sequence[int], raw: bytes) -> list[int]:
@@ -95,13 +95,13 @@ class Vocabulary:
         for count, token in enumerate(reversed(tokens), 1):
             left += len(self.raw[token])
             borders[left] = count
-        for kept in range(len(before) + 1):
-            border = borders.get(len(self.bytes_of(before[kept:])) + len(raw))
+        for unchanged in range(len(before) + 1):
+            border = borders.get(len(self.bytes_of(before[unchanged:])) + len(raw))
             if border is not None:
                 more = tokens[len(tokens) - border :]
-                while kept < len(before) and before[kept] == more[0]:
-                    kept, more = kept + 1, more[1:]
-                return kept, more
+                while unchanged < len(before) and before[unchanged] == more[0]:
+                    unchanged, more = unchanged + 1, more[1:]
+                return unchanged, more
         return len(before), self.spell(raw)
 
 
@@ -165,8 +165,8 @@ class Translation:
         """Return the small LM's tokens for one of the target's."""
         if token not in self._spelled:
             raw = self.theirs.raw.get(token, self.theirs.special.get(token, "").encode())
-            own = self.special.get(token, self.ours.first.get(raw))
-            self._spelled[token] = self.ours.spell(raw) if own is None else [own]
+            twin = self.special.get(token, self.ours.first.get(raw))
+            self._spelled[token] = self.ours.spell(raw) if twin is None else [twin]
         return self._spelled[token]
 
     def read(self, tokens: Sequence[int]) -> list[int]:
@@ -175,15 +175,15 @@ class Translation:
         lead = [token for token in ours("").input_ids if token == ours.bos_token_id and token < self.ours.size][:1]
         if tokens and tokens[0] == theirs.bos_token_id and (lead or tokens[0] not in self.special):
             tokens = tokens[1:]
-        found = lead
+        ids = lead
         for kind, run in groupby(tokens, key=self.special.__contains__):
             if kind:
-                found += [self.special[token] for token in run]
+                ids += [self.special[token] for token in run]
             else:
                 text = theirs.decode([token for token in run if token < len(theirs)])
                 read = ours(text, add_special_tokens=False, verbose=False).input_ids
-                found += [token for token in read if token < self.ours.size]  # a tokenizer may have more than its model
-        return found or [min(self.ours.raw)]
+                ids += [token for token in read if token < self.ours.size]  # a tokenizer may have more than its model
+        return ids or [min(self.ours.raw)]
 
 
 def _whole_characters(raw: bytes) -> tuple[bytes, bytes]:
@@ -202,7 +202,7 @@ def _special_pairs(ours: Vocabulary, theirs: Vocabulary) -> dict[int, int]:
     ends = ours.tokenizer.eos_token_id, theirs.tokenizer.eos_token_id
     if None not in ends:
         pairs[ends[1]] = ends[0]
-    return {token: own for token, own in pairs.items() if token < theirs.size and own < ours.size}
+    return {token: ours_id for token, ours_id in pairs.items() if token < theirs.size and ours_id < ours.size}
 
 
 def _twins(ours: Vocabulary, index_of: dict[bytes, int]) -> list[Tensor]:

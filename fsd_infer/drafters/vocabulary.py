@@ -18,12 +18,16 @@ from fsd_core.functional import NEVER
 from fsd_core.tensors import is_host, to_device
 from fsd_infer.targets.target import Target
 
-MIN_ROOM = 16  # further ids for which recorded rounds have room
+MIN_ROOM = 16  # extra ids for which recorded rounds have room
 
 
-class _Further(NamedTuple):
-    """All ids [Vd + X], the further ones' rows of the LM head, and which rows of a batch may not draft them, [B, 1, X];
-    None: none.
+class _Extended(NamedTuple):
+    """A draft vocabulary with extra ids, on the device.
+
+    Attributes:
+        ids: [Vd + X] target ids, the extra ones last.
+        lm_head: the extra ids' rows of the LM head, H to X.
+        foreign: [B, 1, X] whether a row may not draft an id, because its text lacks it; None: all rows may draft all.
     """
 
     ids: Tensor
@@ -32,9 +36,9 @@ class _Further(NamedTuple):
 
 
 class ContextVocabulary:
-    """The drafter's vocabulary for one batch: the draft vocabulary, followed by X further ids of the texts.
+    """The drafter's vocabulary for one batch: the draft vocabulary, followed by X extra ids of the texts.
 
-    A row drafts further ids of its own text only, so that no answer depends on other rows.
+    A row drafts extra ids of its own text only, so that no answer depends on other rows.
 
     Args:
         target: the model that owns the LM head.
@@ -49,10 +53,10 @@ class ContextVocabulary:
 
     def __init__(self, target: Target, draft_ids: Tensor, lm_head: nn.Module, drafted: bytearray, batch: int) -> None:
         self._target, self._draft_ids, self._lm_head, self._drafted = target, draft_ids, lm_head, drafted
-        self._extra: dict[int, int] = {}  # further ids and their columns
-        self._own = torch.zeros(batch, 0, dtype=torch.bool)  # [B, X] on the CPU; whether an id is in the row's text
-        self._further: _Further | None = None  # on the device; None: there are no further ids, or they have changed
-        self._host_inputs: _Further | None = None  # in recorded rounds
+        self._extra: dict[int, int] = {}  # extra ids and their columns
+        self._in_text = torch.zeros(batch, 0, dtype=torch.bool)  # [B, X] on the CPU; whether an id is in the row's text
+        self._extended: _Extended | None = None  # None: there are no extra ids, or they have changed
+        self._host_inputs: _Extended | None = None  # in recorded rounds
         self._prepared: Tensor | None = None
 
     def extend(self, texts: Sequence[Sequence[int]]) -> None:
@@ -63,45 +67,45 @@ class ContextVocabulary:
             return
         rows = torch.tensor([row for row, _ in missing])
         columns = torch.tensor([self._extra.setdefault(token, len(self._extra)) for _, token in missing])
-        grown = len(self._extra) - self._own.shape[1]
+        grown = len(self._extra) - self._in_text.shape[1]
         if grown:
-            self._own = torch.nn.functional.pad(self._own, (0, grown))
-        if not self._own[rows, columns].all():
-            self._own[rows, columns] = True
+            self._in_text = torch.nn.functional.pad(self._in_text, (0, grown))
+        if not self._in_text[rows, columns].all():
+            self._in_text[rows, columns] = True
             self._prepared = None
-            self._further = None if grown or self._further is None else self._further._replace(foreign=self._foreign())
+            self._extended = None if grown else self._updated()
 
     @property
     def ids(self) -> Tensor:
-        further = self._read()
-        return self._draft_ids if further is None else further.ids
+        extended = self._read()
+        return self._draft_ids if extended is None else extended.ids
 
     def logits(self, features: Tensor) -> Tensor:
         """Return logits [B, E, Vd + X], in the target's dtype, of features [B, E, H]."""
-        logits, further = self._target.lm_logits(features, self._lm_head), self._read()
-        if further is None:
+        logits, extended = self._target.lm_logits(features, self._lm_head), self._read()
+        if extended is None:
             return logits
-        lm_head = further.lm_head
+        lm_head = extended.lm_head
         extra = self._target.lm_logits(features.to(lm_head.weight.dtype), lm_head).to(logits.dtype)
         return self.masked(torch.cat([logits, extra], -1))
 
     def masked(self, logits: Tensor) -> Tensor:
-        """Rule out the further ids of other rows' texts in logits [B, E, Vd + X], in place."""
-        further = self._read()
-        if further is not None and further.foreign is not None:
-            logits[..., len(self._draft_ids) :].masked_fill_(further.foreign, NEVER)
+        """Rule out the extra ids of other rows' texts in logits [B, E, Vd + X], in place."""
+        extended = self._read()
+        if extended is not None and extended.foreign is not None:
+            logits[..., len(self._draft_ids) :].masked_fill_(extended.foreign, NEVER)
         return logits
 
     @property
     def extra_rows(self) -> Tensor | None:
-        """[X, H], on a CPU in fp32, the rows of the further ids of the LM head."""
-        further = self._read()
-        return None if further is None else further.lm_head.weight
+        """[X, H] the extra ids' rows of the LM head, on a CPU in fp32; None: there are none."""
+        extended = self._read()
+        return None if extended is None else extended.lm_head.weight
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep only these rows [B'] of the batch. ``rows`` is on the CPU."""
-        self._own, self._prepared = self._own[rows], None
-        self._further = None if self._further is None else self._further._replace(foreign=self._foreign())
+        self._in_text, self._prepared = self._in_text[rows], None
+        self._extended = self._updated()
 
     @property
     def is_recordable(self) -> bool:
@@ -109,7 +113,7 @@ class ContextVocabulary:
         return isinstance(self._target.model.get_output_embeddings(), nn.Linear)
 
     def host_inputs(self) -> Tensor:
-        """Return the further ids for :meth:`DraftSession.host_inputs`, padded to a power of two by ids of no draft.
+        """Return the extra ids for :meth:`DraftSession.host_inputs`, padded to a power of two by ids of no draft.
 
         Returns:
             [1 + B, X] the ids and, for each row, whether they are foreign to it.
@@ -118,8 +122,8 @@ class ContextVocabulary:
             most = min(max(MIN_ROOM, 1 << (len(self._extra) - 1).bit_length()), self._drafted.count(0))
             every = (token for token, drafted in enumerate(self._drafted) if not drafted and token not in self._extra)
             ids = torch.tensor([*self._extra, *islice(every, most - len(self._extra))])
-            own = torch.nn.functional.pad(self._own, (0, most - len(self._extra)))
-            self._prepared = torch.cat([ids[None], (~own).long()])
+            in_text = torch.nn.functional.pad(self._in_text, (0, most - len(self._extra)))
+            self._prepared = torch.cat([ids[None], (~in_text).long()])
         return self._prepared
 
     def set_host_inputs(self, marked: Tensor | None) -> None:
@@ -128,22 +132,26 @@ class ContextVocabulary:
         if marked is not None:
             self._host_inputs = self._of(marked[0], marked[1:, None].bool())
 
-    def _read(self) -> _Further | None:
-        """Return the further ids on the device; None if there are none."""
+    def _read(self) -> _Extended | None:
+        """Return the extended vocabulary; None if there are no extra ids."""
         if self._host_inputs is not None or not self._extra:
             return self._host_inputs
-        if self._further is None:
+        if self._extended is None:
             ids = to_device(torch.tensor(list(self._extra)), self._draft_ids.device)
-            self._further = self._of(ids, self._foreign())
-        return self._further
+            self._extended = self._of(ids, self._foreign())
+        return self._extended
 
-    def _of(self, ids: Tensor, foreign: Tensor | None) -> _Further:
-        """Return these further ids [X], on the device."""
+    def _updated(self) -> _Extended | None:
+        """Return the vocabulary with the same ids, for the rows as they are now."""
+        return None if self._extended is None else self._extended._replace(foreign=self._foreign())
+
+    def _of(self, ids: Tensor, foreign: Tensor | None) -> _Extended:
+        """Return the vocabulary extended by ids [X] that are on the device."""
         head = self._target.reduced_lm_head(ids)
         if is_host(ids.device):  # where bf16 takes longer, for so few rows
             head = head.float()
-        return _Further(torch.cat([self._draft_ids, ids]), head, foreign)
+        return _Extended(torch.cat([self._draft_ids, ids]), head, foreign)
 
     def _foreign(self) -> Tensor | None:
-        foreign = ~self._own[:, None]
+        foreign = ~self._in_text[:, None]
         return to_device(foreign, self._draft_ids.device) if foreign.any() else None

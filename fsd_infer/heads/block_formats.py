@@ -12,7 +12,6 @@ What the config leaves open is refused, since a wrong guess costs nearly all acc
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fsd_core.errors import CheckpointError, foreign_errors
+from fsd_core.registry import is_number
 from fsd_infer.heads.block_config import BlockConfig
 from fsd_infer.heads.blocks import BlockHead
 from fsd_infer.heads.stored_parts import (
@@ -187,7 +187,7 @@ def _mask_token(options: Options, vocabulary: int) -> int:
 def _softcap(options: Options) -> float | None:
     """Return the bound of the logits; None, also for 0: none."""
     cap = options.get("final_logit_softcapping", 0)
-    if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 <= cap < math.inf:
+    if not is_number(cap, 0):
         raise CheckpointError(f"final_logit_softcapping in config.json must be a number from 0, got {cap!r:.60}.")
     return cap or None
 
@@ -201,8 +201,8 @@ def _attention(options: Options, count: int) -> tuple[tuple[int | None, ...], tu
     first = options.whole("max_window_layers", 28) if options.flag("use_sliding_window") else count
     usual = [f"{'sliding' if i >= first and options.get('sliding_window') else 'full'}_attention" for i in range(count)]
     types = options.get("layer_types", usual)
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(types, list) or len(types) != count or not all(kind in known for kind in types):
+    kinds = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != count or not all(kind in kinds for kind in types):
         raise CheckpointError(f"layer_types in config.json are not those of {count} full or sliding layers.")
     named = [kind == "sliding_attention" for kind in types]
     slides = named if any(named) or not options.flag("use_swa") else [True] * count
@@ -242,17 +242,17 @@ def _correction(options: Options, width: int, vocabulary: int, shapes: Mapping[s
     elif options.get(_SELECTOR):
         if D2T in shapes or T2D in shapes:
             raise CheckpointError("it selects among candidates of a reduced vocabulary, which no program trains.")
-        kept = options.whole("selector_top_k", 16, 1, vocabulary)
-        result = {"correction": "selector", "rank": options.whole(_SELECTOR, least=1), "candidates": kept}
+        candidates = options.whole("selector_top_k", 16, 1, vocabulary)
+        result = {"correction": "selector", "rank": options.whole(_SELECTOR, least=1), "candidates": candidates}
     elif options.get(_REFINER):
         rank = options.whole(_REFINER, least=1)
         result = {"correction": "refiner", "rank": rank, "inner": rank * options.whole("xpress_mlp_ratio", 2, 1)}
     elif options.get("markov_rank") or options.get("projector_type") == "domino":
         raise CheckpointError("its config.json names a correction whose tensors are missing.")
     if _CONFIDENCE in shapes:
-        alone = shapes[_CONFIDENCE][1] == width
-        result["confidence"] = "state" if alone else "state+token"
-        if not alone and _MARKOV not in shapes:
+        reads_state_only = shapes[_CONFIDENCE][1] == width
+        result["confidence"] = "state" if reads_state_only else "state+token"
+        if not reads_state_only and _MARKOV not in shapes:
             raise CheckpointError("its confidence head reads a Markov head, and there is none.")
     return result
 

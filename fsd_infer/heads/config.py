@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from fsd_core.errors import CheckpointError, foreign_errors
-from fsd_core.registry import did_you_mean, is_whole
+from fsd_core.registry import did_you_mean, is_number, is_whole
 from fsd_infer.heads.layers import EAGLE3_LAYERS, LAYER_FIELDS, llama_layer, own_layer
 from fsd_infer.targets.checks import check_numbers
 
@@ -189,8 +188,8 @@ class EagleConfig(PreTrainedConfig):
             raise CheckpointError(f"head option layer is auto or llama, got {layer!r:.60}.")
         config = target.config
         llama = llama_layer(config, target.hidden_size)
-        own = None if layer == "llama" else own_layer(config)
-        chosen = own or llama
+        own_layer_config = None if layer == "llama" else own_layer(config)
+        chosen = own_layer_config or llama
         if intermediate_size is not None:
             _check_integer("intermediate_size", intermediate_size, 1)
             if "intermediate_size" not in chosen:  # the family names its MLP's width differently
@@ -235,7 +234,7 @@ def check_layer(layer: Any, hidden_size: int) -> None:
         if name.endswith("size") or name.startswith("num_") or name in ("head_dim", "max_position_embeddings"):
             _check_integer(f"layer option {name}", value, 1)
         elif name in ("rms_norm_eps", "layer_norm_eps", "query_pre_attn_scalar", "attention_multiplier"):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            if not is_number(value, 0):
                 raise CheckpointError(f"layer option {name} must be a number from 0, got {value!r:.60}.")
     if layer.get("hidden_size", hidden_size) != hidden_size:
         raise CheckpointError(f"the head's layer has hidden_size {layer['hidden_size']}, the head {hidden_size}.")

@@ -28,8 +28,8 @@ class MarkovHead(nn.Module):
 
     def forward(self, tokens: Tensor, slot: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return the bias [..., Vd] and the next state [..., r]; arguments as of :meth:`read`."""
-        known, state = self.read(tokens, slot, state)
-        return self.markov_w2(known), state
+        previous, state = self.read(tokens, slot, state)
+        return self.markov_w2(previous), state
 
     def read(self, tokens: Tensor, slot: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return g(W1[previous token]) and the next state, [..., r] each.
@@ -39,14 +39,14 @@ class MarkovHead(nn.Module):
             slot: [..., H] the block's normed state.
             state: [..., r] of the "rnn", 0 at first.
         """
-        known = self.markov_w1(tokens)
+        previous = self.markov_w1(tokens)
         if self.kind == "gated":
-            known = torch.sigmoid(self.gate_proj(torch.cat([slot, known], -1))) * known
+            previous = torch.sigmoid(self.gate_proj(torch.cat([slot, previous], -1))) * previous
         elif self.kind == "rnn":
-            gate, new, out = self.joint_proj(torch.cat([state, known, slot], -1)).chunk(3, -1)
+            gate, new, out = self.joint_proj(torch.cat([state, previous, slot], -1)).chunk(3, -1)
             gate = torch.sigmoid(gate)
-            state, known = gate * state + (1 - gate) * torch.tanh(new), torch.tanh(out)
-        return known, state
+            state, previous = gate * state + (1 - gate) * torch.tanh(new), torch.tanh(out)
+        return previous, state
 
 
 class CandidateSelector(nn.Module):
@@ -61,10 +61,10 @@ class CandidateSelector(nn.Module):
 
     def forward(self, logits: Tensor, slot: Tensor, tokens: Tensor) -> Tensor:
         """Return logits [..., V], NEVER of all but the candidates; arguments as of :meth:`BlockHead.corrected`."""
-        likeliest, found = logits.topk(self.count)
-        known = self.predecessor_codebook[tokens] * self.hidden_projection(slot)
-        scores = likeliest + (self.successor_codebook[found] * known[..., None, :]).sum(-1)
-        return torch.full_like(logits, NEVER).scatter(-1, found, scores)
+        likeliest, candidates = logits.topk(self.count)
+        predecessors = self.predecessor_codebook[tokens] * self.hidden_projection(slot)
+        scores = likeliest + (self.successor_codebook[candidates] * predecessors[..., None, :]).sum(-1)
+        return torch.full_like(logits, NEVER).scatter(-1, candidates, scores)
 
 
 class Refiner(nn.Module):
@@ -96,7 +96,7 @@ class Refiner(nn.Module):
         read = torch.cat([self.down_h(slot), state[..., : self.rank], self.token_embed(tokens)], -1)
         x = self.in_proj(read)
         state = torch.cat([state[..., :at], x, state[..., at + self.rank :]], -1)
-        known = state[..., self.rank : at + self.rank].unflatten(-1, (-1, self.rank))  # up to this slot
-        x = x + (known * self.mix_l[:, index, : index + 1].T).sum(-2)
+        inputs = state[..., self.rank : at + self.rank].unflatten(-1, (-1, self.rank))  # up to this slot
+        x = x + (inputs * self.mix_l[:, index, : index + 1].T).sum(-2)
         x = x + self.mlp_down(silu(self.mlp_gate(x)) * self.mlp_up(x))
         return self.readout(x), state

@@ -64,12 +64,12 @@ def eagle_head(config: Mapping[str, Any], weights: Weights, target: Target | Non
     shapes = weights.shapes
     options = Options(config, "eagle_config")
     classes = str(config.get("architectures")).lower()
-    if found := next((kind for kind in _UNREAD if kind in classes), None):
-        raise CheckpointError(f"its layers are those of {found}, unknown here. Use a head with Llama's layers.")
+    if family := next((kind for kind in _UNREAD if kind in classes), None):
+        raise CheckpointError(f"its layers are those of {family}, unknown here. Use a head with Llama's layers.")
     described, layer = options.layer, _layer(options.layer, shapes, "qwen2")
     _check_computed(config, described)
-    own = EMBEDDINGS in shapes and target is not None and not shares_table(weights, EMBEDDINGS, target)
-    names = parameters_of(weights) - _OF_P_EAGLE - (set() if own else {EMBEDDINGS})
+    own_embeddings = EMBEDDINGS in shapes and target is not None and not shares_table(weights, EMBEDDINGS, target)
+    names = parameters_of(weights) - _OF_P_EAGLE - (set() if own_embeddings else {EMBEDDINGS})
     if shares_table(weights, LM_HEAD, target):
         names.remove(LM_HEAD)
     bias = agreed("bias", (flag(config.get, name, None) for name in ("bias", "fusion_bias")))
@@ -81,7 +81,7 @@ def eagle_head(config: Mapping[str, Any], weights: Weights, target: Target | Non
     check_sizes_agree(config.get, draft_vocab_size=vocabulary)
     sizes = {"hidden_size": layer["hidden_size"], "vocab_size": vocabulary, "embed_size": embed_size}
     count = layer_count(described.get("num_hidden_layers"), names)
-    fields: dict[str, Any] = {"layout": "eagle", "num_layers": count, "fc_bias": bias, "own_embeddings": own}
+    fields: dict[str, Any] = {"layout": "eagle", "num_layers": count, "fc_bias": bias, "own_embeddings": own_embeddings}
     head = EagleConfig(**sizes, layer=layer, target=sizes, **fields)
     names -= set() if bias else {"fc.bias"}  # zeros, which some programs need in the file
     return StoredHead(head, weights, {name: name for name in names})

@@ -148,8 +148,8 @@ def obstacle(config: EagleConfig, to: str, layers: int) -> str | None:
     ``layers``: the number of layers of the target.
     """
     for programs, test, reason in (_NOT_EAGLE3 if config.layout == "eagle3" else _NOT_EAGLE) + _NOT_SAFEAILAB:
-        if to in programs.split() and (found := test(config, layers)):
-            return reason.format(found=found, usual=usual_layers(layers))
+        if to in programs.split() and (value := test(config, layers)):
+            return reason.format(found=value, usual=usual_layers(layers))
     return None
 
 

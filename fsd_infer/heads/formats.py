@@ -72,7 +72,7 @@ def read_kind(directory: Path, config: Mapping[str, Any], kind: str, target: Tar
     weights = Weights(directory, str if kind in (OURS, OLD) else our_name)
     with naming(directory):
         if kind in (OURS, OLD):
-            stored = _own(config if kind == OURS else _of_old(config), weights)
+            stored = _of_ours(config if kind == OURS else _of_old(config), weights)
         else:
             stored = (eagle3_head if kind == EAGLE_3 else eagle_head)(flat(config), weights, target)
     if target is not None:
@@ -119,10 +119,10 @@ def _of_old(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**head, "target": config.get("target"), "training": config.get("training")}
 
 
-def _own(values: Mapping[str, Any], weights: Weights) -> StoredHead:
+def _of_ours(values: Mapping[str, Any], weights: Weights) -> StoredHead:
     trained_for = values.get("target")
-    known = trained_for if isinstance(trained_for, Mapping) else {}
-    lacking = [key for key in ("hidden_size", "vocab_size") if known.get(key) is None]
+    stated = trained_for if isinstance(trained_for, Mapping) else {}
+    lacking = [key for key in ("hidden_size", "vocab_size") if stated.get(key) is None]
     if lacking:  # without these the head would fit any target
         raise CheckpointError(f"target does not say its {', '.join(lacking)}. {AGAIN}")
     head = EagleConfig.from_dict(values)

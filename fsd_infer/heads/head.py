@@ -35,7 +35,7 @@ from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.formats import read_head
 from fsd_infer.heads.hub import find_head
-from fsd_infer.heads.layers import build_layers, has_mrope, no_bars
+from fsd_infer.heads.layers import build_layers, has_mrope, without_progress_bars
 from fsd_infer.heads.stored_parts import CONFIG, StoredHead
 from fsd_infer.heads.weights import SINGLE
 from fsd_infer.targets.stack import HeadStack, Stack, StackInputs
@@ -239,7 +239,7 @@ class EagleHead(PreTrainedModel):
         ):
             planned = cls(copy.deepcopy(stored.config))
         state = stored.state(planned.state_dict())
-        with no_bars():
+        with without_progress_bars():
             head: EagleHead = super().from_pretrained(None, config=stored.config, state_dict=state, **options)
         head.name_or_path = str(directory)
         return head
@@ -260,7 +260,7 @@ class EagleHead(PreTrainedModel):
         if dtype is not None:
             state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
         with TemporaryDirectory(prefix=".", dir=directory) as draft:
-            with disk_errors(directory / SINGLE), no_bars():
+            with disk_errors(directory / SINGLE), without_progress_bars():
                 super().save_pretrained(draft, state_dict=state, **options)
                 if dtype is not None:
                     config = copy.deepcopy(self.config)
@@ -272,7 +272,7 @@ class EagleHead(PreTrainedModel):
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:  # type: ignore[override]
         """Upload as in transformers. Raises ModelLoadError, which names the repository, if the Hub refuses."""
-        with hub_errors(repo_id, options.get("revision")), no_bars():
+        with hub_errors(repo_id, options.get("revision")), without_progress_bars():
             return str(super().push_to_hub(repo_id, **options))  # type: ignore[arg-type]
 
     def set_draft_ids(self, ids: Tensor | None) -> None:
@@ -333,12 +333,12 @@ class EagleHead(PreTrainedModel):
 
     def _joined(self, embeds: Tensor, features: Tensor) -> Tensor:
         """Layouts "eagle" and "fsd": fc of embedding and feature, and the projection of fused layers."""
-        own, inner = features, None
+        final, inner = features, None
         if features.shape[-1] > self.width:
-            own, inner = features[..., : self.width], features[..., self.width :]
+            final, inner = features[..., : self.width], features[..., self.width :]
         if self.feature_scale is not None:
-            own = own / self.feature_scale.to(own.dtype)
-        x = self.fc(torch.cat([embeds, own], dim=-1))
+            final = final / self.feature_scale.to(final.dtype)
+        x = self.fc(torch.cat([embeds, final], dim=-1))
         return x if self.fusion is None or inner is None else x + self.fusion(inner)
 
     def readout(self, outputs: Tensor) -> Tensor:

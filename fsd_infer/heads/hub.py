@@ -112,8 +112,8 @@ class _Repository:
             try:
                 cached = hf_hub_download(self.name, path, revision=self.revision, token=self.token, **self.where)
             except LocalEntryNotFoundError:
-                known = try_to_load_from_cache(self.name, path, self.where.get("cache_dir"), self.revision)
-                if known is _CACHED_NO_EXIST:  # the cache records that the repository lacks the file
+                cached_entry = try_to_load_from_cache(self.name, path, self.where.get("cache_dir"), self.revision)
+                if cached_entry is _CACHED_NO_EXIST:  # the cache records that the repository lacks the file
                     return None
                 raise
             except EntryNotFoundError:

@@ -125,7 +125,7 @@ def _probe(layers: nn.ModuleList, rotary: nn.Module, norm: nn.Module, hidden_siz
     x = torch.randn(1, 4, hidden_size)
     positions = torch.arange(4)[None]
     causal = torch.ones(4, 4, dtype=torch.bool).tril()[None, None]
-    whole = run_layers(layers, x, rotary(x, positions), positions, mask_for(layers, causal, x.dtype), None)
+    forward = run_layers(layers, x, rotary(x, positions), positions, mask_for(layers, causal, x.dtype), None)
     cache = DynamicCache()
     steps = [
         run_layers(
@@ -134,13 +134,13 @@ def _probe(layers: nn.ModuleList, rotary: nn.Module, norm: nn.Module, hidden_siz
         )
         for i in range(4)
     ]  # fmt: skip
-    if whole.shape != x.shape or not torch.allclose(whole, torch.cat(steps, 1), atol=1e-4):
+    if forward.shape != x.shape or not torch.allclose(forward, torch.cat(steps, 1), atol=1e-4):
         raise ValueError("layer is not usable on its own")
-    norm(whole)
+    norm(forward)
 
 
 @contextmanager
-def no_bars() -> Iterator[None]:
+def without_progress_bars() -> Iterator[None]:
     """Hide transformers' progress bars: a head has a dozen tensors."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

@@ -63,7 +63,7 @@ class MtpFiles:
             self._stored[part] = name
         # they follow the model's layers, or begin at 0 where they lie alone
         numbers = {number for number, _ in self._stored if number is not None} or {0}
-        first = self._first = min(_own_layers(target), max(numbers)) if layout.follows else 0
+        first = self._first = min(_model_layers(target), max(numbers)) if layout.follows else 0
         there = max(numbers) + 1 - first
         named = there if layout.names is OWN_DIRECTORY else stated_layers(target) or there
         self.count = min(named, layout.most or named)
@@ -146,15 +146,15 @@ class MtpFiles:
 
     def _scale(self, ours: str, layer: int, name: str) -> tuple[str, list[int]]:
         """Return the name of an fp8 tensor's scales, and how many rows and columns one of them covers."""
-        scale = next((found for end in _SCALES if (found := self.find(ours + end, layer))), None)
+        scale = next(filter(None, (self.find(ours + end, layer) for end in _SCALES)), None)
         if scale is None:
             raise self._error(name, f"{name} is of type {self.weights.dtypes[name]} without {name}_scale_inv")
-        blocks, shape, held = self._blocks, self.weights.shapes[name], self.weights.shapes[scale]
-        if len(held) != len(shape):
+        blocks, shape, sizes = self._blocks, self.weights.shapes[name], self.weights.shapes[scale]
+        if len(sizes) != len(shape):
             return scale, []
-        spans = scale_spans(shape, held, [1] * (len(shape) - 2) + blocks)
+        spans = scale_spans(shape, sizes, [1] * (len(shape) - 2) + blocks)
         if spans is None:
-            raise self._error(scale, f"{scale} has the shape {list(held)} for {list(shape)} in blocks of {blocks}")
+            raise self._error(scale, f"{scale} has the shape {list(sizes)} for {list(shape)} in blocks of {blocks}")
         return scale, spans
 
     @cached_property
@@ -162,8 +162,8 @@ class MtpFiles:
         """Rows and columns that one scale of fp8 tensors covers; transformers forgets it where it expands a target."""
         file = self.weights.directory / "config.json"
         config: Any = read_json(file, "Fetch the checkpoint again.") if file.is_file() else {}
-        given = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config") or {}
-        return list(given.get("weight_block_size") or [128, 128])
+        scheme = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config") or {}
+        return list(scheme.get("weight_block_size") or [128, 128])
 
     def value(self, name: str) -> Tensor:
         """Read a stored tensor; fp8 times its scales is float32."""
@@ -210,7 +210,7 @@ def find_mtp(target: Target, directory: Path | None = None) -> MtpFiles | None:
     where = files_of(target) if directory is None else directory
     if where is None:
         return None
-    weights, first = Weights(where, expands=False), _own_layers(target)
+    weights, first = Weights(where, expands=False), _model_layers(target)
     if directory is not None:
         file = directory / "config.json"
         config: Any = read_json(file, "Fetch the layers again.") if file.is_file() else {}
@@ -234,7 +234,7 @@ def in_own_layout(target: Target, state: Mapping[str, Tensor]) -> dict[str, Tens
     layout = family_layout(target)
     if layout is None:
         return None
-    number, result, beginning = _own_layers(target) if layout.follows else 0, dict[str, Tensor](), _beginning(target)
+    number, result, beginning = _model_layers(target) if layout.follows else 0, dict[str, Tensor](), _beginning(target)
     for ours, value in state.items():
         if ours == "eh_proj.weight" and layout.state_first:
             value = torch.cat(value.chunk(2, 1)[::-1], 1)
@@ -249,16 +249,16 @@ def _beginning(target: Target) -> str:
     """Return what stands before the model's own layers in the names of its files, "model." if there are none."""
     directory = files_of(target)
     names = [] if directory is None else list(Weights(directory).shapes)
-    return next((found[1] for name in names if (found := _FIRST_LAYER.match(name))), "model.")
+    return next((match[1] for name in names if (match := _FIRST_LAYER.match(name))), "model.")
 
 
 def stated_layers(target: Target) -> int | None:
     """Return how many MTP layers the target's config says that it has; None: it says nothing, or none."""
-    given = (getattr(target.config, name, None) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
-    return next((count for count in given if isinstance(count, int) and count > 0), None)
+    counts = (getattr(target.config, name, None) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
+    return next((count for count in counts if isinstance(count, int) and count > 0), None)
 
 
-def _own_layers(target: Target) -> int:
+def _model_layers(target: Target) -> int:
     return len(getattr(target.decoder, "layers", ()))  # LongCat counts two in its config for each
 
 

@@ -55,9 +55,9 @@ class Layout:
 
     def stored(self, ours: str, number: int) -> str:
         """Return the stored name of our ``ours`` of a layer, as :meth:`part` numbers it."""
-        begun = [pair for pair in self.names.items() if ours.startswith(pair[1])]
-        name, own = max(begun, key=lambda pair: len(pair[1]))
-        return name.format(layer=number) + ours[len(own) :]
+        prefixes = [pair for pair in self.names.items() if ours.startswith(pair[1])]
+        name, prefix = max(prefixes, key=lambda pair: len(pair[1]))
+        return name.format(layer=number) + ours[len(prefix) :]
 
 
 _DEEPSEEK, _MIMO, _LONGCAT = "model.layers.{layer}.", "model.mtp_layers.{layer}.", "model.mtp.layers.{layer}."
@@ -155,9 +155,9 @@ def layout_of(target: Target, name: str) -> Layout:
     """Return the layout of the target's family. Raises ModelLoadError, which names a tensor, if there is none."""
     layout = family_layout(target)
     if layout is None:
-        known = ", ".join(family for one in LAYOUTS.values() for family in one.families)
+        families = ", ".join(family for one in LAYOUTS.values() for family in one.families)
         raise ModelLoadError(
             f"{target.name} has MTP layers in the layout of {target.config.model_type} ({name}), which is not "
-            f"read: what such layers compute is not known here. Name another drafter. Known layouts: {known}."
+            f"read: what such layers compute is not known here. Name another drafter. Known layouts: {families}."
         )
     return layout

@@ -39,7 +39,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "attention_value_scale": (None, 1), "output_multiplier": (None, 1), "is_neox_style": (None, True),
     "input_embedding_scale": (None, 1), "logit_scale": (None, 1), "layernorms": (None, False),
 }  # fmt: skip
-_TOP = "transformer_layer_config"
+_LAYER_CONFIG = "transformer_layer_config"
 _OF_TARGET = ("verifier_lm_head.weight", "verifier_norm.weight")  # ends of names of its tensors, which some repeat
 _MODULES = ("model.", "draft_model.")  # around a head
 # beginnings of tensors' names, and ours; the last two are of old speculators
@@ -111,9 +111,9 @@ class Options:
     """
 
     def __init__(self, config: Mapping[str, Any], part: str, in_layer: bool = True) -> None:
-        self.nested, self.layer = config.get(part) or {}, config.get(_TOP) or config
+        self.nested, self.layer = config.get(part) or {}, config.get(_LAYER_CONFIG) or config
         if not isinstance(self.nested, Mapping) or not isinstance(self.layer, Mapping):
-            raise CheckpointError(f"{part} or {_TOP} in its config.json is not an object.")
+            raise CheckpointError(f"{part} or {_LAYER_CONFIG} in its config.json is not an object.")
         self._parts = (self.nested, config, *([self.layer] if in_layer else []))
         names = (config.get(name) for name in ("architectures", "speculators_model_type", "model_type"))
         self.classes = " ".join(map(str, names))
@@ -227,23 +227,23 @@ def plain_layer(config: Mapping[str, Any], kind: str, mrope: bool = True, rope_o
     multi = {name: rope.pop(name) for name in MROPE if name in rope}
     if any(share not in (None, 1) for share in (config.get(PARTIAL), rope.pop(PARTIAL, None))):
         logger.warning("the head turns all of its dimensions, as programs train it: its %s is not used.", PARTIAL)
-    known = {name: config[name] for name in LAYER_FIELDS if name in config and name != "rope_parameters"}
-    known |= {"rope_parameters": {"rope_type": "default", **rope}} if rope else {}
+    fields = {name: config[name] for name in LAYER_FIELDS if name in config and name != "rope_parameters"}
+    fields |= {"rope_parameters": {"rope_type": "default", **rope}} if rope else {}
     # transformers may fail in any way on another program's values
     fault = "it does not describe a Llama layer ({why})."
     with foreign_errors(CheckpointError, fault):
-        if "hidden_size" not in known:
+        if "hidden_size" not in fields:
             raise ValueError("it has no hidden_size")
-        size, heads = known["hidden_size"], known.get("num_attention_heads", 32)
+        size, heads = fields["hidden_size"], fields.get("num_attention_heads", 32)
         check_layer({"hidden_size": size, "num_attention_heads": heads, "model_type": kind}, size)
         derived = {"num_key_value_heads": heads, "head_dim": size // heads}
         if kind == LATENT:  # its heads share keys, and head_dim is that of their rotary part
-            known = {name: known[name] for name in known if name not in derived}
+            fields = {name: fields[name] for name in fields if name not in derived}
             del derived["head_dim"]
         if kind == config.get("model_type") == "qwen3" and "head_dim" not in config:
             del derived["head_dim"]  # Qwen3's own default
-        known |= {name: value for name, value in derived.items() if known.get(name) is None}
-        layer = layer_of(AutoConfig.for_model(kind, **known))
+        fields |= {name: value for name, value in derived.items() if fields.get(name) is None}
+        layer = layer_of(AutoConfig.for_model(kind, **fields))
     layer["rope_parameters"] |= multi if mrope else {}
     check_layer(layer, size)
     return layer
@@ -256,9 +256,9 @@ def layer_count(stated: Any, names: Collection[str], *read: str) -> int:
     ``read``: parts of names that are read nevertheless.
     """
     for part, what in _UNREAD.items():
-        if part not in read and (odd := next((name for name in names if part in name), None)):
-            raise CheckpointError(f"its layers have {what} ({odd}), unknown here. Use a head with Llama's layers.")
-    numbers = {int(found[1]) for name in names if (found := re.match(r"layers\.(\d{1,3})\.", name))}
+        if part not in read and (name := next((name for name in names if part in name), None)):
+            raise CheckpointError(f"its layers have {what} ({name}), unknown here. Use a head with Llama's layers.")
+    numbers = {int(match[1]) for name in names if (match := re.match(r"layers\.(\d{1,3})\.", name))}
     count = len(numbers)
     if numbers != set(range(count)) or not count or stated not in (None, count):
         raise CheckpointError(f"it names {stated!r:.60} layers, but the weights hold layers {sorted(numbers)}.")

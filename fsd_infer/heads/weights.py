@@ -118,15 +118,15 @@ class Weights:
             scale = scale * more[0]
         if scale.numel() == 1:
             return times_scales(weight, scale.flatten(), [])
-        held = [size for size in scale.shape if size > 1] if scale.dim() > 2 else list(scale.shape)
-        held = held if len(held) == 2 else [*held, 1]
-        spans = scale_spans(weight.shape, held, [16 if more else 128] * 2) if len(held) == 2 else None
+        scale_shape = [size for size in scale.shape if size > 1] if scale.dim() > 2 else list(scale.shape)
+        scale_shape = scale_shape if len(scale_shape) == 2 else [*scale_shape, 1]
+        spans = scale_spans(weight.shape, scale_shape, [16 if more else 128] * 2) if len(scale_shape) == 2 else None
         if spans is None:
             raise CheckpointError(
                 f"{self.files[name]}: scales {list(scale.shape)} do not fit {self.stored[name]}, "
                 f"{list(weight.shape)}. {AGAIN}"
             )
-        return times_scales(weight, scale.reshape(held), spans)
+        return times_scales(weight, scale.reshape(scale_shape), spans)
 
     def _checked(self, name: str, tensor: Tensor) -> Tensor:
         # decoding would be exact, and no draft accepted
@@ -142,7 +142,7 @@ class Weights:
         )
 
 
-def scale_spans(shape: Sequence[int], held: Sequence[int], blocks: Sequence[int]) -> list[int] | None:
+def scale_spans(shape: Sequence[int], scale_shape: Sequence[int], blocks: Sequence[int]) -> list[int] | None:
     """Return how many numbers along each dimension one scale covers; None if the scales are of another shape.
 
     Args:
@@ -152,9 +152,9 @@ def scale_spans(shape: Sequence[int], held: Sequence[int], blocks: Sequence[int]
     """
     spans = [
         1 if count == size else size if count == 1 else block
-        for size, count, block in zip(shape, held, blocks, strict=True)
+        for size, count, block in zip(shape, scale_shape, blocks, strict=True)
     ]
-    fits = all(-(-size // span) == count for size, count, span in zip(shape, held, spans, strict=True))
+    fits = all(-(-size // span) == count for size, count, span in zip(shape, scale_shape, spans, strict=True))
     return spans if fits else None
 
 

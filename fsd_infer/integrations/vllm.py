@@ -87,16 +87,16 @@ class RuleRequest:
         for name in extra.keys() - {"rule"}:  # others may be of other processors
             if name == "quality" or did_you_mean(name, ["rule"]):
                 raise ValueError(f'{name}: no field of these rules, which take "rule" alone: {{"rule": "tilted:1"}}.')
-        asked = cls(rule, params.temperature == 0)
-        if asked.lossy and not asked.greedy and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0):
+        request = cls(rule, params.temperature == 0)
+        if request.lossy and not request.greedy and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0):
             raise ValueError(
                 "rule: at temperature above 0 a lossy rule needs top_p = 1, top_k = 0 and min_p = 0, since vLLM "
                 "applies them after the rule. Send these, or start the server with --generation-config vllm if the "
                 "model's own defaults set others."
             )
-        if rule.greedy_only and not asked.greedy:
+        if rule.greedy_only and not request.greedy:
             raise ValueError(f"rule: {rule.name!r} needs temperature 0.")
-        return asked
+        return request
 
     @property
     def lossy(self) -> bool:
@@ -175,10 +175,10 @@ class FuzzyRules(_Processor):
 
     def add_request(self, slot: int, params: Any) -> bool:
         """Admit a request to a slot; return whether its logits may change."""
-        asked = RuleRequest.of(params)
-        self.requests[slot] = asked if asked.lossy else None
+        request = RuleRequest.of(params)
+        self.requests[slot] = request if request.lossy else None
         self.fresh[slot] = params.temperature or 1.0
-        return asked.lossy
+        return request.lossy
 
     def apply_staged_writes(self) -> None:
         """Copy new requests to the device.
@@ -188,12 +188,12 @@ class FuzzyRules(_Processor):
         if not self.fresh:
             return
         self.kinds = list(dict.fromkeys(filter(None, self.requests)))
-        for phase in {asked.rule.only_in for asked in self.kinds if asked.rule.only_in}.difference(self.markers):
+        for phase in {request.rule.only_in for request in self.kinds if request.rule.only_in}.difference(self.markers):
             self.markers[phase] = self._markers(phase)
-        number: dict[RuleRequest | None, int] = {asked: number for number, asked in enumerate(self.kinds)}
-        self.kind_of = np.array([number.get(asked, -1) for asked in self.requests])
+        number: dict[RuleRequest | None, int] = {request: number for number, request in enumerate(self.kinds)}
+        self.kind_of = np.array([number.get(request, -1) for request in self.requests])
         self.kind = to_device(torch.from_numpy(self.kind_of), self.device)
-        budgets = [math.inf if (asked := self.requests[slot]) is None else asked.rule.max_nats for slot in self.fresh]
+        budgets = [math.inf if (kind := self.requests[slot]) is None else kind.rule.max_nats for slot in self.fresh]
         index, temperature, budget = (
             to_device(torch.tensor(values), self.device)
             for values in (list(self.fresh), list(self.fresh.values()), budgets)
@@ -201,8 +201,8 @@ class FuzzyRules(_Processor):
         resumed = (self.states.prefill_len.gpu > self.states.prompt_len.gpu)[index] & budget.isfinite()
         self.temperature[index] = temperature
         self.left[index] = budget.masked_fill(resumed, 0.0)
-        for kept in (self.cost, self.allowed, self.kl_excess):
-            kept.index_fill_(0, index, 0.0)
+        for nats in (self.cost, self.allowed, self.kl_excess):
+            nats.index_fill_(0, index, 0.0)
         self.seen[index] = self.states.total_len.gpu[index].long()
         self.fresh = {}
 
@@ -220,22 +220,22 @@ class FuzzyRules(_Processor):
         for number in numbers:
             if number < 0:
                 continue
-            asked = self.kinds[number]
-            if asked.greedy not in chains:  # rows edited so far belong to other requests
-                scores = step.scores(logits, None if asked.greedy else temperature)
-                chains[asked.greedy] = Chains(step, scores, asked.greedy, self.kl_excess[step.slot])
-            inputs, here = chains[asked.greedy], (kind == number)[:, None].expand(step.shape)
-            mine = step.drafted & here
-            target = asked.rule.kl_target(inputs.round.scores, asked.greedy)
+            request = self.kinds[number]
+            if request.greedy not in chains:  # rows edited so far belong to other requests
+                scores = step.scores(logits, None if request.greedy else temperature)
+                chains[request.greedy] = Chains(step, scores, request.greedy, self.kl_excess[step.slot])
+            inputs, here = chains[request.greedy], (kind == number)[:, None].expand(step.shape)
+            drafts = step.drafted & here
+            target = request.rule.kl_target(inputs.round.scores, request.greedy)
             if target is not None:
-                where = asked.rule.lossy_at(inputs)
+                where = request.rule.lossy_at(inputs)
                 here = here if where is None else here & where
                 self.allowed[step.slot] += target.float().masked_fill(~here, 0.0)
-            left = None if asked.rule.budget is None else self.left[step.slot]
-            logit_bias, cost = inputs.biased(asked.rule, mine, left)
+            left = None if request.rule.budget is None else self.left[step.slot]
+            logit_bias, cost = inputs.biased(request.rule, drafts, left)
             self.cost[step.slot] += cost.float()
             edit = logit_bias.clamp_max(CERTAIN)
-            step.add(logits, edit if asked.greedy else edit * temperature[:, None])
+            step.add(logits, edit if request.greedy else edit * temperature[:, None])
         return logits
 
     def _markers(self, phase: str) -> tuple[int, int]:
@@ -250,8 +250,8 @@ class FuzzyRules(_Processor):
         """Charge the last step's costs and allowances at positions whose tokens were emitted."""
         slot, total = step.slot, step.texts.lengths
         emitted = (total - self.seen[slot])[:, None]
-        places = torch.arange(self.nodes, device=self.device)
-        spent, allowed = (kept[slot].masked_fill(places >= emitted, 0.0).sum(1) for kept in (self.cost, self.allowed))
+        unused = torch.arange(self.nodes, device=self.device) >= emitted
+        spent, allowed = (nats[slot].masked_fill(unused, 0.0).sum(1) for nats in (self.cost, self.allowed))
         self.left[slot] = (self.left[slot] - spent).clamp_min(0.0)
         self.kl_excess[slot] = (self.kl_excess[slot] + spent - allowed).clamp_min(-INITIAL_KL_COEF)
         self.cost.index_fill_(0, slot, 0.0)
@@ -289,8 +289,8 @@ def _check_version() -> None:
     from vllm.v1.worker.gpu.sample import logits_processor
 
     for name, fields in READ.items():
-        known = {field.name for field in dataclasses.fields(getattr(logits_processor, name))}
-        if missing := ", ".join(field for field in fields if field not in known):
+        existing = {field.name for field in dataclasses.fields(getattr(logits_processor, name))}
+        if missing := ", ".join(field for field in fields if field not in existing):
             raise ValueError(f"FuzzyRules cannot work with vLLM {__version__}: its {name} has no {missing}.")
     if not __version__.startswith(TESTED):
         warnings.warn(f"FuzzyRules was tested with vLLM {', '.join(TESTED)}, not with {__version__}.", stacklevel=2)

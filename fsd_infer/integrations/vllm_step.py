@@ -44,8 +44,8 @@ class SlotTexts(TokenHistory):
     def tokens(self) -> Tensor:
         """[B, L] padded with -1."""
         ids = self._states.all_token_ids.gpu[self._slot, : self._longest].long()
-        places = torch.arange(ids.shape[1], device=ids.device)
-        return ids.masked_fill_(places >= self.lengths[:, None], -1)
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        return ids.masked_fill_(positions >= self.lengths[:, None], -1)
 
 
 class SchedulerStep:
@@ -68,41 +68,35 @@ class SchedulerStep:
     """
 
     def __init__(
-        self,
-        ctx: Any,
-        states: Any,
-        nodes: int,
-        filled: bool,
-        markers: Markers | None = None,
-        sentence_ends: Tensor | None = None,
+        self, ctx: Any, states: Any, nodes: int, filled: bool, markers: Markers, sentence_ends: Tensor | None
     ) -> None:
         self.slot = ctx.idx_mapping.long()
-        place = ctx.expanded_local_pos.long()
-        self._request = (place == 0).cumsum(0) - 1
-        self._place, self.shape = place, (self.slot.shape[0], nodes)
+        position = ctx.expanded_local_pos.long()
+        self._request = (position == 0).cumsum(0) - 1
+        self._position, self.shape = position, (self.slot.shape[0], nodes)
         self.tokens = self.slot.new_full(self.shape, -1)
-        self.tokens[self._request, place] = ctx.input_ids.long()
+        self.tokens[self._request, position] = ctx.input_ids.long()
         if filled:
             other = (self.tokens != self.tokens[:, :1]) & (self.tokens >= 0)
             repeats = other.flip(1).cumsum(1).flip(1) == 0  # only repetitions of the last token from here on
             self.tokens = self.tokens.masked_fill(torch.nn.functional.pad(repeats[:, 1:], (1, 0)), -1)
         self.drafted = torch.nn.functional.pad(self.tokens[:, 1:] >= 0, (0, 1))
-        self.texts = SlotTexts(states, self.slot, int(ctx.seq_lens_upper_bound_np.max()), markers or {}, sentence_ends)
+        self.texts = SlotTexts(states, self.slot, int(ctx.seq_lens_upper_bound_np.max()), markers, sentence_ends)
 
     def scores(self, logits: Tensor, temperature: Tensor | None) -> Tensor:
         """Arrange the rows of ``logits`` [R, V] as [B, N, V], divided by ``temperature`` [B]; arbitrary at padding."""
-        whole = logits
+        scores = logits
         if logits.shape[0] != self.shape[0] * self.shape[1]:
             rows = self.slot.new_zeros(self.shape)
-            rows[self._request, self._place] = torch.arange(logits.shape[0], device=rows.device)
-            whole = logits[rows.flatten()]
-        whole = whole.view(*self.shape, -1)
-        return whole if temperature is None else whole / temperature[:, None, None]
+            rows[self._request, self._position] = torch.arange(logits.shape[0], device=rows.device)
+            scores = logits[rows.flatten()]
+        scores = scores.view(*self.shape, -1)
+        return scores if temperature is None else scores / temperature[:, None, None]
 
     def add(self, logits: Tensor, edit: Tensor) -> None:
         """Add ``edit`` [B, N] to the logits [R, V] of the drafts that follow the nodes, in place."""
         draft = self.tokens.roll(-1, 1).clamp_min(0)
-        rows = self._request, self._place
+        rows = self._request, self._position
         logits.scatter_add_(1, draft[rows][:, None], edit[rows][:, None].to(logits.dtype))
 
 
@@ -129,16 +123,16 @@ class Chains(RuleInputs):
         round = RoundInput(tree, scores, scores, greedy, uniforms, texts=step.texts, kl_excess=kl_excess)
         super().__init__(round)
 
-    def biased(self, rule: Rule, mine: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:
+    def biased(self, rule: Rule, drafts: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the bias of the draft after each node and the distribution's cost there, in nats, [B, N] each.
 
-        Both are 0 outside ``mine`` [B, N] bool, and where the remaining ``left`` [B] nats do not pay.
+        Both are 0 outside ``drafts`` [B, N] bool, and where the remaining ``left`` [B] nats do not pay.
         """
         output = rule.restricted_output(self)
         if output.logit_bias is None:
             nothing = torch.zeros_like(self.logprob_gap)
             return nothing, nothing
-        odds = biased(self, output.logit_bias, output.applies & mine)
+        odds = biased(self, output.logit_bias, output.applies & drafts)
         cost = odds.cost.masked_fill(~odds.applies, 0.0)
         pays = odds.applies if left is None else odds.applies & affordable(self, cost, left)
         allowed = torch.where(self.logprob_gap < math.inf, output.logit_bias, 0.0)  # never favour forbidden tokens

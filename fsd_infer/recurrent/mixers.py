@@ -89,16 +89,16 @@ def _bare_reader(kind: type[nn.Module]) -> Any:
 def _reader_of(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of a layer's class that reads trees from a :class:`.SlotCache`."""
     inner, argument = _code_of(kind.forward), cache_argument(kind)
-    known = {name: FUNCTIONS[name] for name in inner.__code__.co_names if name in FUNCTIONS}
+    replaced = {name: FUNCTIONS[name] for name in inner.__code__.co_names if name in FUNCTIONS}
 
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
-        cache = given.get(argument)
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+        cache = options.get(argument)
         if not isinstance(cache, SlotCache):
-            return kind.forward(self, hidden_states, *args, **given)
+            return kind.forward(self, hidden_states, *args, **options)
         call = _Call(cache.recurrent, self._fsd_name)
-        ours = {name: partial(function, call) for name, function in known.items()}
+        ours = {name: partial(function, call) for name, function in replaced.items()}
         run = FunctionType(inner.__code__, {**inner.__globals__, **ours}, None, inner.__defaults__, inner.__closure__)
-        return run(self, hidden_states, *args, **{**given, argument: call, "attention_mask": None})
+        return run(self, hidden_states, *args, **{**options, argument: call, "attention_mask": None})
 
     members = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (TreeReader, kind), members)

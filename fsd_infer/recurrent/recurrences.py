@@ -39,9 +39,9 @@ class Convolution:
     def tree(self, state: Tensor, inputs: Inputs, branches: Branches) -> Tensor:
         (x,) = inputs
         width, before = self.weight.shape[1], state.shape[1]
-        places = torch.stack([branches.up(width - 1 - tap) for tap in range(width)], -1) + before  # [B, M, K]
+        indices = torch.stack([branches.up(width - 1 - tap) for tap in range(width)], -1) + before  # [B, M, K]
         rows = torch.arange(len(x), device=x.device)[:, None, None]
-        windows = torch.cat([state, x], 1)[rows, places]  # [B, M, K, C]
+        windows = torch.cat([state, x], 1)[rows, indices]  # [B, M, K, C]
         out = torch.einsum("bmkc,ck->bmc", windows.to(self.weight.dtype), self.weight)
         return self._activated(out if self.bias is None else out + self.bias).to(x.dtype)
 
@@ -50,8 +50,8 @@ class Convolution:
         read = torch.cat([state, x], 1)
         turned, weight = read.transpose(1, 2).to(self.weight.dtype), self.weight[:, None]
         output = self._activated(F.conv1d(turned, weight, self.bias, groups=len(weight))).transpose(1, 2)
-        kept = counts[:, None] + torch.arange(state.shape[1], device=x.device)
-        return output.to(x.dtype), read.gather(1, kept[..., None].expand(-1, -1, x.shape[2]))
+        last = counts[:, None] + torch.arange(state.shape[1], device=x.device)
+        return output.to(x.dtype), read.gather(1, last[..., None].expand(-1, -1, x.shape[2]))
 
     def _activated(self, out: Tensor) -> Tensor:
         return out if self.activation is None else ACT2FN[self.activation](out)

@@ -101,7 +101,7 @@ def _known(rule: list[str], rules: dict[str, list[list[str]]]) -> Iterator[str]:
             yield name
 
 
-def tried(maker: str, text: str, options: list[Any], read_log: Callable[[], str]) -> dict[str, str]:
+def try_grammar(maker: str, text: str, options: list[Any], read_log: Callable[[], str]) -> dict[str, str]:
     """Try a grammar.
 
     Args:
@@ -117,22 +117,22 @@ def tried(maker: str, text: str, options: list[Any], read_log: Callable[[], str]
 
     bounds, *more = options
     try:
-        made = getattr(LLMatcher, maker)(text, *more)
+        grammar = getattr(LLMatcher, maker)(text, *more)
         words = Bytes(text if maker == "grammar_from_lark" else "")
         vocabulary = LLTokenizer(TokenizerWrapper(words), n_vocab=len(words.tokens), eos_token=words.eos_token_id)
     except ValueError as error:
         return {"problem": str(error)}
     limits = LLParserLimits(**bounds)
-    if problem := LLMatcher(vocabulary, made, limits=limits, log_level=ALL_RULES).get_error():
+    if problem := LLMatcher(vocabulary, grammar, limits=limits, log_level=ALL_RULES).get_error():
         # what it says of tokens is left to the target's vocabulary
-        problem = LLMatcher.validate_grammar(made) or ("" if "oken" in problem else problem)
-        return {"problem": problem} if problem else {"grammar": made}
+        problem = LLMatcher.validate_grammar(grammar) or ("" if "oken" in problem else problem)
+        return {"problem": problem} if problem else {"grammar": grammar}
     if (name := endless(rules_of(read_log()))) is not None:
         where = name.partition(SCHEMA)[2] or name.partition("#")[0]
         return {"problem": f"no text can end {where}, which always needs itself again."}
-    if problem := problem_of(LLMatcher(vocabulary, made, limits=limits, log_level=0)):
+    if problem := problem_of(LLMatcher(vocabulary, grammar, limits=limits, log_level=0)):
         return {"problem": f"no answer can begin: {problem}"}
-    return {"grammar": made}
+    return {"grammar": grammar}
 
 
 def log_reader() -> Callable[[], str]:
@@ -154,7 +154,7 @@ def answer_all() -> None:
     for line in sys.stdin.buffer:
         try:
             maker, text, options = json.loads(line)
-            answer = tried(maker, text, options, log_reader())
+            answer = try_grammar(maker, text, options, log_reader())
         except RecursionError:
             answer = {"problem": TOO_DEEP}
         except BaseException as error:  # panics of Rust are not Exceptions

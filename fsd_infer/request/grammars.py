@@ -29,7 +29,7 @@ LIMITS = {"max_items_in_row": 20_000, "step_max_items": 200_000, "verbose_errors
 _START = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[1]); runpy.run_path(sys.argv[2], run_name='__main__')"
 )
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
 
 @lru_cache(maxsize=16)
@@ -63,26 +63,26 @@ def compiled(vocabulary: Any, grammar: str) -> Any:
     """
     library = llguidance()
     limits = library.LLParserLimits(**LIMITS)
-    matcher = deeply(lambda: library.LLMatcher(vocabulary, grammar, limits=limits, log_level=0))
+    matcher = with_deep_stack(lambda: library.LLMatcher(vocabulary, grammar, limits=limits, log_level=0))
     if matcher.is_error():
         raise FsdError(f"the target's answers cannot follow the guide: {reason(matcher.get_error())}")
     return matcher
 
 
-def deeply(make: Callable[[], _Made]) -> _Made:
+def with_deep_stack(make: Callable[[], _Result]) -> _Result:
     """Return what a function makes in a thread with a stack of four times the bytes that the child has."""
-    made: list[_Made] = []
+    results: list[_Result] = []
     with _STACKS:
         before = threading.stack_size(4 * STACK)
         try:
-            thread = threading.Thread(target=lambda: made.append(make()))
+            thread = threading.Thread(target=lambda: results.append(make()))
             thread.start()
         finally:
             threading.stack_size(before)
     thread.join()
-    if not made:
+    if not results:
         raise FsdError("the grammar cannot be compiled; standard error says why.")
-    return made[0]
+    return results[0]
 
 
 def llguidance() -> Any:
@@ -91,7 +91,7 @@ def llguidance() -> Any:
 
 
 def reason(text: str) -> str:
-    """Return of a message of llguidance's the first line, shortened, and the line that explains it."""
+    """Return the first line of a message of llguidance, shortened, and the line that explains it."""
     if TOO_DEEP in text:
         return "it is nested more than 127 levels deep."
     lines = [line for line in text.strip().splitlines() if line]
@@ -100,7 +100,7 @@ def reason(text: str) -> str:
     return " ".join(shown).replace("NoExtensionBias", "no token may follow.") or "unknown reason"
 
 
-class Child:
+class GrammarProcess:
     """The process that tries grammars, started when the first one comes and again after it has ended."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def answer(self, request: list[Any]) -> dict[str, str]:
-        """Return the answer of :func:`.grammar_child.tried`, or a problem: the process ended, or took too long."""
+        """Return what :func:`.grammar_child.try_grammar` does, or a problem: the process ended, or took too long."""
         late: list[bool] = []
         with self._lock:
             process = self._started()
@@ -160,7 +160,7 @@ class Child:
 
 _SCRIPT = Path(__file__).with_name("grammar_child.py")
 _STACKS = threading.Lock()
-_CHILD = Child()
+_CHILD = GrammarProcess()
 atexit.register(_CHILD.close)
 if hasattr(os, "register_at_fork"):  # a forked process starts a child of its own
     os.register_at_fork(after_in_child=_CHILD.__init__)  # type: ignore[misc]

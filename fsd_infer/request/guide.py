@@ -148,15 +148,16 @@ class GuideProcessor:
             texts: per row the token ids before the root, as processors see them; None: the row's scores stay.
             rows: their numbers in the request.
         """
-        asked = zip(rows, texts, *trees, strict=True)
-        bits = [self._bits(row, text, tokens, parents) for row, text, tokens, parents in asked]
+        request_rows = zip(rows, texts, *trees, strict=True)
+        bits = [self._bits(row, text, tokens, parents) for row, text, tokens, parents in request_rows]
         return _masked(scores, np.stack(bits))
 
     def _bits(self, row: int, text: Tensor | None, tokens: Sequence[int], parents: Sequence[int]) -> Any:
         """Return :meth:`Follower.masks` of a row's tree; all bits of a row without a text."""
+        follower = self.follower(row)
         if text is None:
-            return np.full((len(tokens), (self.vocab_size + 31) // 32 * 4), 255, dtype=np.uint8)
-        return self.follower(row).masks([*text.tolist(), tokens[0]][self.start :], tokens, parents)
+            return np.full((len(tokens), follower.width), 255, dtype=np.uint8)
+        return follower.masks([*text.tolist(), tokens[0]][self.start :], tokens, parents)
 
 
 class Follower:
@@ -169,7 +170,7 @@ class Follower:
         matcher: llguidance's, in its first state.
         vocab_size: V.
         eos: tokens that end an answer.
-        strict: the text before a tree is the answer; False: it may be a beam that is not an answer.
+        strict: whether the text before a tree is the answer. If not, it may be a beam that has left the grammar.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, eos: frozenset[int], strict: bool = True) -> None:
@@ -182,7 +183,7 @@ class Follower:
             self._ends[token // 8] |= 1 << token % 8
 
     def masks(self, answer: list[int], tokens: Sequence[int], parents: Sequence[int]) -> Any:
-        """Return what may follow each node, [N, bytes] as bits of an array of numpy.
+        """Return what may follow each node, [N, bytes] as bits of a numpy array.
 
         Args:
             answer: tokens of the answer up to the root; none if the root is the prompt's last token.

@@ -61,10 +61,10 @@ class Sources:
 
     def _read(self, path: Path) -> Any:
         try:
-            whole = path.expanduser().resolve(strict=True)
-            # whether a file exists outside the folders is not said
-            seen = self.folders is None or any(whole.is_relative_to(folder.resolve()) for folder in self.folders)
-            data = whole.read_bytes() if seen and whole.is_file() and whole.stat().st_size <= self.most_bytes else None
+            file = path.expanduser().resolve(strict=True)
+            # the error must not reveal whether a file outside the folders exists
+            inside = self.folders is None or any(file.is_relative_to(folder.resolve()) for folder in self.folders)
+            data = file.read_bytes() if inside and file.is_file() and file.stat().st_size <= self.most_bytes else None
         except (OSError, RuntimeError, ValueError):
             data = None
         if data is None:
@@ -108,24 +108,24 @@ def split_images(
         messages: turns, whose content is text or a list of parts, as transformers' chat templates or OpenAI's API have
             it: {"type": "text", "text": ...}, {"type": "image", "image" or "url" or "path" or "base64": ...} or
             {"type": "image_url", "image_url": {"url": ...}}.
-        images: images of the parts of the type "image" that name none, in their order; without such parts they come
-            first in the last user turn.
+        images: images for the parts of the type "image" without a source, in their order; without such parts they
+            are put at the beginning of the last user turn.
         sources: where images may come from.
 
     Returns:
         The turns, with parts of the type "image" alone where images were, and the images in their order.
 
     Raises:
-        FsdError: an image that cannot be read, another number of images than of parts that name none, or parts of
+        FsdError: an image that cannot be read, more or fewer images than image parts without a source, or a part of
             another type.
     """
-    places = sum(is_image(part) and source_of(part) is None for turn in messages for part in parts_of(turn))
-    if images and not places:
-        messages, places = _with_places(messages, len(images)), len(images)
-    if places > len(images):
+    unnamed = sum(is_image(part) and source_of(part) is None for turn in messages for part in parts_of(turn))
+    if images and not unnamed:
+        messages, unnamed = _with_places(messages, len(images)), len(images)
+    if unnamed > len(images):
         raise FsdError("more image parts that name no image than images: give one image for each.")
-    if places < len(images):
-        raise FsdError(f"{len(images) - places} images more than image parts that name none: give one image for each.")
+    if unnamed < len(images):
+        raise FsdError(f"{len(images) - unnamed} images more than image parts that name none: give one image for each.")
     turns, opened, left = list[dict[str, Any]](), list[Any](), iter(images)
     for turn in messages:
         parts: list[dict[str, Any]] = []
@@ -180,8 +180,8 @@ def encode_shown(
         marks = getattr(processor, "image_token", "<image>") * len(images)
         return encode_marked(processor, marks + escaped(tokenizer, checked[0]["content"]), images)
     templated = [
-        {**turn, "content": list(given["content"])} if has_images([given]) else turn
-        for turn, given in zip(turns_for(tokenizer, checked, options), turns, strict=True)
+        {**turn, "content": list(message["content"])} if has_images([message]) else turn
+        for turn, message in zip(turns_for(tokenizer, checked, options), turns, strict=True)
     ]
     return encode_marked(processor, render_turns(tokenizer, templated, True, options), images)
 
@@ -239,11 +239,11 @@ class _EscapedTokenizer:
             self.last = part
             with_special = not (bos and part.startswith(bos))
             if getattr(self._tokenizer, "is_fast", False):
-                row, places = encode_with_offsets(self._tokenizer, part, with_special)
+                row, row_spans = encode_with_offsets(self._tokenizer, part, with_special)
             else:
-                row, places = encode_escaped(self._tokenizer, part, with_special), []
+                row, row_spans = encode_escaped(self._tokenizer, part, with_special), []
             ids.append(row)
-            spans.append(places)
+            spans.append(row_spans)
         return _Read({"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}, spans)
 
     def __getattr__(self, name: str) -> Any:

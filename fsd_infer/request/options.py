@@ -30,7 +30,7 @@ _WITHOUT_EFFECT = frozenset(
     """.split()
 )
 # about the computation, not the answer: the model's own configuration may set them
-_OF_SPEED = frozenset(
+_ABOUT_SPEED = frozenset(
     """
     cache_implementation cache_config max_cache_len is_assistant num_assistant_tokens num_assistant_tokens_schedule
     assistant_confidence_threshold assistant_lookbehind target_lookbehind max_matching_ngram_size assistant_early_exit
@@ -40,9 +40,9 @@ _OF_SPEED = frozenset(
 _CACHES = ("cache", "past_key_values")  # since transformers 5.24, and before
 # what answers take from the model's own configuration: its special tokens and lengths, and nothing that shapes the
 # distribution
-_KEPT = frozenset("max_length max_new_tokens pad_token_id bos_token_id eos_token_id return_dict_in_generate".split())
-_INHERITED = _WITHOUT_EFFECT | _OF_SPEED | _KEPT
-_INSTEAD = {
+_FACTS = frozenset("max_length max_new_tokens pad_token_id bos_token_id eos_token_id return_dict_in_generate".split())
+_INHERITED = _WITHOUT_EFFECT | _ABOUT_SPEED | _FACTS
+_ALTERNATIVES = {
     "prompt_lookup_num_tokens": 'use drafter="lookup"',
     "max_matching_ngram_size": 'use drafter="lookup"',
     "assistant_model": "give the small model as drafter",
@@ -54,7 +54,7 @@ _INSTEAD = {
     "streamer": "give it as stream_to",
 }
 # whole numbers and their upper bounds: transformers loops that often before it checks
-_WHOLE: dict[str, float] = {
+_INTEGERS: dict[str, float] = {
     **dict.fromkeys("max_length max_new_tokens min_length min_new_tokens num_beams".split(), math.inf),
     **dict.fromkeys("no_repeat_ngram_size encoder_no_repeat_ngram_size".split(), 2**16),
     "top_k": math.inf,
@@ -137,16 +137,16 @@ _HONOURED = GenerateOptions.__annotations__.keys()
 def refusal(name: str, value: Any) -> FsdError:
     """Return the error for an argument that our loop does not honour."""
     shown = f"{name}={value!r}" if isinstance(value, (bool, int, float, str)) else name
-    instead = _INSTEAD.get(name, "leave it out, or call the model's own generate")
+    instead = _ALTERNATIVES.get(name, "leave it out, or call the model's own generate")
     return FsdError(f"speculative decoding does not support {shown}: {instead}.")
 
 
-def check_config(config: GenerationConfig, own: GenerationConfig | None) -> None:
+def check_config(config: GenerationConfig, model_config: GenerationConfig | None) -> None:
     """Raise FsdError for the first field that our loop does not honour.
 
     Args:
         config: the configuration, with defaults filled in.
-        own: the model's own configuration.
+        model_config: the model's own configuration.
     """
     eos_ids(config)
     for name in ("num_beams", "num_return_sequences"):
@@ -156,8 +156,8 @@ def check_config(config: GenerationConfig, own: GenerationConfig | None) -> None
     neutral = _neutral()
     for name in sorted(neutral.keys() - _HONOURED - _WITHOUT_EFFECT):
         value = getattr(config, name, None)
-        of_speed = name in _OF_SPEED and value == getattr(own, name, None)
-        if not (value is None or value is False or value == neutral[name] or of_speed):
+        about_speed = name in _ABOUT_SPEED and value == getattr(model_config, name, None)
+        if not (value is None or value is False or value == neutral[name] or about_speed):
             raise refusal(name, value)
 
 
@@ -176,10 +176,10 @@ def only_stated(config: GenerationConfig, stated: Iterable[str]) -> None:
 
 def shaping(config: GenerationConfig | None) -> dict[str, Any]:
     """Return the fields of a model's own configuration that would shape answers, were they not left out."""
-    neutral, own = {**_neutral(), "top_k": 0}, {} if config is None else vars(config)
-    names = sorted((neutral.keys() & own.keys()) - _INHERITED)
-    given = {name: own[name] for name in names if own[name] is not None and own[name] is not False}
-    return {name: value for name, value in given.items() if value != neutral[name]}
+    neutral, fields = {**_neutral(), "top_k": 0}, {} if config is None else vars(config)
+    names = sorted((neutral.keys() & fields.keys()) - _INHERITED)
+    stated = {name: fields[name] for name in names if fields[name] is not None and fields[name] is not False}
+    return {name: value for name, value in stated.items() if value != neutral[name]}
 
 
 def _neutral() -> dict[str, Any]:
@@ -202,15 +202,15 @@ def split_options(
     """
     known = vars(GenerationConfig()).keys() | ARGUMENTS
     for name in overrides.keys() - known:
-        if name in _INSTEAD:
+        if name in _ALTERNATIVES:
             raise refusal(name, overrides[name])
         hint = did_you_mean(name, [*known, *others])
         raise FsdError(f"unknown option {name!r}.{hint} Options are those of FuzzyConfig, transformers' among them.")
     further = {name: overrides.get(name) for name in ARGUMENTS}
     for name in _LISTS:
-        given = further[name]
-        if given is not None and not (isinstance(given, (list, tuple)) and all(map(callable, given))):
-            raise FsdError(f"{name} must be a list of callables, got {given!r:.60}.")
+        callables = further[name]
+        if callables is not None and not (isinstance(callables, (list, tuple)) and all(map(callable, callables))):
+            raise FsdError(f"{name} must be a list of callables, got {callables!r:.60}.")
     # transformers misreads numbers of numpy and torch
     fields = {name: as_python(value) for name, value in overrides.items() if name not in ARGUMENTS}
     if fields.get("temperature") == 0:
@@ -253,13 +253,13 @@ def check_numbers(values: Mapping[str, Any]) -> None:
     for name in values.keys() & set(_FLAGS):
         if not isinstance(values[name], bool):
             raise FsdError(f"{name} must be true or false, got {values[name]!r:.60}.")
-    for name in values.keys() & (_WHOLE.keys() | _NUMBERS):
-        value, kind = values[name], Integral if name in _WHOLE else Real
+    for name in values.keys() & (_INTEGERS.keys() | _NUMBERS):
+        value, kind = values[name], Integral if name in _INTEGERS else Real
         if isinstance(value, bool) or not isinstance(value, kind):
-            expected = "whole number" if name in _WHOLE else "number"
+            expected = "whole number" if name in _INTEGERS else "number"
             raise FsdError(f"{name} must be a {expected}, got {value!r:.60}.")
-        if name in _WHOLE and value > _WHOLE[name]:  # type: ignore[operator]
-            raise FsdError(f"{name} must be at most {_WHOLE[name]}, got {value!r:.60}.")
+        if name in _INTEGERS and value > _INTEGERS[name]:  # type: ignore[operator]
+            raise FsdError(f"{name} must be at most {_INTEGERS[name]}, got {value!r:.60}.")
         low, high, bounds = _RANGES.get(name, (-math.inf, math.inf, "a number"))
         if not low <= value <= high:  # type: ignore[operator]
             raise FsdError(f"{name} must be {bounds}, got {value!r:.60}.")

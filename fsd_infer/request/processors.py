@@ -66,7 +66,7 @@ class TreeProcessors:
         self.processors: list[Any] = list(processors or [])
         names = [type(p).__name__ for p in self.processors]
         for processor, name in zip(self.processors, names, strict=True):
-            if _theirs(processor) and name not in _CONTEXT_FREE | _OF_TEXT:
+            if _is_transformers_own(processor) and name not in _CONTEXT_FREE | _OF_TEXT:
                 raise FsdError(
                     f"{name} cannot be applied to a draft tree: it keeps a state that follows one text, or runs a "
                     "model of its own. Leave it out."
@@ -81,8 +81,8 @@ class TreeProcessors:
 
         A processor's values are numbers and tensors; another object is only equal to itself.
         """
-        held = self._free if self.contextual else self.processors
-        return self.contextual, tuple((type(processor), *_values(vars(processor))) for processor in held)
+        recorded = self._free if self.contextual else self.processors
+        return self.contextual, tuple((type(processor), *_values(vars(processor))) for processor in recorded)
 
     def process_context_free(self, logits: Tensor) -> Tensor:
         """Process scores [..., V] by the context-free processors alone."""
@@ -113,20 +113,20 @@ class TreeProcessors:
             elif isinstance(processor, GuideProcessor):
                 scores = processor.mask_nodes(scores, tree.nodes, texts, rows)
             else:
-                scores = self._by_level(processor, scores, tree, texts, rows)
+                scores = self._by_depth(processor, scores, tree, texts, rows)
         return scores
 
-    def _by_level(self, processor: Any, scores: Tensor, tree: DraftTree, texts: Texts, rows: Sequence[int]) -> Tensor:
+    def _by_depth(self, processor: Any, scores: Tensor, tree: DraftTree, texts: Texts, rows: Sequence[int]) -> Tensor:
         """Scores at every node through one processor, which takes texts of one length: the nodes of one depth."""
         result = torch.empty_like(scores)
-        for row, (text, asked, *nodes) in enumerate(zip(texts, rows, *tree.nodes, strict=True)):
+        for row, (text, request_row, *nodes) in enumerate(zip(texts, rows, *tree.nodes, strict=True)):
             if text is None:
                 result[row] = scores[row]
                 continue
-            for level, paths in _levels(*nodes):
-                context = torch.cat([text.expand(len(level), -1), torch.tensor(paths)], 1)
-                index = to_device(torch.tensor(level), scores.device)
-                of_row = [self._of_row(processor, asked, len(level))]
+            for of_depth, paths in _nodes_by_depth(*nodes):
+                context = torch.cat([text.expand(len(of_depth), -1), torch.tensor(paths)], 1)
+                index = to_device(torch.tensor(of_depth), scores.device)
+                of_row = [self._of_row(processor, request_row, len(of_depth))]
                 result[row, index] = _processed(of_row, to_device(context, scores.device), scores[row, index])
         return result
 
@@ -140,8 +140,8 @@ class TreeProcessors:
         if not self.contextual:
             return self.process_context_free(q_logits) if self.processors else q_logits
         # processors take scores at every node: nodes without q borrow any, and only those with q are read back
-        own = tree.q_index.clamp_min(0)[..., None].expand(-1, -1, vocab_size)
-        processed = self.process_nodes(q_logits.gather(1, own), tree, texts, rows)
+        borrowed = tree.q_index.clamp_min(0)[..., None].expand(-1, -1, vocab_size)
+        processed = self.process_nodes(q_logits.gather(1, borrowed), tree, texts, rows)
         count = q_logits.shape[1]
         q_row = torch.where(tree.q_index >= 0, tree.q_index, count)[..., None].expand_as(processed)
         return torch.nn.functional.pad(q_logits, (0, 0, 0, 1)).scatter(1, q_row, processed)[:, :count]
@@ -163,14 +163,14 @@ class TreeProcessors:
         return processor
 
 
-def _levels(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[list[int], list[list[int]]]]:
+def _nodes_by_depth(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[list[int], list[list[int]]]]:
     """A tree's nodes by depth, and the tokens on the path to each of them, its own included."""
     paths: list[list[int]] = []
-    levels: dict[int, list[int]] = {}
+    by_depth: dict[int, list[int]] = {}
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         paths.append([*paths[parent], token] if node else [token])
-        levels.setdefault(len(paths[node]), []).append(node)
-    return [(level, [paths[node] for node in level]) for level in levels.values()]
+        by_depth.setdefault(len(paths[node]), []).append(node)
+    return [(of_depth, [paths[node] for node in of_depth]) for of_depth in by_depth.values()]
 
 
 def _values(options: Mapping[str, Any]) -> Iterator[Hashable]:
@@ -181,7 +181,7 @@ def _values(options: Mapping[str, Any]) -> Iterator[Hashable]:
             yield name, value if isinstance(value, Hashable) else id(value)
 
 
-def _theirs(processor: Any) -> bool:
+def _is_transformers_own(processor: Any) -> bool:
     """Whether the processor is one of transformers' own."""
     return type(processor).__module__.partition(".")[0] == "transformers"
 
@@ -194,7 +194,7 @@ def _processed(processors: Sequence[Any], texts: Tensor, scores: Tensor) -> Tens
     for processor in processors:
         if type(processor) is TopKLogitsWarper:  # transformers' default, and slow on a CPU
             scores = functional.keep_top_k(scores, min(processor.top_k, scores.shape[-1]), processor.filter_value)
-        elif _theirs(processor):
+        elif _is_transformers_own(processor):
             fault = f"{type(processor).__name__} fails, so its option has an invalid value: {{why}}"
             with foreign_errors(FsdError, fault):
                 scores = processor(texts, scores)
@@ -203,14 +203,14 @@ def _processed(processors: Sequence[Any], texts: Tensor, scores: Tensor) -> Tens
     return scores
 
 
-def _checked(processor: Any, made: Any, scores: Tensor) -> Tensor:
+def _checked(processor: Any, result: Any, scores: Tensor) -> Tensor:
     """Return the scores that a processor made of ``scores`` [M, V]. Raises FsdError for another shape.
 
     A text alone, as a processor may know from ``generate``, is one of several here: the nodes of a depth.
     """
-    if isinstance(made, Tensor) and made.shape == scores.shape:
-        return made.to(scores)
-    shape = f"{list(made.shape)}" if isinstance(made, Tensor) else f"{made!r:.40}"
+    if isinstance(result, Tensor) and result.shape == scores.shape:
+        return result.to(scores)
+    shape = f"{list(result.shape)}" if isinstance(result, Tensor) else f"{result!r:.40}"
     name = getattr(processor, "__name__", type(processor).__name__)
     raise FsdError(
         f"the logits processor {name} made {shape} of scores {list(scores.shape)}: it returns scores of the shape that "

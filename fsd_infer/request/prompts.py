@@ -156,9 +156,9 @@ def place_images(
     session.set_rotary(shifts, cache.offsets)
 
 
-def _per_row(given: Sequence[Any] | None, rows: int) -> list[Any]:
+def _per_row(values: Sequence[Any] | None, rows: int) -> list[Any]:
     """Return the values of the prompts, and None for the rows of a bucket beyond them."""
-    return [*(given or []), *[None] * (rows - len(given or []))]
+    return [*(values or []), *[None] * (rows - len(values or []))]
 
 
 def _read_prompt(

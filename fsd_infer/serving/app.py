@@ -33,8 +33,8 @@ from fsd_infer.serving.page import PageTrace, server_page
 from fsd_infer.serving.replies import Reply
 from fsd_infer.targets.adapters import adapter_names
 
-News = tuple[int, Any, bool]  # index of the answer, what it grew by, whether it ends here
-_Made = TypeVar("_Made")
+Update = tuple[int, Any, bool]  # index of the answer, what it grew by, whether it ends here
+_Result = TypeVar("_Result")
 PREPARING = 4  # threads that encode prompts and try guides
 
 
@@ -128,16 +128,16 @@ class Service:
 
     async def view(self, body: ViewRequest, request: Request) -> Response:
         """Stream the rounds of one answer."""
-        news: asyncio.Queue[News] = asyncio.Queue()
+        updates: asyncio.Queue[Update] = asyncio.Queue()
         (job,) = await self.jobs(TextCompletionRequest(**body.model_dump()), in_template=None)
         trace = PageTrace(self.decoder.tokenizer, job.prompt, self.decoder.drafter.proposers)
-        tell = self.teller(news)
-        job.on_round = lambda round: tell(0, trace.add(round), None)
-        job.tell = lambda text, done: None if done is None else tell(0, None, done)
+        publish = self.publisher(updates)
+        job.on_round = lambda round: publish(0, trace.add(round), None)
+        job.on_update = lambda text, done: None if done is None else publish(0, None, done)
         self.submit([job])
 
         async def events() -> AsyncIterator[str]:
-            async for _, round in self.parts([job], news, request):
+            async for _, round in self.parts([job], updates, request):
                 if round is not None:
                     yield _event(round)
 
@@ -153,17 +153,17 @@ class Service:
     async def answer(self, body: AnyCompletionRequest, request: Request) -> Response:
         """Return one request's answers, streamed or whole. Raises HTTPException."""
         self.check_model(body.model or self.names[0])
-        news: asyncio.Queue[News] = asyncio.Queue()
+        updates: asyncio.Queue[Update] = asyncio.Queue()
         jobs = await self.jobs(body)
-        tell = self.teller(news)
+        publish = self.publisher(updates)
         for index, job in enumerate(jobs):
             if body.model in self.adapters:
                 job.sampling["adapter"] = body.model
-            job.tell = partial(tell, index)
+            job.on_update = partial(publish, index)
         reader = await self.in_thread(partial(reader_of, self.decoder, body))
         reply = Reply(body.model or self.names[0], isinstance(body, ChatCompletionRequest), jobs, reader)
         self.submit(jobs)
-        parts = self.parts(jobs, news, request)
+        parts = self.parts(jobs, updates, request)
         if body.stream:
             events = _events(parts, reply, body.stream_options.include_usage)
             return Stream(events, partial(self.release, jobs))
@@ -176,7 +176,7 @@ class Service:
             self.release(jobs)
         return JSONResponse(jsonable(reply.whole()))
 
-    async def in_thread(self, work: Callable[[], _Made]) -> _Made:
+    async def in_thread(self, work: Callable[[], _Result]) -> _Result:
         """Return the result of work in another thread: encoding a prompt or trying a guide may take seconds.
 
         Raises HTTPException for a request that cannot be decoded.
@@ -192,16 +192,16 @@ class Service:
         """Make a job per answer, not queued yet. Raises HTTPException as :meth:`in_thread` does."""
         return await self.in_thread(partial(make_jobs, self.decoder, body, self.rule, self.limits, in_template))
 
-    def teller(self, news: asyncio.Queue[News]) -> Callable[[int, Any, AnswerJob | None], None]:
-        """Return a function that brings news from the decoding thread into the event loop's queue."""
+    def publisher(self, updates: asyncio.Queue[Update]) -> Callable[[int, Any, AnswerJob | None], None]:
+        """Return a function that brings updates from the decoding thread into the event loop's queue."""
         loop = asyncio.get_running_loop()
 
-        def tell(index: int, new: Any, done: AnswerJob | None) -> None:
+        def publish(index: int, new: Any, done: AnswerJob | None) -> None:
             if done is not None and done.stats is not None:
                 self.metrics.add(done.stats, done.quality)
-            loop.call_soon_threadsafe(news.put_nowait, (index, new, done is not None))
+            loop.call_soon_threadsafe(updates.put_nowait, (index, new, done is not None))
 
-        return tell
+        return publish
 
     def submit(self, jobs: Sequence[AnswerJob]) -> None:
         """Queue all jobs or none. Raises HTTPException."""
@@ -212,7 +212,7 @@ class Service:
             raise HTTPException(503, str(error)) from error
 
     async def parts(
-        self, jobs: Sequence[AnswerJob], news: asyncio.Queue[News], request: Request
+        self, jobs: Sequence[AnswerJob], updates: asyncio.Queue[Update], request: Request
     ) -> AsyncIterator[tuple[int, Any]]:
         """Yield (index of an answer, what it grew by), and (index, None) at its end.
 
@@ -221,7 +221,7 @@ class Service:
         running = len(jobs)
         while running:
             try:
-                index, new, over = await asyncio.wait_for(news.get(), 0.25)
+                index, new, over = await asyncio.wait_for(updates.get(), 0.25)
             except asyncio.TimeoutError:
                 if await request.is_disconnected():
                     return

@@ -88,7 +88,7 @@ class AnswerJob:
         max_new_tokens: largest length of the answer.
         stop: texts that end the answer and are no part of it.
         deadline: time by ``time.monotonic`` when the answer is cut off as if it had reached its length.
-        tell: called in the decoding thread with (new text, None), and at the end with ("", the job).
+        on_update: called in the decoding thread with (new text, None), and at the end with ("", the job).
         penalties: penalties of tokens that the answer contains, the same for a batch.
         guide: what the answer must be, the same for a batch.
         user: key of the prefix cache.
@@ -114,7 +114,7 @@ class AnswerJob:
     max_new_tokens: int
     stop: Sequence[str]
     deadline: float
-    tell: Callable[[str, AnswerJob | None], None]
+    on_update: Callable[[str, AnswerJob | None], None]
     image_input: ImageInput | None = None
     penalties: Penalties = Penalties()
     guide: Guide | None = None
@@ -150,7 +150,7 @@ class AnswerJob:
         """Send what the text has grown by. Return whether the client has left."""
         new, self.text = text[len(self.text) :], text
         if new and not self.cancelled:
-            self.tell(new, None)
+            self.on_update(new, None)
         return self.cancelled
 
     @property
@@ -180,14 +180,14 @@ class AnswerJob:
                 self.logprobs[-1] = replace(last, piece=last.piece._replace(text=last.piece.text + rest))
             self.show(self.answer.text)
         self.reason = reason
-        self.tell("", self)
+        self.on_update("", self)
 
     def fail(self, error: Exception) -> None:
         """End the answer unless it has ended, whatever state it is in."""
         if self.reason is None:
             self.reason = error
             with suppress(Exception):
-                self.tell("", self)
+                self.on_update("", self)
 
 
 class _UnwantedError(Exception):

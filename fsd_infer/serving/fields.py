@@ -175,10 +175,10 @@ class CompletionRequest(RequestFields):
         """Arguments of ``generate`` that shape the distribution, without those that change nothing."""
         always = ("repetition_penalty", "no_repeat_ngram_size")
         drawn = ("top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff") if self.temperature else ()
-        asked = self.model_dump(include={*always, *drawn}, exclude_defaults=True)
-        if asked.get("top_k") == -1:  # vLLM's value for none
-            del asked["top_k"]
-        return {**at_temperature(self.temperature), **asked}
+        options = self.model_dump(include={*always, *drawn}, exclude_defaults=True)
+        if options.get("top_k") == -1:  # vLLM's value for none
+            del options["top_k"]
+        return {**at_temperature(self.temperature), **options}
 
     @property
     def guides(self) -> list[Guide]:
@@ -231,11 +231,11 @@ class ChatCompletionRequest(CompletionRequest):
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _leaves_the_template_alone(cls, given: dict[str, Any]) -> dict[str, Any]:
-        for name in given:
+    def _leaves_the_template_alone(cls, variables: dict[str, Any]) -> dict[str, Any]:
+        for name in variables:
             if name in NOT_FOR_TEMPLATES:
                 raise ValueError(f"chat_template_kwargs: {name!r:.60} is not the template's to read. Leave it out.")
-        return given
+        return variables
 
     @property
     def most_tokens(self) -> int | None:

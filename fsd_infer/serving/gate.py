@@ -49,8 +49,8 @@ def error_reply(
 
 def known_hosts(names: Sequence[str]) -> frozenset[str]:
     """Return the names by which clients may reach this machine: these, its own, and any if "*" is among them."""
-    own = socket.gethostname()
-    return frozenset(name.lower().rstrip(".") for name in (*names, own, f"{own}.local"))
+    hostname = socket.gethostname()
+    return frozenset(name.lower().rstrip(".") for name in (*names, hostname, f"{hostname}.local"))
 
 
 def is_known(host: str, names: frozenset[str]) -> bool:
@@ -127,13 +127,13 @@ def keyed(api_key: str) -> type[APIRoute]:
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             answer = super().get_route_handler()
 
-            async def answer_the_known(request: Request) -> Response:
-                scheme, _, given = request.headers.get("authorization", "").partition(" ")
-                known = secrets.compare_digest(given.strip().encode(), api_key.encode())
-                if api_key and not (known and scheme.lower() == "bearer"):
+            async def answer_authorised(request: Request) -> Response:
+                scheme, _, key = request.headers.get("authorization", "").partition(" ")
+                matches = secrets.compare_digest(key.strip().encode(), api_key.encode())
+                if api_key and not (matches and scheme.lower() == "bearer"):
                     raise HTTPException(401, "wrong or missing API key.", {"WWW-Authenticate": "Bearer"})
                 return await answer(request)
 
-            return answer_the_known
+            return answer_authorised
 
     return Keyed

@@ -91,7 +91,7 @@ def make_jobs(
             max_new_tokens=min(most, limits.max_new_tokens, (room or most + len(ids)) - len(ids)),
             stop=[text for text in request.stop if text],
             deadline=time.monotonic() + limits.seconds,
-            tell=lambda text, done: None,
+            on_update=lambda text, done: None,
             penalties=Penalties(request.presence_penalty, request.frequency_penalty),
             guide=guide,
             user=request.user,

@@ -112,18 +112,18 @@ _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 def check_free(host: str, port: int) -> None:
     """Raise FsdError if nothing can listen there, before models are loaded; port 0: any free one."""
     try:
-        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise FsdError(f"--host {host!r:.80} has no address ({error}): give an address of this machine.") from error
     failures = []
-    for family, kind, _, _, address in places:
+    for family, kind, _, _, address in addresses:
         try:
             with socket.socket(family, kind) as tried:
                 tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server's, after one that ended
                 tried.bind(address)
         except OSError as error:
             failures.append(error)
-    failures = [error for error in failures if len(failures) == len(places) or error.errno not in _ABSENT]
+    failures = [error for error in failures if len(failures) == len(addresses) or error.errno not in _ABSENT]
     if failures:
         failed = failures[0]
         advice = {
@@ -145,15 +145,15 @@ def server(app: FastAPI, host: str, port: int) -> uvicorn.Server:
 
 def serve(app: FastAPI, host: str, port: int) -> None:
     """Serve until the process is interrupted. Running answers are then sent as far as they have come."""
-    made = server(app, host, port)
+    running = server(app, host, port)
     is_main = threading.current_thread() is threading.main_thread()
     former = signal.getsignal(signal.SIGHUP)
     takes_hangup = is_main and former is not signal.SIG_IGN  # uvicorn takes the others; nohup ignores it
     if takes_hangup:
-        signal.signal(signal.SIGHUP, made.handle_exit)
+        signal.signal(signal.SIGHUP, running.handle_exit)
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            made.run()
+            running.run()
     finally:
         if takes_hangup:
             signal.signal(signal.SIGHUP, former)

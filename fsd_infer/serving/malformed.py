@@ -70,16 +70,16 @@ def explain_refusal(request: Request, error: HTTPException) -> str:
     return str(error.detail)
 
 
-def _path(body: Any, places: tuple[int | str, ...], is_missing: bool) -> str:
+def _path(body: Any, location: tuple[int | str, ...], is_missing: bool) -> str:
     """Write a place in the body, which may be that of a missing field.
 
     What is neither a name nor an index there is pydantic's, such as a union's member.
     """
     path, value = "", body
-    for place in places[: len(places) - is_missing]:
-        if isinstance(value, list) and isinstance(place, int) and place < len(value):
-            path, value = f"{path}[{place}]", value[place]
-        elif isinstance(value, dict) and place in value and place != "[key]":
-            path, value = f"{path}.{place}", value[place]
-    path += f".{places[-1]}" if is_missing and places else ""
+    for key in location[: len(location) - is_missing]:
+        if isinstance(value, list) and isinstance(key, int) and key < len(value):
+            path, value = f"{path}[{key}]", value[key]
+        elif isinstance(value, dict) and key in value and key != "[key]":
+            path, value = f"{path}.{key}", value[key]
+    path += f".{location[-1]}" if is_missing and location else ""
     return path.removeprefix(".")

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    FailFast,
-    Field,
-    StrictBool,
-    Tag,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, StrictBool, Tag, model_validator
 
 _Item = TypeVar("_Item")
 
@@ -37,10 +28,10 @@ class RequestFields(BaseModel):
     def _leave_out_null(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        given = {name: value for name, value in values.items() if value is not None}
+        present = {name: value for name, value in values.items() if value is not None}
         known = {*cls.model_fields, *(field.alias for field in cls.model_fields.values())}
-        unknown = [name for name in given if name not in known]
-        return {name: value for name, value in given.items() if name in known or name == unknown[0]}  # one error
+        unknown = [name for name in present if name not in known]
+        return {name: value for name, value in present.items() if name in known or name == unknown[0]}  # one error
 
 
 class Function(RequestFields):

@@ -110,20 +110,20 @@ class PageTrace:
     def _nodes(self, round: Round, log_p: Tensor, log_q: dict[int, Tensor]) -> list[dict[str, Any]]:
         """Every node, the root first, with its log-probabilities after its parent under target and drafter."""
         accepted = round.path[: len(round.tokens)]
-        found = []
+        nodes = []
         for node, (token, parent) in enumerate(zip(round.nodes, round.parents, strict=True)):
-            known = log_q.get(parent)
-            found.append(
+            after_parent = log_q.get(parent)
+            nodes.append(
                 {
                     "text": token_pieces(self.tokenizer, [round.nodes[parent], token])[-1],
                     "parent": parent,
                     "lnp": float(log_p[parent, token]) if node else 0.0,
-                    "lnq": None if known is None or not node else _finite(known[token]),
+                    "lnq": None if after_parent is None or not node else _finite(after_parent[token]),
                     "source": self.proposers[round.proposers[node]] if node else None,
                     "accepted": node in accepted,
                 }
             )
-        return found
+        return nodes
 
     def _emitted(self, round: Round, log_p: Tensor, log_q: dict[int, Tensor]) -> list[dict[str, Any]]:
         before = len(self.tokens)
@@ -131,28 +131,28 @@ class PageTrace:
         pieces = [self._pieces.add(token) for token in round.tokens]
         new_or_not = kinds(self.prompt, self.tokens)
         js = divergence("js")
-        found = []
+        entries = []
         for step, emission in enumerate(round.emissions):
-            node, place, token = round.path[step], before + step, emission.token
-            own, known = log_p[node], log_q.get(node)
-            best = int(own.argmax())
-            found.append(
+            node, index, token = round.path[step], before + step, emission.token
+            target, drafter = log_p[node], log_q.get(node)
+            best = int(target.argmax())
+            entries.append(
                 {
                     "text": pieces[step],
                     "source": "target" if emission.proposer < 0 else self.proposers[emission.proposer],
                     "lossy": emission.source == TokenOrigin.GATE,
-                    "lnp": _finite(own[token]),
-                    "rank": 1 + int((own > own[token]).sum()),
-                    "best": token_pieces(self.tokenizer, [*self.tokens[max(place - 1, 0) : place], best])[-1],
-                    "best_lnp": float(own[best]),
-                    "lnq": None if known is None else _finite(known[token]),
-                    "js": None if known is None else float(js(own[None], known[None])[0]),
+                    "lnp": _finite(target[token]),
+                    "rank": 1 + int((target > target[token]).sum()),
+                    "best": token_pieces(self.tokenizer, [*self.tokens[max(index - 1, 0) : index], best])[-1],
+                    "best_lnp": float(target[best]),
+                    "lnq": None if drafter is None else _finite(drafter[token]),
+                    "js": None if drafter is None else float(js(target[None], drafter[None])[0]),
                     "nats": emission.nats,
-                    "copied": new_or_not[place] == "copied",
-                    "repeated": new_or_not[place] == "repeated",
+                    "copied": new_or_not[index] == "copied",
+                    "repeated": new_or_not[index] == "repeated",
                 }
             )
-        return found
+        return entries
 
 
 def _draft_log_probs(round: Round, vocabulary: int) -> dict[int, Tensor]:

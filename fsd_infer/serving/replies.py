@@ -89,8 +89,8 @@ class Reply:
         prompt, answers = len(self.jobs[0].prompt), sum(len(job.ids) for job in self.jobs)
         cached = {"cached_tokens": min(job.cached for job in self.jobs)}  # some answer's prompt read the others
         counts = {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
-        asked = self.jobs[0].quality
-        chosen = {} if asked is None else {"quality": asked, "rule": self.jobs[0].rule.describe()}
+        quality = self.jobs[0].quality
+        chosen = {} if quality is None else {"quality": quality, "rule": self.jobs[0].rule.describe()}
         return {**counts, "prompt_tokens_details": cached, **chosen}
 
     def _logprobs(self, index: int, is_over: bool) -> dict[str, Any] | None:
@@ -132,15 +132,15 @@ def _by_text(logprob: Logprob) -> dict[str, float]:
     """The likeliest tokens and the chosen one, which has its text as its key, whatever others decode alike."""
     chosen = logprob.piece.token
     token_of = {_text(logprob.piece): chosen}
-    found: dict[str, float] = {}
+    log_probs: dict[str, float] = {}
     for piece, value in (*logprob.best, (logprob.piece, logprob.value)):
         key = _text(piece)
         if piece.token != chosen and not key:  # a part of a character
             key = "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece.raw)
         if token_of.setdefault(key, piece.token) != piece.token:
             key = f"token_id:{piece.token}"
-        found[key] = _finite(value)
-    return found
+        log_probs[key] = _finite(value)
+    return log_probs
 
 
 def _text(piece: Piece) -> str:

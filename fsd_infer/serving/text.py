@@ -41,10 +41,10 @@ class AnswerText:
         # inside a character, a token ends between what is certain and the character that it begins
         self._ends.append(len(self._pieces.text) + 0.5 * self._pieces.is_partial)
         seen = [watch.add(token, piece) for watch in self._watches]
-        found = [held for held, is_stop in seen if is_stop]
-        held = max(found or [held for held, _ in seen])
+        stopped_at = [held for held, is_stop in seen if is_stop]
+        held = max(stopped_at or [held for held, _ in seen])
         self.text = self._pieces.text[: len(self._pieces.text) - held]
-        self._stopped = bool(found)
+        self._stopped = bool(stopped_at)
         return self._stopped
 
     def end(self) -> str:
@@ -57,8 +57,8 @@ class AnswerText:
 
     def tokens_within(self, length: int) -> int:
         """Return how many tokens the first ``length`` characters hold, the last of them as a whole."""
-        place = bisect_left(self._ends, length)
-        return place + (place < len(self._ends) and self._ends[place] == length)
+        index = bisect_left(self._ends, length)
+        return index + (index < len(self._ends) and self._ends[index] == length)
 
 
 class _Watch:
@@ -74,10 +74,10 @@ class _Watch:
         if not self.stops:
             return 0, False
         self.seen = self.seen[-self.longest :] + piece + self.marks.get(token, "")
-        places = [place for stop in self.stops if (place := self.seen.find(stop)) >= 0]
+        indices = [index for stop in self.stops if (index := self.seen.find(stop)) >= 0]
         longest = max(overlap(self.seen, stop) for stop in self.stops)
-        held = self.seen[min(places) :] if places else self.seen[len(self.seen) - longest :]
-        return len(held) - sum(map(held.count, set(self.marks.values()))), bool(places)
+        held = self.seen[min(indices) :] if indices else self.seen[len(self.seen) - longest :]
+        return len(held) - sum(map(held.count, set(self.marks.values()))), bool(indices)
 
 
 def _marks(names: Iterable[str], stops: Sequence[str]) -> dict[str, str]:
@@ -90,4 +90,4 @@ def _with_marks(stop: str, marks: Mapping[str, str]) -> str:
     """Return a stop text with marks in place of the names of special tokens, the longest name first."""
     if not marks:
         return stop
-    return re.sub("|".join(map(re.escape, sorted(marks, key=len, reverse=True))), lambda found: marks[found[0]], stop)
+    return re.sub("|".join(map(re.escape, sorted(marks, key=len, reverse=True))), lambda match: marks[match[0]], stop)

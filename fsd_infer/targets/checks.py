@@ -41,7 +41,7 @@ QUANTISED = re.compile(
 ROUNDINGS = re.compile(r".*\.(input|output|activation|[qkv])_scale$")
 # numbers of rotary embeddings
 _ABOVE_0 = {"rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-_COUNTS = {"get_query_offset"}, {"update_indexer", "get_seq_length"}  # what such code asks of a cache
+_CACHE_LENGTH_CALLS = {"get_query_offset"}, {"update_indexer", "get_seq_length"}  # what such code asks of a cache
 _DOGE_IS_CAUSAL = (5, 18)  # first version of transformers whose Doge has a causal mask under sdpa, too
 _CAUSAL_ANYWAY = {"gpt_neox", "gpt_neox_japanese"}  # their configs have an is_decoder that nothing reads
 
@@ -167,10 +167,10 @@ def mtp_names(names: Iterable[str], layers: int) -> list[str]:
 
     A later layer that joins no embedding with a state is the model's own, and its config counts too few.
     """
-    found = [name for name in names if _is_mtp_name(name, layers)]
-    numbers = {name: match[1] for name in found if (match := _LAYER.match(name))}
+    candidates = [name for name in names if _is_mtp_name(name, layers)]
+    numbers = {name: match[1] for name in candidates if (match := _LAYER.match(name))}
     joining = {number for name, number in numbers.items() if _JOINS.search(name)}
-    return [name for name in found if name not in numbers or numbers[name] in joining]
+    return [name for name in candidates if name not in numbers or numbers[name] in joining]
 
 
 def _is_mtp_name(name: str, layers: int) -> bool:
@@ -185,11 +185,11 @@ def is_mtp_alone(names: Iterable[str], config: Mapping[str, Any]) -> bool:
 
     In NextN exports for SGLang their numbers begin at 0, and the config counts them as the model's layers.
     """
-    text, own = config.get("text_config"), [name for name in names if not _TABLE.search(name)]
-    layers = (text if isinstance(text, dict) else config).get("num_hidden_layers")
-    if any(name.endswith("layers.0.eh_proj.weight") for name in own):
+    text_config, rest = config.get("text_config"), [name for name in names if not _TABLE.search(name)]
+    layers = (text_config if isinstance(text_config, dict) else config).get("num_hidden_layers")
+    if any(name.endswith("layers.0.eh_proj.weight") for name in rest):
         layers = 0
-    return bool(own) and all(_is_mtp_name(name, layers if type(layers) is int else MAX_INTEGER) for name in own)
+    return bool(rest) and all(_is_mtp_name(name, layers if type(layers) is int else MAX_INTEGER) for name in rest)
 
 
 def check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
@@ -198,9 +198,9 @@ def check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> N
     layers = len(getattr(model.get_decoder(), "layers", ()))
     of_mtp = set(mtp_names(unused, layers)) if layers else set()  # fsd_infer.drafters.mtp has them
     unused = [name for name in unused if name not in of_mtp]
-    own = {name for name, _ in model.named_parameters()}  # of a module that the model lacks, nothing is taken
+    parameters = {name for name, _ in model.named_parameters()}  # of a module that the model lacks, nothing is taken
     unread = [name for name in unused if QUANTISED.search(name) and not name.endswith("zero_point")]
-    if quantised := [name for name in unread if f"{name.rpartition('.')[0]}.weight" in own]:
+    if quantised := [name for name in unread if f"{name.rpartition('.')[0]}.weight" in parameters]:
         raise ModelLoadError(
             f"{source}: its weights are quantised, and transformers has not read their {quantised[0]!r}. If its "
             "config.json has no quantization_config, copy it there, with its quant_method, from the file where some "
@@ -284,8 +284,8 @@ def check_decodable(model: Any, name: str) -> None:
             f"{kind} has layers of type {', '.join(sorted(types & RECURRENT))}, but no code here that knows them: a "
             "token tree cannot be verified. Use another target."
         )
-    taken = {name for part in (model, decoder) for name in inspect.signature(part.forward).parameters}
-    reads = "position_ids" in taken and cache_argument(type(model)) in taken
+    parameters = {name for part in (model, decoder) for name in inspect.signature(part.forward).parameters}
+    reads = "position_ids" in parameters and cache_argument(type(model)) in parameters
     attends = not recurrent or types - WITHOUT_KEYS
     if attends and not reads or getattr(config, "alibi", False) or _counts_its_cache(decoder):
         raise ModelLoadError(
@@ -293,11 +293,11 @@ def check_decodable(model: Any, name: str) -> None:
             "one forward needs siblings at one position. Use another target."
         )
     _check_reading(kind, config)
-    _name_foreign_ends(model, name)
-    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
-    if len(places) > 1:
+    _warn_foreign_eos(model, name)
+    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
+    if len(devices) > 1:
         raise ModelLoadError(
-            f"{name} lies on several devices ({', '.join(sorted(places))}), layer by layer, but a cache lies on one. "
+            f"{name} lies on several devices ({', '.join(sorted(devices))}), layer by layer, but a cache lies on one. "
             'Load it on one device, or by tp_plan="auto" on one per process (docs/performance.md).'
         )
 
@@ -306,12 +306,12 @@ def _counts_its_cache(decoder: Any) -> bool:
     """Whether its code places tokens by the length of the cache, not by positions: Inkling's, and GLM-5.3's indexer."""
     forwards = [inspect.unwrap(type(part).forward) for part in (decoder, *decoder.modules())]
     members = forwards[0].__globals__.values()  # of its module
-    own = [made for made in members if getattr(made, "__module__", "") == type(decoder).__module__]
-    codes = [set(made.__code__.co_names) for made in (*own, *forwards) if inspect.isfunction(made)]
-    return any(names <= code for names in _COUNTS for code in codes)
+    module_members = [member for member in members if getattr(member, "__module__", "") == type(decoder).__module__]
+    codes = [set(member.__code__.co_names) for member in (*module_members, *forwards) if inspect.isfunction(member)]
+    return any(names <= code for names in _CACHE_LENGTH_CALLS for code in codes)
 
 
-def _name_foreign_ends(model: Any, name: str) -> None:
+def _warn_foreign_eos(model: Any, name: str) -> None:
     """Warn of EOS tokens that no answer can end with."""
     size = shape_of(model.get_output_embeddings())[0]
     foreign = sorted(token for token in eos_ids(model.generation_config) if not 0 <= token < size)

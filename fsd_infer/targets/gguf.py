@@ -31,15 +31,15 @@ from fsd_core.errors import ModelLoadError, foreign_errors
 from fsd_core.files import write_json
 from fsd_infer.targets.gguf_file import StoredTensor, read_gguf
 from fsd_infer.targets.gguf_foreign import foreign_config, load_foreign, refuse_rest, refuse_shape
-from fsd_infer.targets.gguf_keys import KeyNumbers, check_keys, check_no_mtp, end_ids, own_keys
+from fsd_infer.targets.gguf_keys import KeyNumbers, architecture_keys, check_keys, check_no_mtp, end_ids
 from fsd_infer.targets.gguf_tokenizer import load_gguf_tokenizer, write_tokenizer
-from fsd_infer.targets.weights import QuantizedWeight, ReadsBlocks, keep_quantized, readable_types, say
+from fsd_infer.targets.weights import QuantizedWeight, ReadsBlocks, keep_quantized, readable_types, warn_once
 
 FAMILIES = ("llama", "qwen2", "qwen3")  # architectures, which are also transformers' model types
-_WHOLE = ("F32", "F16", "BF16")  # types that are not quantised
+_UNQUANTISED = ("F32", "F16", "BF16")  # types that are not quantised
 _INTERLEAVED = ("llama",)  # their query and key projections have rows in ggml's rotary order
 
-_DRAFTS = re.compile(r"eagle|dflash|dspark|medusa|assistant|^mtp|nextn")  # architectures of llama.cpp's drafters
+_DRAFTERS = re.compile(r"eagle|dflash|dspark|medusa|assistant|^mtp|nextn")  # architectures of llama.cpp's drafters
 _ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies, in Llama 3
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -60,18 +60,15 @@ def expand_gguf(source: Path, out_dir: Path) -> None:
     write_json(out_dir / "config.json", config, indent=2)
     write_json(out_dir / "generation_config.json", _generation_config(config), indent=2)
     weights, model = out_dir / "model.safetensors", _empty_model(AutoConfig.for_model(**config))
-    places = _places(model, tensors, config, source)
-    state = {name: _expanded(stored, order, source).to(torch.bfloat16) for name, stored, order in places}
+    parameters = _match_tensors(model, tensors, config, source)
+    state = {name: _expanded(stored, order, source).to(torch.bfloat16) for name, stored, order in parameters}
     save_file(state, weights, metadata={"format": "pt"})
     weights.chmod((out_dir / "config.json").stat().st_mode)  # safetensors lets only the owner read its files
     write_tokenizer(facts, out_dir, source)
 
 
 def load_gguf(
-    source: Path,
-    dtype: torch.dtype,
-    attn_implementation: str | None = None,
-    reads_blocks: ReadsBlocks | None = None,
+    source: Path, dtype: torch.dtype, attn_implementation: str | None = None, reads_blocks: ReadsBlocks | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model on the CPU, and its tokenizer.
 
@@ -93,7 +90,7 @@ def load_gguf(
     family = facts.get("general.architecture")
     if family not in FAMILIES:
         if reads_blocks is not None:
-            say(
+            warn_once(
                 f"{source.name}: weights are expanded to bf16, slower and larger, because transformers reads {family} "
                 f"files. Those of {', '.join(FAMILIES)} decode from their own weights."
             )
@@ -103,7 +100,7 @@ def load_gguf(
     hf_config = AutoConfig.for_model(**config)
     model = _empty_model(hf_config, dtype=dtype, attn_implementation=attn_implementation or "sdpa")
     lost = Counter[str]()  # weights in types that the backend does not read
-    for name, stored, order in _places(model, tensors, config, source):
+    for name, stored, order in _match_tensors(model, tensors, config, source):
         path, _, kind = name.rpartition(".")
         layer = model.get_submodule(path)
         tied = hf_config.tie_word_embeddings and path == "model.embed_tokens"
@@ -113,7 +110,7 @@ def load_gguf(
             blocks = QuantizedWeight(int(stored.kind), stored.data, order, f"{name} of the GGUF file")
             value = keep_quantized(holder, blocks)
         else:
-            lost[stored.kind.name] += len(stored.shape) == 2 and stored.kind.name not in _WHOLE
+            lost[stored.kind.name] += len(stored.shape) == 2 and stored.kind.name not in _UNQUANTISED
             value = nn.Parameter(_expanded(stored, order, source).to(dtype), requires_grad=False)
         for part in (layer, model.lm_head) if tied else (layer,):
             setattr(part, kind, value)
@@ -122,17 +119,17 @@ def load_gguf(
     model.generation_config = GenerationConfig(**_generation_config(config))
     hf_config._name_or_path = str(source)
     if reads_blocks is not None:
-        _say_what_is_expanded(source.name, +lost, reads_blocks)
+        _warn_expanded(source.name, +lost, reads_blocks)
     return model, load_gguf_tokenizer(source, facts)
 
 
-def _say_what_is_expanded(name: str, lost: Mapping[str, int], reads_blocks: ReadsBlocks) -> None:
+def _warn_expanded(name: str, lost: Mapping[str, int], reads_blocks: ReadsBlocks) -> None:
     if lost:
         types = ", ".join(f"{count} in {kind}" for kind, count in sorted(lost.items()))
-        known = [GGMLQuantizationType(kind).name for kind in readable_types(reads_blocks)]
-        say(
+        readable = [GGMLQuantizationType(kind).name for kind in readable_types(reads_blocks)]
+        warn_once(
             f"{name}: weights are expanded to bf16, slower and larger, because the kernels do not read them ({types}). "
-            f"A file in {', '.join(known[:-1])} or {known[-1]} decodes from its own weights."
+            f"A file in {', '.join(readable[:-1])} or {readable[-1]} decodes from its own weights."
         )
 
 
@@ -155,7 +152,7 @@ def _read(source: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """Return the metadata and the tensors of a file."""
     facts, tensors = read_gguf(source)
     check_no_mtp(facts, tensors, source)
-    if _DRAFTS.search(str(facts.get("general.architecture"))):
+    if _DRAFTERS.search(str(facts.get("general.architecture"))):
         raise ModelLoadError(f"{source} is a draft head, and those are not read from GGUF files: give its safetensors.")
     if facts.get("general.architecture") in FAMILIES:
         check_keys(facts, source)
@@ -172,7 +169,7 @@ def _config(facts: dict[str, Any], tensors: dict[str, StoredTensor], source: Pat
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ModelLoadError(f"{source} has architecture {family!r}. Only {known} can be expanded to a directory.")
-    numbers, advice = KeyNumbers(own_keys(facts)), "Use another file of this model."
+    numbers, advice = KeyNumbers(architecture_keys(facts)), "Use another file of this model."
     with foreign_errors(ModelLoadError, f"{source}: its metadata are incomplete or invalid ({{why}}). {advice}"):
         config = _sizes(numbers, facts, str(family))
         config |= {"vocab_size": _rows(numbers, facts, tensors)}
@@ -190,7 +187,7 @@ def _sizes(numbers: KeyNumbers, facts: dict[str, Any], family: str) -> dict[str,
     width = numbers.whole("attention.key_length", hidden // heads)
     for name in ("attention.value_length", "rope.dimension_count"):
         if numbers.whole(name, width) != width:
-            raise ValueError(f"{name} is {numbers.own[name]}, but keys have {width} dimensions")
+            raise ValueError(f"{name} is {numbers.values[name]}, but keys have {width} dimensions")
     groups = numbers.whole("attention.head_count_kv", heads)
     if width % 2 or heads % groups:
         raise ValueError(f"{heads} heads of {width} dimensions for {groups} heads of keys")
@@ -234,10 +231,10 @@ def _rows(numbers: KeyNumbers, facts: dict[str, Any], tensors: dict[str, StoredT
 
 def _scaling(numbers: KeyNumbers, tensors: dict[str, StoredTensor], config: dict[str, Any]) -> dict[str, Any]:
     """Return the scaling of the rotary embedding as llama.cpp reads it. Raise ValueError for an unknown one."""
-    own = numbers.own
-    kind = own.get("rope.scaling.type", "linear")
-    given = own.get("rope.scaling.factor", own.get("rope.scale_linear", 0)) if kind != "none" else 0
-    factor = 1.0 if given == 0 else KeyNumbers({"rope.scaling.factor": given}).number("rope.scaling.factor", most=1e6)
+    keys = numbers.values
+    kind = keys.get("rope.scaling.type", "linear")
+    stated = keys.get("rope.scaling.factor", keys.get("rope.scale_linear", 0)) if kind != "none" else 0
+    factor = 1.0 if stated == 0 else KeyNumbers({"rope.scaling.factor": stated}).number("rope.scaling.factor", most=1e6)
     attention = numbers.number("rope.scaling.attn_factor", 1.0)
     if kind not in ("none", "linear", "yarn"):
         raise ValueError(f"rope.scaling.type {kind!r:.40}, which is not read here")
@@ -255,7 +252,7 @@ def _scaling(numbers: KeyNumbers, tensors: dict[str, StoredTensor], config: dict
         scaling["original_max_position_embeddings"] = numbers.whole("rope.scaling.original_context_length", length)
         scaling["attention_factor"] = attention * (0.1 * math.log(factor) + 1 if factor > 1 else 1)
         for name in ("beta_fast", "beta_slow"):
-            if f"rope.scaling.yarn_{name}" in own:
+            if f"rope.scaling.yarn_{name}" in keys:
                 scaling[name] = numbers.number(f"rope.scaling.yarn_{name}")
     return scaling
 
@@ -303,7 +300,7 @@ def _empty_model(config: PreTrainedConfig, **options: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, **options)
 
 
-def _places(
+def _match_tensors(
     model: Any, tensors: dict[str, StoredTensor], config: dict[str, Any], source: Path
 ) -> list[tuple[str, StoredTensor, torch.Tensor | None]]:
     """Return the name of each of the model's parameters, its tensor, and the order of its rows (None: the same).
@@ -316,7 +313,7 @@ def _places(
     left = dict(tensors)
     if config["rope_parameters"]["rope_type"] == "llama3":
         del left[_ROPE_FACTORS]  # _scaling() has read them
-    places, missing = [], []
+    parameters, missing = [], []
     for name, parameter in model.named_parameters():  # lists a tied weight once, as the embedding
         theirs = names.get_name(name, (".weight", ".bias")) or ""
         stored = left.pop(theirs, None)
@@ -328,6 +325,6 @@ def _places(
         order, part = None, theirs.split(".")[-2]
         if config["model_type"] in _INTERLEAVED and part in heads:
             order = split_half_rope(torch.arange(stored.shape[0])[:, None], heads[part])[:, 0].contiguous()
-        places.append((name, stored, order))
+        parameters.append((name, stored, order))
     refuse_rest(source, model, left, missing)
-    return places
+    return parameters

@@ -65,23 +65,23 @@ class _GGUFReader:
         if bytes(self.view[:4]) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         self.at = 4
-        version, tensors, facts = self._numbers("<IQQ")
+        version, tensors, count = self._numbers("<IQQ")
         if version not in (2, 3):
             raise ValueError(f"version {version}")
         self._check(tensors)
-        self._check(facts)
-        known: dict[str, Any] = {}
-        for _ in range(facts):
+        self._check(count)
+        metadata: dict[str, Any] = {}
+        for _ in range(count):
             (name,) = self._strings(1)
-            if not name or name in known:
+            if not name or name in metadata:
                 raise ValueError(f"key {name!r:.80} is empty or there twice")
-            known[name] = self._value(self._number("I"))
+            metadata[name] = self._value(self._number("I"))
         listed = [self._tensor() for _ in range(tensors)]
-        alignment = known.get("general.alignment", 32)
+        alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & alignment - 1:
             raise ValueError(f"alignment {alignment!r:.40}, which is not a power of two")
         start = -(-self.at // alignment) * alignment
-        return known, self._placed(listed, start, alignment)
+        return metadata, self._placed(listed, start, alignment)
 
     def _placed(
         self, listed: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int
@@ -141,12 +141,12 @@ class _GGUFReader:
 
     def _stored(self, name: str, sizes: tuple[int, ...], kind: int, at: int) -> StoredTensor:
         """The tensor [sizes], the first contiguous."""
-        known = GGMLQuantizationType(kind)
-        block, size = GGML_QUANT_SIZES[known]
+        ggml_type = GGMLQuantizationType(kind)
+        block, size = GGML_QUANT_SIZES[ggml_type]
         if not sizes or not all(sizes) or sizes[0] % block:
-            raise ValueError(f"tensor {name!r} of {known.name} has sizes {sizes}")
+            raise ValueError(f"tensor {name!r} of {ggml_type.name} has sizes {sizes}")
         row = sizes[0] // block * size
         end = at + row * prod(sizes[1:])
         if end > len(self.data):
             raise ValueError(f"tensor {name!r} ends at byte {end}, the file at {len(self.data)}")
-        return StoredTensor(known, tuple(reversed(sizes)), self.data[at:end].reshape(-1, row))
+        return StoredTensor(ggml_type, tuple(reversed(sizes)), self.data[at:end].reshape(-1, row))

@@ -94,15 +94,15 @@ def _unread(source: Path, model: PreTrainedModel, tensors: Mapping[str, StoredTe
     state, stored = model.state_dict(), dict(tensors)
     if family in ("falcon", "bloom") and _is_tied(model):
         stored.pop("output.weight", None)  # these files repeat the embeddings
-    held = sum({value.data_ptr(): value.numel() for value in state.values()}.values())
+    numbers = sum({value.data_ptr(): value.numel() for value in state.values()}.values())
     count = sum(math.prod(tensor.shape) for tensor in stored.values())
-    if _is_packed(model) or held == count:
+    if _is_packed(model) or numbers == count:
         return ()
-    known = [kind for kind, name in MODEL_ARCH_NAMES.items() if name == family]
-    names = get_tensor_name_map(known[0] if known else MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
+    architectures = [kind for kind, name in MODEL_ARCH_NAMES.items() if name == family]
+    names = get_tensor_name_map(architectures[0] if architectures else MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
     left = stored.keys() - {names.get_name(name, (".weight", ".bias")) for name in state}
     if not left:
-        raise ModelLoadError(f"{source}: its tensors hold {count} numbers, and its model {held}. Use another file.")
+        raise ModelLoadError(f"{source}: its tensors hold {count} numbers, and its model {numbers}. Use another file.")
     return left
 
 

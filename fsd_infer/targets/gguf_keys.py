@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from fsd_core.errors import ModelLoadError
-from fsd_core.registry import is_whole
+from fsd_core.registry import is_number, is_whole
 
 LONGEST = 2**31 - 1
 
@@ -121,7 +121,7 @@ _ATTRIBUTES = {
 }
 
 
-def own_keys(facts: Mapping[str, Any]) -> dict[str, Any]:
+def architecture_keys(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of the file's architecture, without its name."""
     prefix = f"{facts.get('general.architecture')}."
     return {name.removeprefix(prefix): value for name, value in facts.items() if name.startswith(prefix)}
@@ -136,20 +136,20 @@ def check_keys(facts: Mapping[str, Any], source: Any) -> None:
         facts: metadata of the file.
         source: its name for errors.
     """
-    own, family = own_keys(facts), facts.get("general.architecture")
-    window = own.get("attention.sliding_window")
-    if _is_number(window) and window >= own.get("context_length", LONGEST):
-        del own["attention.sliding_window"]  # it never ends before the context does
-    if own.get("embedding_length_out") == own.get("embedding_length"):
-        own.pop("embedding_length_out", None)
-    for name, value in own.items():
+    keys, family = architecture_keys(facts), facts.get("general.architecture")
+    window = keys.get("attention.sliding_window")
+    if is_number(window) and window >= keys.get("context_length", LONGEST):
+        del keys["attention.sliding_window"]  # it never ends before the context does
+    if keys.get("embedding_length_out") == keys.get("embedding_length"):
+        keys.pop("embedding_length_out", None)
+    for name, value in keys.items():
         if not _is_neutral(name, value, _NEUTRAL):
             raise ModelLoadError(
                 f"{source}: {family}.{name} is {value!r:.60}, which a {family} model here does not compute. Use "
                 "another file of this model, or its checkpoint."
             )
     _check_others(facts, source)
-    _name_strange(facts, _READ | _HARMLESS | _NEUTRAL.keys(), source)
+    _warn_unknown_keys(facts, _READ | _HARMLESS | _NEUTRAL.keys(), source)
 
 
 def check_no_mtp(facts: Mapping[str, Any], tensors: Collection[str], source: Any) -> None:
@@ -186,20 +186,20 @@ def check_foreign_keys(facts: Mapping[str, Any], config: Any, mapped: Mapping[st
     rescaled = "'factor'" in str(getattr(config, "rope_parameters", None))
     scaling = dict.fromkeys(("rope.scaling.factor", "rope.scale_linear", "rope.scaling.attn_factor"), (0, 1))
     softmax = {"expert_gating_func": (0, 1)} if mapped.get("expert_count") else {}
-    for name, value in own_keys(facts).items():
+    for name, value in architecture_keys(facts).items():
         read = bool(mapped.get(name)) or name in mapped and name.startswith("expert_") or name in scaling and rescaled
-        held: Any = _held(config, name)
-        same = held == value or _is_number(value) and _is_number(held) and math.isclose(held, value, rel_tol=1e-5)
-        differs = name in _AGREE and _is_number(held) or not _is_neutral(name, value, _NEUTRAL | scaling | softmax)
+        known: Any = _config_value(config, name)
+        same = known == value or is_number(value) and is_number(known) and math.isclose(known, value, rel_tol=1e-5)
+        differs = name in _AGREE and is_number(known) or not _is_neutral(name, value, _NEUTRAL | scaling | softmax)
         if differs and not read and not same:
             raise ModelLoadError(
                 f"{source}: transformers' reader leaves out {facts['general.architecture']}.{name} = {value!r:.60}. "
                 "Use the model's checkpoint."
             )
-    _name_strange(facts, _READ | _HARMLESS | _NEUTRAL.keys() | mapped.keys(), source)
+    _warn_unknown_keys(facts, _READ | _HARMLESS | _NEUTRAL.keys() | mapped.keys(), source)
 
 
-def _held(config: Any, name: str) -> Any:
+def _config_value(config: Any, name: str) -> Any:
     """Return what a config holds of a key; None if nothing, or several values for kinds of layers."""
     rope = getattr(config, "rope_parameters", None) or {}
     if name == "rope.freq_base":
@@ -213,10 +213,10 @@ def _held(config: Any, name: str) -> Any:
     return getattr(config, _ATTRIBUTES.get(name, ""), None)
 
 
-def _name_strange(facts: Mapping[str, Any], known: Collection[str], source: Any) -> None:
+def _warn_unknown_keys(facts: Mapping[str, Any], known: Collection[str], source: Any) -> None:
     """Warn of keys that nothing reads."""
     family = facts.get("general.architecture")
-    strange = [f"{family}.{name}" for name in own_keys(facts) if name not in known]
+    strange = [f"{family}.{name}" for name in architecture_keys(facts) if name not in known]
     strange += [name for name in facts if not name.startswith(f"{family}.") and not _KNOWN.fullmatch(name)]
     if strange:
         warnings.warn(f"{source}: these keys are read by nothing: {', '.join(sorted(strange))}.", stacklevel=5)
@@ -225,7 +225,7 @@ def _name_strange(facts: Mapping[str, Any], known: Collection[str], source: Any)
 def _check_others(facts: Mapping[str, Any], source: Any) -> None:
     """Raise ModelLoadError for a part of a file, for a file that is not a model, and for token ids out of range."""
     parts = facts.get("split.count", 1)
-    if not _is_number(parts) or parts > 1:
+    if not is_number(parts) or parts > 1:
         raise ModelLoadError(f"{source} is one of {parts} parts. Merge them with llama-gguf-split first.")
     kind = facts.get("general.type", "model")
     if kind != "model":
@@ -241,21 +241,21 @@ def _check_others(facts: Mapping[str, Any], source: Any) -> None:
 
 def end_ids(facts: Mapping[str, Any]) -> list[int]:
     """Return the tokens that end an answer, as llama.cpp finds them by key and by text, the file's EOS first."""
-    places = {text: index for index, text in enumerate(facts.get("tokenizer.ggml.tokens", ()))}
+    ids = {text: index for index, text in enumerate(facts.get("tokenizer.ggml.tokens", ()))}
     ends = [facts[name] for name in _ENDS if name in facts]
     for role, texts in _FIM_TEXTS.items():
         if f"tokenizer.ggml.{role}_token_id" not in facts:
-            ends += [places[text] for text in texts if text in places][:1]
-    ends += [places[text] for text in _END_TEXTS if text in places]
-    without = {places[text] for text, others in _NO_ENDS if text in places and others <= places.keys()}
+            ends += [ids[text] for text in texts if text in ids][:1]
+    ends += [ids[text] for text in _END_TEXTS if text in ids]
+    without = {ids[text] for text, others in _NO_ENDS if text in ids and others <= ids.keys()}
     return [index for index in dict.fromkeys(ends) if index not in without]
 
 
 class KeyNumbers:
     """Reads numbers of an architecture's keys. Its methods raise ValueError with the key's name for absurd values."""
 
-    def __init__(self, own: Mapping[str, Any]) -> None:
-        self.own = own
+    def __init__(self, keys: Mapping[str, Any]) -> None:
+        self.values = keys
 
     def whole(self, name: str, default: int | None = None) -> int:
         """Return a whole number from 1 on. A list with one per layer counts if all are equal."""
@@ -268,18 +268,14 @@ class KeyNumbers:
     def number(self, name: str, default: float | None = None, most: float = 1e12) -> float:
         """Return a number above 0 and at most ``most``."""
         value = self._value(name, default)
-        if not _is_number(value) or not 0 < value <= most:
+        if not is_number(value) or not 0 < value <= most:
             raise ValueError(f"{name} is {value!r:.60}; a number above 0 and up to {most:g} is needed")
         return float(value)
 
     def _value(self, name: str, default: Any) -> Any:
-        if name not in self.own and default is None:
+        if name not in self.values and default is None:
             raise ValueError(f"{name} is missing")
-        return self.own.get(name, default)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return self.values.get(name, default)
 
 
 def _is_neutral(name: str, value: Any, table: Mapping[str, tuple[Any, ...]]) -> bool:

@@ -92,26 +92,26 @@ def load_gguf_tokenizer(source: Path, facts: dict[str, Any] | None = None) -> Pr
         _check_same(facts, loaded.get_vocab(), source, source.parent / files[0])
         return loaded
     if _pre_tokenizer(facts) is None and not _is_sentencepiece(facts):
-        _name_unknown(facts, source)
+        _warn_unknown_pre_tokenizer(facts, source)
         return AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(facts, Path(folder), source)
         return AutoTokenizer.from_pretrained(folder)
 
 
-def _check_same(facts: dict[str, Any], known: dict[str, int], source: Path, file: Path) -> None:
+def _check_same(facts: dict[str, Any], ids: dict[str, int], source: Path, file: Path) -> None:
     """Raise ModelLoadError if the tokenizer next to a GGUF file with these tokens is another model's."""
     tokens = facts.get("tokenizer.ggml.tokens", ())
-    places = dict(enumerate(tokens))  # a text may stand twice
-    if differs := [(token, at) for at, token in places.items() if places.get(known.get(token, at)) != token]:
+    by_id = dict(enumerate(tokens))  # a text may stand twice
+    if differs := [(token, at) for at, token in by_id.items() if by_id.get(ids.get(token, at)) != token]:
         token, index = differs[0]
         raise ModelLoadError(
-            f"{file} is not the tokenizer of {source.name}: {token!r:.40} is token {known[token]} there and {index} in "
-            "the GGUF file. Put one of them into a directory of its own."
+            f"{file} is not the tokenizer of {source.name}: {token!r:.40} is token {ids[token]} there and {index} "
+            "in the GGUF file. Put one of them into a directory of its own."
         )
 
 
-def _name_unknown(facts: dict[str, Any], source: Path) -> None:
+def _warn_unknown_pre_tokenizer(facts: dict[str, Any], source: Path) -> None:
     """Warn of a pre-tokenizer for which transformers takes GPT-2's."""
     pre = facts.get("tokenizer.ggml.pre")
     if facts.get("tokenizer.ggml.model") == "gpt2" and pre not in {*_AS_GPT2, *GGUF_PRE_TOKENIZER_SPLITS}:
@@ -143,7 +143,7 @@ def write_tokenizer(facts: dict[str, Any], out_dir: Path, source: Path) -> None:
     with foreign_errors(ModelLoadError, f"{source}: its vocabulary is incomplete or invalid ({{why}}).", most=200):
         tokens = _tokens(facts)
         tokenizer = _sentencepiece(facts, tokens) if pre is None else _byte_level(facts, tokens, pre)
-        _finish(tokenizer, facts, tokens, begins=pre is None or pre.begins)
+        _add_special_tokens(tokenizer, facts, tokens, begins=pre is None or pre.begins)
     tokenizer.save(str(out_dir / "tokenizer.json"))
     settings, template = _settings(facts, tokens)
     if isinstance(template, str):  # in both places, because readers differ
@@ -227,7 +227,7 @@ def _sentencepiece(facts: dict[str, Any], tokens: list[str]) -> Tokenizer:
     return result
 
 
-def _finish(made: Tokenizer, facts: dict[str, Any], tokens: list[str], begins: bool) -> None:
+def _add_special_tokens(tokenizer: Tokenizer, facts: dict[str, Any], tokens: list[str], begins: bool) -> None:
     """Add the special tokens, and those that stand around each text; ``begins``: BOS does if the file does not say."""
     kinds = list(facts["tokenizer.ggml.token_type"])
     for index in end_ids(facts):
@@ -235,13 +235,13 @@ def _finish(made: Tokenizer, facts: dict[str, Any], tokens: list[str], begins: b
     control = [_UNKNOWN, _CONTROL] if _is_sentencepiece(facts) else [_CONTROL]
     for wanted, special in ((control, True), ([_USER_DEFINED], False)):
         added = [token for token, kind in zip(tokens, kinds) if kind in wanted]
-        add = made.add_special_tokens if special else made.add_tokens
+        add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
         add([AddedToken(token, special=special, normalized=False) for token in added])
     bos = _named(facts, tokens, "bos") if facts.get("tokenizer.ggml.add_bos_token", begins) else None
     eos = _named(facts, tokens, "eos") if facts.get("tokenizer.ggml.add_eos_token", False) else None
     if bos is not None or eos is not None:
         one = " ".join([*([bos] if bos else []), "{}", *([eos] if eos else [])])
-        made.post_processor = processors.TemplateProcessing(
+        tokenizer.post_processor = processors.TemplateProcessing(
             single=one.format("$A"),
             pair=f"{one.format('$A')} {one.format('$B')}",
             special_tokens=[(token, tokens.index(token)) for token in {bos, eos} if token is not None],

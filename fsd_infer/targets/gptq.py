@@ -23,7 +23,7 @@ from fsd_core.files import open_safetensors
 from fsd_core.registry import is_whole
 from fsd_infer.targets.checks import weight_files
 from fsd_infer.targets.kinds import class_of
-from fsd_infer.targets.weights import GroupedWeight, keep_quantized, say
+from fsd_infer.targets.weights import GroupedWeight, keep_quantized, warn_once
 
 METHODS = ("gptq", "awq")
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
@@ -73,15 +73,15 @@ def load_expanded(
     quantization: Any = config.quantization_config
     facts = dict(quantization if isinstance(quantization, Mapping) else quantization.to_dict())
     state: dict[str, Tensor] = {}
-    place = {name: value for name, value in where.items() if name != "trust_remote_code"}
-    for file in weight_files(_directory(source, place)):
+    hub = {name: value for name, value in where.items() if name != "trust_remote_code"}
+    for file in weight_files(_directory(source, hub)):
         with open_safetensors(file, "Copy or fetch it again.") as opened:
             state |= {key: opened.get_tensor(key) for key in opened.keys()}
     lost = Counter[str]()
     groups = expand(state, facts, options["dtype"], source, lost)
     if lost and options["dtype"] == torch.bfloat16:
         reasons = ", ".join(f"{count} {why}" for why, count in lost.items())
-        say(
+        warn_once(
             f"{source}: {lost.total()} layers are expanded to bf16, slower and larger ({reasons}). A checkpoint with "
             "equal groups of neighbouring inputs decodes from its own integers."
         )
@@ -91,7 +91,7 @@ def load_expanded(
     model, info = kind.from_pretrained(None, config=plain, state_dict=state, output_loading_info=True, **options)
     model.config.quantization_config, model.config._name_or_path = facts, source
     try:
-        model.generation_config = GenerationConfig.from_pretrained(source, **place)
+        model.generation_config = GenerationConfig.from_pretrained(source, **hub)
     except OSError:  # the file is missing, so the config's values are used
         pass
     layers = dict(model.named_modules())
@@ -100,12 +100,12 @@ def load_expanded(
     return model, info
 
 
-def _directory(source: str, place: Mapping[str, Any]) -> Path:
+def _directory(source: str, hub: Mapping[str, Any]) -> Path:
     if os.path.isdir(source):
         return Path(source)
-    given = {name: value for name, value in place.items() if name not in ("subfolder", "proxies")}
-    folder = place.get("subfolder") or ""
-    return Path(snapshot_download(source, allow_patterns=os.path.join(folder, "*.safetensors*"), **given)) / folder
+    options = {name: value for name, value in hub.items() if name not in ("subfolder", "proxies")}
+    folder = hub.get("subfolder") or ""
+    return Path(snapshot_download(source, allow_patterns=os.path.join(folder, "*.safetensors*"), **options)) / folder
 
 
 def expand(
@@ -130,7 +130,7 @@ def expand(
     Raises:
         CheckpointError: a layer lacks parts, or their shapes do not fit.
     """
-    found = {}
+    groups = {}
     for layer in [key.removesuffix(".qweight") for key in state if key.endswith(".qweight")]:
         parts = {name: state.pop(f"{layer}.{name}", None) for name in _PARTS}
         fault = f"{source}: the parts of {layer} are missing or do not fit each other ({{why}}). Fetch it again."
@@ -143,10 +143,10 @@ def expand(
                 raise ValueError(f"{list(codes.shape)}, {list(zeros.shape)}, {list(scales.shape)}")
             state[f"{layer}.weight"] = ((codes - zeros[group]) * scales[group]).t().to(dtype).contiguous()
         if torch.equal(group, torch.arange(len(codes)) // (len(codes) // len(scales))):
-            found[layer] = scales.t().contiguous(), zeros.t().contiguous()
+            groups[layer] = scales.t().contiguous(), zeros.t().contiguous()
         elif lost is not None:
             lost[_RAGGED if bool((group.diff() >= 0).all()) else _REORDERED] += 1
-    return found
+    return groups
 
 
 def _read(parts: Mapping[str, Any], facts: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -48,10 +48,10 @@ class ImageInput:
         sha = hashlib.sha256(repr(self.text).encode())
         for name, value in sorted(self.inputs.items()):
             if name not in OF_TEXT:
-                held = value.detach().cpu().contiguous() if isinstance(value, Tensor) else None
-                what = repr(value) if held is None else f"{held.dtype}{list(held.shape)}"
+                tensor = value.detach().cpu().contiguous() if isinstance(value, Tensor) else None
+                what = repr(value) if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
                 sha.update(f"{name}{what}".encode())
-                sha.update(b"" if held is None else held.view(torch.uint8).numpy().tobytes())
+                sha.update(b"" if tensor is None else tensor.view(torch.uint8).numpy().tobytes())
         return -1 - int.from_bytes(sha.digest()[:7], "big")
 
     def prefix_key(self, prompt: Sequence[int]) -> list[int]:
@@ -84,13 +84,13 @@ def image_input_of(name: str, config: Any, inputs: Mapping[str, Any], prompt: Se
     left = {key: value for key, value in inputs.items() if key not in ("input_ids", "attention_mask")}
     if not any("pixel" in key or "image" in key for key in left):
         return None
-    known = placeholders_of(config)
-    if not known & set(prompt):
+    placeholders = placeholders_of(config)
+    if not placeholders & set(prompt):
         raise FsdError(
             f"the prompt has images but no token of {name} that stands for one: it takes no images, reads images "
             "otherwise than as tokens of its prompt, or its chat template leaves them out. Use another target."
         )
-    return ImageInput(left, known, tuple(prompt) if config.model_type in READS_BOTH_WAYS else ())
+    return ImageInput(left, placeholders, tuple(prompt) if config.model_type in READS_BOTH_WAYS else ())
 
 
 def places_images(model: Any) -> bool:
@@ -128,8 +128,8 @@ class ImagePrompt:
     @cached_property
     def positions(self) -> Tensor:
         """The tokens' positions as ``generate`` prepares them: [1, P], or of M-RoPE [3, 1, P]."""
-        given = {**self.inputs, "input_ids": self.tokens, "attention_mask": torch.ones_like(self.tokens)}
-        positions: Tensor = self.model._prepare_position_ids_for_generation(self.tokens, given)
+        inputs = {**self.inputs, "input_ids": self.tokens, "attention_mask": torch.ones_like(self.tokens)}
+        positions: Tensor = self.model._prepare_position_ids_for_generation(self.tokens, inputs)
         has_text_row = positions.dim() == 3 and len(positions) == 4  # the first of four are positions in the text
         return positions[1:] if has_text_row else positions
 
@@ -162,21 +162,21 @@ def read_with_images(
     """
     model, tokens, count = target.model, prompt.tokens, prompt.tokens.shape[1]
     cache.set_write_slots(torch.arange(count, device=tokens.device)[None], 0, count)
-    given = {cache_argument(type(model)): cache, **prompt.inputs}
-    given["logits_to_keep"] = target.plain_stack.kept(1, tokens.device)
-    given = model.prepare_inputs_for_generation(
-        tokens, attention_mask=None, position_ids=prompt.positions, use_cache=True, is_first_iteration=True, **given
+    inputs = {cache_argument(type(model)): cache, **prompt.inputs}
+    inputs["logits_to_keep"] = target.plain_stack.kept(1, tokens.device)
+    inputs = model.prepare_inputs_for_generation(
+        tokens, attention_mask=None, position_ids=prompt.positions, use_cache=True, is_first_iteration=True, **inputs
     )
     if not target.plain_stack.takes_keep:
-        del given["logits_to_keep"]
+        del inputs["logits_to_keep"]
     layers = [layer for part in model.modules() if isinstance(part, nn.ModuleList) for layer in part]
     with (
         target.angles_of_texts(cache.prefilled),
-        target.plain_stack.captured(target.captured_layers) as found,
+        target.plain_stack.captured(target.captured_layers) as outputs,
         hooked(layers, lambda *_: on_layer(), before=True),
     ):
-        logits = model(**given).logits[:, -1:]
-    features: Tensor = target.joined(*found)
+        logits = model(**inputs).logits[:, -1:]
+    features: Tensor = target.joined(*outputs)
     if features.shape[1] != count:
         raise FsdError(f"{target.name} reads {features.shape[1]} tokens for a prompt of {count}: use another target.")
     set_offset(cache, prompt.positions)

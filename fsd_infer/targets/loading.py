@@ -12,13 +12,7 @@ from typing import Any, TypeVar
 import torch
 from huggingface_hub import file_exists, try_to_load_from_cache
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fsd_core.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError, shortened
 from fsd_core.files import HUB_ID, HUB_OPTIONS, usable_name
@@ -131,26 +125,26 @@ def load_tokenizer(
 
 
 def from_files(
-    name_or_dir: str | os.PathLike[str], given: dict[str, Any], read: Callable[..., Loaded], progress: bool = True
+    name_or_dir: str | os.PathLike[str], keywords: dict[str, Any], read: Callable[..., Loaded], progress: bool = True
 ) -> Loaded:
     """Return what a function makes of a target's files; those of the Hub that are damaged are fetched again.
 
     Args:
         name_or_dir: as in :func:`load_target`.
-        given: keywords; those that say where the files are, are used.
+        keywords: those that say where the files lie are used, and the others ignored.
         read: called with what transformers loads, and with these keywords; errors become ours.
         progress: as in :func:`resolve_target`.
     """
-    source, options = located(name_or_dir, given, progress)
+    source, options = located(name_or_dir, keywords, progress)
     read = explained(name_or_dir, source)(read)
     return load_whole(source, lambda: read(source, **options), **options)
 
 
 def located(
-    name_or_dir: str | os.PathLike[str], given: dict[str, Any], progress: bool = True
+    name_or_dir: str | os.PathLike[str], keywords: dict[str, Any], progress: bool = True
 ) -> tuple[str, dict[str, Any]]:
-    """Return what transformers loads, and the ``given`` keywords that say where it lies."""
-    options = {name: given[name] for name in HUB_OPTIONS if given.get(name) is not None}
+    """Return what transformers loads, and those of the keywords that say where it lies."""
+    options = {name: keywords[name] for name in HUB_OPTIONS if keywords.get(name) is not None}
     source = resolve_target(name_or_dir, progress=progress, subfolder=options.get("subfolder"))
     if is_hub_id(source):
         check_mistyped(source, **options)
@@ -233,12 +227,12 @@ def load_target(
     """
     for name in _OURS.keys() & model_kwargs.keys():
         raise ModelLoadError(f"{name} is not an argument for a target: {_OURS[name]}.")
-    place, kind = parse_device(take_device(device, model_kwargs)), parse_dtype(dtype)
-    keeps_blocks = kind == torch.bfloat16 and not model_kwargs and bool(readable_types(reads_blocks))
+    device, dtype = parse_device(take_device(device, model_kwargs)), parse_dtype(dtype)
+    keeps_blocks = dtype == torch.bfloat16 and not model_kwargs and bool(readable_types(reads_blocks))
     gguf = gguf_of(name_or_dir, keeps_blocks, progress)
     if gguf is None:
-        own = {"dtype": kind, "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
-        return _load_files(name_or_dir, model_kwargs, own, place, allow_control_tokens, progress)
+        ours = {"dtype": dtype, "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+        return _load_files(name_or_dir, model_kwargs, ours, device, allow_control_tokens, progress)
     if model_kwargs:
         names = ", ".join(model_kwargs)
         raise ModelLoadError(f"{name_or_dir} is a GGUF file, which {names} cannot be used with: leave them out.")
@@ -246,18 +240,18 @@ def load_target(
 
     model: Any
     with explained(name_or_dir):
-        model, tokenizer = load_gguf(gguf, kind, attn_implementation, reads_blocks if keeps_blocks else None)
+        model, tokenizer = load_gguf(gguf, dtype, attn_implementation, reads_blocks if keeps_blocks else None)
     model.requires_grad_(False).eval()
     if tokenizer is not None:
         set_control_tokens(tokenizer, allow_control_tokens)
-    return model if keeps_blocks else model.to(place), tokenizer
+    return model if keeps_blocks else model.to(device), tokenizer
 
 
 def _load_files(
     name: str | os.PathLike[str],
-    given: dict[str, Any],
-    own: dict[str, Any],
-    place: torch.device,
+    model_kwargs: dict[str, Any],
+    ours: dict[str, Any],
+    device: torch.device,
     allow_control_tokens: bool,
     progress: bool,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -265,23 +259,23 @@ def _load_files(
 
     Args:
         name, allow_control_tokens, progress: see :func:`load_target`.
-        given: its ``model_kwargs``.
-        own: its other options of transformers.
-        place: device to load on, unless ``given`` places the model.
+        model_kwargs: see :func:`load_target`.
+        ours: its other options of transformers.
+        device: device to load on, unless ``model_kwargs`` place the model.
     """
-    options = {option: value for option, value in given.items() if option not in HUB_OPTIONS} | own
+    options = {option: value for option, value in model_kwargs.items() if option not in HUB_OPTIONS} | ours
     adapter, placed = adapter_of(name), "device_map" in options or "tp_plan" in options
-    read = partial(_load, options, place, allow_control_tokens, adapter)
-    model, tokenizer, quantised = from_files(name, given, read, progress)
+    read = partial(_load, options, device, allow_control_tokens, adapter)
+    model, tokenizer, quantised = from_files(name, model_kwargs, read, progress)
     model.requires_grad_(False)
     if adapter is not None:  # outside the reading: its errors say nothing of the base's files
         add_adapter(model, adapter, merge=not quantised)
-    return model.eval() if placed else model.eval().to(place), tokenizer
+    return model.eval() if placed else model.eval().to(device), tokenizer
 
 
 def _load(
     options: Mapping[str, Any],
-    place: torch.device,
+    device: torch.device,
     allow_control_tokens: bool,
     adapter: Path | None,
     source: str,
@@ -291,7 +285,7 @@ def _load(
 
     Args:
         options: transformers' options, :func:`load_target`'s own included.
-        place: device to load a quantised model on, unless the options place it.
+        device: device to load a quantised model on, unless the options place it.
         allow_control_tokens: as in :func:`load_target`.
         adapter: directory of one that will be applied, merged or, to a quantised model, unmerged.
         source: what transformers loads.
@@ -307,11 +301,11 @@ def _load(
     quantised = stored or options.get("quantization_config") is not None
     if adapter is not None:
         read_adapter_config(adapter, unmerged=quantised)  # refused before the weights are read
-    expanded = place.type == "cpu" and method_of(config) in METHODS
+    expanded = device.type == "cpu" and method_of(config) in METHODS
     if quantised:
-        check_quantization(config if stored else options["quantization_config"], place, stored)
+        check_quantization(config if stored else options["quantization_config"], device, stored)
     if quantised and not expanded:
-        options.setdefault("device_map", {"": str(place)})
+        options.setdefault("device_map", {"": str(device)})
     options["attn_implementation"] = options["attn_implementation"] or attention_for(config)
     loaded: Any
     if expanded:

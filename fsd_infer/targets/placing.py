@@ -50,15 +50,15 @@ def take_device(device: str | torch.device | None, model_kwargs: dict[str, Any])
     Raises:
         ModelLoadError: a map of several devices without accelerate, or two devices that differ.
     """
-    places = model_kwargs.get("device_map")
-    places = places[""] if isinstance(places, Mapping) and list(places) == [""] else places
-    if places is None or isinstance(places, Mapping) or places in _MAPS:
-        if places is not None and importlib.util.find_spec("accelerate") is None:
+    device_map = model_kwargs.get("device_map")
+    device_map = device_map[""] if isinstance(device_map, Mapping) and list(device_map) == [""] else device_map
+    if device_map is None or isinstance(device_map, Mapping) or device_map in _MAPS:
+        if device_map is not None and importlib.util.find_spec("accelerate") is None:
             raise ModelLoadError(
                 "device_map needs accelerate: pip install accelerate. For one device, give device instead."
             )
         return device
     if device is not None:
-        raise ModelLoadError(f"device is {device} and device_map is {places}: give one of them.")
+        raise ModelLoadError(f"device is {device} and device_map is {device_map}: give one of them.")
     del model_kwargs["device_map"]
-    return places
+    return device_map

@@ -31,16 +31,16 @@ def method_of(config: Any) -> str | None:
     return None if method is None else str(getattr(method, "value", method))
 
 
-def quantization_config(given: Any) -> Any:
+def quantization_config(config: Any) -> Any:
     """Return a quantisation config as transformers takes it.
 
     A torchao dict may name its type alone, ``{"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}``.
     """
-    if isinstance(given, Mapping) and method_of(given) == "torchao" and isinstance(given.get("quant_type"), str):
-        kind = {"_type": given["quant_type"], "_version": 2, "_data": dict(given.get("quant_type_kwargs") or {})}
-        given = {**given, "quant_type": {"default": kind}}
-        given.pop("quant_type_kwargs", None)
-    return given
+    if isinstance(config, Mapping) and method_of(config) == "torchao" and isinstance(config.get("quant_type"), str):
+        kind = {"_type": config["quant_type"], "_version": 2, "_data": dict(config.get("quant_type_kwargs") or {})}
+        config = {**config, "quant_type": {"default": kind}}
+        config.pop("quant_type_kwargs", None)
+    return config
 
 
 def _quantization(config: Any) -> Mapping[str, Any]:
@@ -88,7 +88,7 @@ def check_quantization(config: Any, device: torch.device, stored: bool = True) -
 
 
 @torch.no_grad()
-def ready(model: Any) -> None:
+def decompress(model: Any) -> None:
     """Decompress a model of compressed-tensors, whose first forward does so: parts of it run alone later.
 
     On a CPU its layers are wrapped to be moved between devices, from the CPU to the CPU. The wrappers are removed.

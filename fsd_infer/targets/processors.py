@@ -47,12 +47,12 @@ def is_processor(value: Any) -> bool:
 
 def without_others(kind: type[ProcessorMixin]) -> Any:
     """Return a class of processors that needs nothing to read videos and sounds: the former needs torchvision."""
-    given = kind.get_attributes()
-    kept = [name for name in given if name in ("image_processor", "tokenizer")]
+    names = kind.get_attributes()
+    kept = [name for name in names if name in ("image_processor", "tokenizer")]
 
     class ImagesAlone(ProcessorMixin):
         def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **{name: x for name, x in options.items() if name in kept or name not in given})
+            super().__init__(*args, **{name: x for name, x in options.items() if name in kept or name not in names})
 
     class Seeing(kind, ImagesAlone):  # type: ignore[misc, valid-type]
         @classmethod
@@ -61,7 +61,7 @@ def without_others(kind: type[ProcessorMixin]) -> Any:
 
         @wraps(kind.__init__)  # type: ignore[misc]  # its signature says what a saved processor holds
         def __init__(self, *args: Any, **options: Any) -> None:
-            missing = {name: None for name in given if name not in kept}
+            missing = {name: None for name in names if name not in kept}
             super().__init__(**missing, **dict(zip(kept, args)), **options)
 
     Seeing.__name__ = kind.__name__  # by which transformers finds its options

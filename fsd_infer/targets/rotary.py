@@ -25,15 +25,15 @@ _RECOMPUTING = ("phi3", "phimoe", "phi4_multimodal")  # their prepare_inputs_for
 def changes(config: Any) -> dict[str, int]:
     """Return the longest text, in tokens, before the angles change, by rotary kind; empty if they never do."""
     scaling = getattr(config, "rope_parameters", None) or {}
-    found: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     for part in (scaling, *(each for each in scaling.values() if isinstance(each, Mapping))):  # or one per layer type
         kind = part.get("rope_type")
         length = getattr(config, "max_position_embeddings", None)
         if kind == "longrope":
             length = part.get("original_max_position_embeddings") or length
         if kind in _CHANGING and length is not None:
-            found[kind] = min(int(length), found.get(kind, int(length)))
-    return found
+            lengths[kind] = min(int(length), lengths.get(kind, int(length)))
+    return lengths
 
 
 def recompute_length_of(config: Any) -> int | None:
@@ -99,10 +99,10 @@ class DynamicRope:
         outputs = [part.clone() for part in _parts(like)]
         for length in lengths.unique().tolist():
             self.reset()
-            mine = lengths == length
-            asked = torch.cat([positions[mine], positions.new_tensor([length - 1])])  # the last one sets the length
-            for whole, part in zip(outputs, _parts(module.forward(x, asked[None], **kwargs)), strict=True):
-                whole[mine] = part[0, :-1]
+            here = lengths == length
+            extended = torch.cat([positions[here], positions.new_tensor([length - 1])])  # the last sets the length
+            for output, part in zip(outputs, _parts(module.forward(x, extended[None], **kwargs)), strict=True):
+                output[here] = part[0, :-1]
         return outputs[0] if isinstance(like, Tensor) else type(like)(outputs)
 
 

@@ -68,7 +68,7 @@ class Outputs(NamedTuple):
 class Stack(Protocol):
     """The decoder layers of a target or a draft head as one call. Forwards may run concurrently."""
 
-    def __call__(self, given: StackInputs) -> Outputs:
+    def __call__(self, call: StackInputs) -> Outputs:
         """Run one forward. Raises IndexError if a slot is out of range."""
         ...
 
@@ -167,24 +167,24 @@ class TransformersStack(Stack):
         self.takes_keep, self._cache_argument = _takes_keep(type(model)), cache_argument(type(model))
         self._drops = any(map(_takes_keep, {type(part) for part in decoder.modules()}))
 
-    def __call__(self, given: StackInputs) -> Outputs:
-        assert given.visible is not None and given.embeds is None, "for targets"
-        masks: Any = {kind: self._for_attention(mask) for kind, mask in given.visible.items()}
+    def __call__(self, call: StackInputs) -> Outputs:
+        assert call.visible is not None and call.embeds is None, "for targets"
+        masks: Any = {kind: self._for_attention(mask) for kind, mask in call.visible.items()}
         if len(masks) > 1:  # layers that keep a state alone have none
             masks = {kind: masks.get(ATTENDS.get(kind, kind)) for kind in self._types}
-        options: dict[str, Any] = {self._cache_argument: given.cache}
-        if given.keep and self.takes_keep:
-            options["logits_to_keep"] = self.kept(given.keep, given.inputs.device)
-        with self.captured(given.capture) as found:
+        options: dict[str, Any] = {self._cache_argument: call.cache}
+        if call.keep and self.takes_keep:
+            options["logits_to_keep"] = self.kept(call.keep, call.inputs.device)
+        with self.captured(call.capture) as outputs:
             out = self.model(
-                input_ids=given.inputs,
-                position_ids=given.positions,
+                input_ids=call.inputs,
+                position_ids=call.positions,
                 attention_mask=next(iter(masks.values())) if len(masks) == 1 else masks,
                 use_cache=True,
                 **options,
             )
-        final, *others = found
-        return Outputs(final, others, out.logits[:, -given.keep :])  # [-0:] is all
+        final, *others = outputs
+        return Outputs(final, others, out.logits[:, -call.keep :])  # [-0:] is all
 
     def kept(self, count: int, device: torch.device) -> int | Tensor:
         """Return the ``logits_to_keep`` of the last ``count`` tokens.
@@ -199,15 +199,15 @@ class TransformersStack(Stack):
 
         transformers' ``output_hidden_states`` keeps every layer's output instead.
         """
-        modules, found = [self.decoder, *(self.layers[number] for number in capture)], dict[nn.Module, Tensor]()
+        modules, by_module = [self.decoder, *(self.layers[number] for number in capture)], dict[nn.Module, Tensor]()
         outputs: list[Tensor] = []
 
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            found[module] = output if isinstance(output, Tensor) else output[0]
+            by_module[module] = output if isinstance(output, Tensor) else output[0]
 
         with hooked(modules, keep):
             yield outputs
-            outputs += [found[module] for module in modules]
+            outputs += [by_module[module] for module in modules]
 
     def _for_attention(self, mask: Tensor) -> Tensor:
         """[B, M, S] bool -> [B, 1, M, S] as the model's attention takes it, additive if eager."""
@@ -227,18 +227,18 @@ class HeadStack(Stack):
     def __init__(self, layers: nn.ModuleList, rotary: nn.Module, norm: nn.Module | None) -> None:
         self.layers, self.rotary, self.norm = layers, rotary, norm
 
-    def __call__(self, given: StackInputs) -> Outputs:
+    def __call__(self, call: StackInputs) -> Outputs:
         """Run one forward, which captures no layers."""
-        x, positions, visible, cache = given[:4]
+        x, positions, visible, cache = call[:4]
         count = x.shape[1]
         mask = None if visible is None else next(iter(visible.values()))
         mask = mask[:, None] if isinstance(mask, Tensor) else mask  # packed rows have masks of their own
         if mask is None and is_eager(self.layers) and count > 1:  # eager attention is not causal by itself
             mask = torch.ones(count, count, dtype=torch.bool, device=x.device).tril()[None, None]
         mask, angles, layers = mask_for(self.layers, mask, x.dtype), self.rotary(x, positions), list(self.layers)
-        if given.embeds is not None:
+        if call.embeds is not None:
             options: dict[str, Any] = dict(attention_mask=mask, position_ids=positions, position_embeddings=angles)
-            x = layers.pop(0)(given.embeds, x, cache, **options)
+            x = layers.pop(0)(call.embeds, x, cache, **options)
         x = run_layers(layers, x, angles, positions, mask, cache)
         return Outputs(x if self.norm is None else self.norm(x))
 
@@ -248,8 +248,8 @@ def run_layers(
 ) -> Tensor:
     """Run x [B, M, H] through decoder layers, with the rotary ``angles`` of ``positions`` [B, M]."""
     for layer in layers:
-        given = {} if cache is None else {cache_argument(type(layer)): cache}
-        x = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles, **given)
+        cache_option = {} if cache is None else {cache_argument(type(layer)): cache}
+        x = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles, **cache_option)
         x = x[0] if isinstance(x, tuple) else x
     return x
 
@@ -280,8 +280,8 @@ def hooked(modules: Iterable[nn.Module], hook: Callable[..., Any], before: bool 
     """
     thread = threading.get_ident()
 
-    def in_thread(*given: Any) -> Any:
-        return hook(*given) if threading.get_ident() == thread else None
+    def in_thread(*args: Any) -> Any:
+        return hook(*args) if threading.get_ident() == thread else None
 
     register = nn.Module.register_forward_pre_hook if before else nn.Module.register_forward_hook
     handles = [register(module, in_thread, with_kwargs=True) for module in modules]

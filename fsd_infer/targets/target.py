@@ -24,7 +24,7 @@ from fsd_infer.targets.image_inputs import places_images
 from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.logit_form import LogitForm
 from fsd_infer.targets.masks import fixed_positions, layer_windows, max_positions, windowed
-from fsd_infer.targets.precision import precision_of, ready
+from fsd_infer.targets.precision import decompress, precision_of
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.rotary import DynamicRope, recompute_length_of
 from fsd_infer.targets.stack import Stack, StackInputs, TransformersStack
@@ -62,7 +62,7 @@ class Target(CachedModel):
         check_decodable(model, self.name)
         self.decoder: nn.Module = model.get_decoder()
         self.captured_layers: tuple[int, ...] = ()
-        ready(self.model)
+        decompress(self.model)
         self.dynamic_rope = rope = DynamicRope(self.decoder, self.config)
         # a context of forwards, given the lengths of texts on which their angles depend
         self.angles_of_texts: Any = nullcontext if rope.fixed_length is None else rope.of_texts
@@ -234,9 +234,9 @@ class Target(CachedModel):
         Other ``inputs`` go to the model's forward. Only the captured layers' outputs are kept.
         """
         self.dynamic_rope.reset()
-        with self.plain_stack.captured(self.captured_layers) as found:
+        with self.plain_stack.captured(self.captured_layers) as outputs:
             self.decoder(input_ids=ids, attention_mask=attention_mask, use_cache=False, **inputs)
-        return self.joined(*found)
+        return self.joined(*outputs)
 
     def reduced_lm_head(self, ids: Tensor) -> nn.Linear:
         """Return the rows ids [Vd] of the LM head as a frozen linear layer."""
@@ -339,8 +339,8 @@ class Target(CachedModel):
         masks = windowed(visible, positions, cache, windows) if has_window else dict.fromkeys(windows, visible)
         with self.angles_of_texts(cache.prefilled):
             rotary = cache.rotary(positions)
-            given = StackInputs(tokens, rotary, masks, cache, self.captured_layers, keep=keep)
-            final, others, logits = self.stack(given)
+            call = StackInputs(tokens, rotary, masks, cache, self.captured_layers, keep=keep)
+            final, others, logits = self.stack(call)
         logits = self.lm_logits(final[:, -keep:]) if logits is None else logits  # [-0:] is all
         return logits, self.joined(final, *others)
 
@@ -353,14 +353,14 @@ class Target(CachedModel):
         if adapter is None:
             yield
             return
-        kept = self.recorder, self.prefixes, self.stack
+        saved = self.recorder, self.prefixes, self.stack
         with adapted(self.model, adapter):
             self.recorder = self.prefixes = None
             self.stack = self.plain_stack
             try:
                 yield
             finally:
-                self.recorder, self.prefixes, self.stack = kept
+                self.recorder, self.prefixes, self.stack = saved
 
     def joined(self, final: Tensor, *others: Tensor) -> Tensor:
         """Final features [B, M, H] and the outputs of captured layers -> [B, M, F]."""
@@ -375,6 +375,6 @@ class Target(CachedModel):
 
 def layer_list(decoder: nn.Module, count: int) -> nn.ModuleList | None:
     """Return the list of a decoder's ``count`` layers, or None. A decoder may hold what sees images, too."""
-    own: Any = getattr(decoder, "layers", None)
-    lists = (part for part in (own, *decoder.modules()) if isinstance(part, nn.ModuleList))
+    direct: Any = getattr(decoder, "layers", None)
+    lists = (part for part in (direct, *decoder.modules()) if isinstance(part, nn.ModuleList))
     return next((layers for layers in lists if len(layers) == count), None)

@@ -55,7 +55,7 @@ class GroupedWeight:
 
 
 @cache
-def say(message: str) -> None:
+def warn_once(message: str) -> None:
     """Log as a warning what a user loses with these weights or on this machine, the first time."""
     logger.warning(message)
 
@@ -74,8 +74,8 @@ def keep_quantized(layer: Any, weight: QuantizedWeight | GroupedWeight) -> nn.Pa
     if isinstance(weight, QuantizedWeight):
         none = torch.full((), torch.nan, dtype=torch.bfloat16).expand(layer.weight.shape)
         layer.weight = nn.Parameter(none, requires_grad=False)
-    own: nn.Parameter = layer.weight
-    return own
+    parameter: nn.Parameter = layer.weight
+    return parameter
 
 
 def quantized_of(layer: nn.Module) -> QuantizedWeight | GroupedWeight | None:
@@ -187,12 +187,12 @@ def _computed(layer: Any) -> Tensor:
 
     A quantised layer keeps the result, because a drafter asks for other rows at every text.
     """
-    kept: Tensor | None = vars(layer).get(_COMPUTED)
-    if kept is not None:
-        return kept
-    own = next(iter(layer.parameters()))
+    cached: Tensor | None = vars(layer).get(_COMPUTED)
+    if cached is not None:
+        return cached
+    parameter = next(iter(layer.parameters()))
     dtype = next((one.dtype for one in layer.parameters() if one.is_floating_point()), torch.float32)
-    products = layer(torch.eye(shape_of(layer)[1], dtype=dtype, device=own.device))
+    products = layer(torch.eye(shape_of(layer)[1], dtype=dtype, device=parameter.device))
     if layer.bias is not None:
         products = products - layer.bias
     weight = products.t().contiguous()

@@ -10,11 +10,10 @@ from fsd_core.errors import KernelsError
 from fsd_infer.backends.base import Backend
 from fsd_infer.backends.cpu import functions
 from fsd_infer.backends.cpu.head_step import CpuHeadStep
-from fsd_infer.backends.cpu.kernels import found, kernels
-from fsd_infer.backends.cpu.losses import say_what_is_lost
+from fsd_infer.backends.cpu.kernels import kernels, loaded
 from fsd_infer.backends.cpu.packing import (
+    copy_from_files,
     holds_blocks,
-    own_memory,
     pack_linears,
     pack_stored,
     packed_products,
@@ -22,6 +21,7 @@ from fsd_infer.backends.cpu.packing import (
 )
 from fsd_infer.backends.cpu.stack import CpuStack
 from fsd_infer.targets.stack import Stack, StackOwner
+from fsd_infer.targets.weights import warn_once
 
 
 class CpuBackend(Backend):
@@ -38,7 +38,7 @@ class CpuBackend(Backend):
 
     def report(self) -> tuple[str | None, str]:
         try:
-            return self.describe(), found().why
+            return self.describe(), loaded().why
         except KernelsError as error:
             return None, str(error)
 
@@ -51,15 +51,25 @@ class CpuBackend(Backend):
             return
         stored = pack_stored(model)
         if pack_linears(model, release) or stored:
-            say_what_is_lost()
+            _warn_without_kernels()
         if weights == "fp8":
             for packed in packed_products(model):
                 packed.quantize()
         if any(parameter.is_meta for parameter in model.parameters()):
-            own_memory(model)
+            copy_from_files(model)
 
     def restore(self, model: nn.Module) -> int:
         return unpack(model)
 
     def stack_for(self, owner: StackOwner) -> Stack:
         return CpuStack.of(owner, CpuHeadStep.of) or owner.plain_stack
+
+
+def _warn_without_kernels() -> None:
+    """Warn why a model runs without our kernels, unless FSD_KERNELS asks for that or a failed build was reported."""
+    state = loaded()
+    if state.kernels is None and not state.forced and not state.failed:
+        warn_once(
+            f"decoding runs through torch, and quantised weights are expanded, both slower: {state.why}. Our CPU "
+            "kernels need AVX2, as x86-64 processors have since about 2015. See fsd-infer env."
+        )

@@ -33,10 +33,10 @@ def blocks_of(layer: nn.Module) -> QuantizedWeight | None:
         The blocks. None for other layers, zeros of more than four bits, groups that are not a multiple of 32 columns,
         and scales outside the normal range of fp16.
     """
-    found = _codes_of(layer)
-    if found is None:
+    stored = _codes_of(layer)
+    if stored is None:
         return None
-    codes, scales, zeros = found
+    codes, scales, zeros = stored
     columns = codes.shape[1]
     if columns % (_RUN * scales.shape[1]) or codes.shape[0] != scales.shape[0]:
         return None
@@ -62,14 +62,14 @@ def _codes_of(layer: nn.Module) -> tuple[Tensor, Tensor, Tensor | None] | None:
         return _grouped(weight, stored.scales, stored.zeros)
     kind = type(weight).__name__
     if kind == "Int8Tensor":  # torchao
-        found = weight.qdata, weight.scale, weight.zero_point if weight.act_quant_kwargs is None else None
+        parts = weight.qdata, weight.scale, weight.zero_point if weight.act_quant_kwargs is None else None
     elif kind == "IntxUnpackedToInt8Tensor":  # torchao
-        found = weight.qdata, weight.scale, weight.zero_point if weight.activation_quantization is None else None
+        parts = weight.qdata, weight.scale, weight.zero_point if weight.activation_quantization is None else None
     elif kind == "WeightQBytesTensor" and weight.activation_qtype is None:  # quanto
-        found = weight._data, weight._scale, torch.zeros(1)
+        parts = weight._data, weight._scale, torch.zeros(1)
     else:
         return _decompressed(layer)
-    codes, scales, zero = found
+    codes, scales, zero = parts
     if codes.dtype != torch.int8 or zero is None or bool(zero.any()):
         return None
     return codes, scales, None
@@ -88,10 +88,10 @@ def _grouped(weight: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Ten
 def _decompressed(layer: nn.Module) -> tuple[Tensor, Tensor, None] | None:
     """Do the same for a layer of compressed-tensors, which holds its weight in bf16 after its first forward."""
     scheme, scales = getattr(layer, "quantization_scheme", None), layer._parameters.get("weight_scale")
-    weight, own = layer._parameters.get("weight"), getattr(scheme, "weights", None)
-    if weight is None or scales is None or own is None or getattr(scheme, "input_activations", None) is not None:
+    weight, arguments = layer._parameters.get("weight"), getattr(scheme, "weights", None)
+    if weight is None or scales is None or arguments is None or getattr(scheme, "input_activations", None) is not None:
         return None
-    if getattr(own, "type", None) != "int" or not getattr(own, "symmetric", False) or scales.dim() != 2:
+    if getattr(arguments, "type", None) != "int" or not getattr(arguments, "symmetric", False) or scales.dim() != 2:
         return None
     if weight.is_meta or not weight.is_floating_point() or weight.shape[1] % scales.shape[1]:
         return None

@@ -67,11 +67,11 @@ def build_for(load: Callable[[Path], _Library], name: str) -> _Library:
     try:
         command, version = compiler()
     except (OSError, subprocess.SubprocessError):
-        for cached in _whole(f"{made_of}-*.so"):
+        for cached in _intact(f"{made_of}-*.so"):
             return load(cached)
         raise
     stem = f"{made_of}-{_digest(version, ' '.join(command).encode())}"
-    for cached in _whole(f"{stem}-*.so"):
+    for cached in _intact(f"{stem}-*.so"):
         return load(cached)
     return _compile([*command, *flags], stem, load)
 
@@ -97,31 +97,31 @@ def compiler_line() -> str:
     return f"{shlex.join(command)}: {version.decode(errors='replace').partition(chr(10))[0]}"
 
 
-def _whole(pattern: str) -> list[Path]:
+def _intact(pattern: str) -> list[Path]:
     """Return matching cached libraries whose content has the digest in their name, and delete the others."""
-    found = []
+    libraries = []
     for file in sorted((cache_dir() / "kernels").glob(pattern)):
         with suppress(OSError):
             if sha256_of(file)[:_DIGITS] == file.stem.rpartition("-")[2]:
-                found.append(file)
+                libraries.append(file)
             else:
                 file.unlink()
-    return found
+    return libraries
 
 
 def _compile(command: list[str], stem: str, load: Callable[[Path], _Library]) -> _Library:
     """Compile the kernels, cache the library if the cache is writable, and load it."""
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "kernels.so"
-        subprocess.run([*command, str(_SOURCE), "-o", str(made)], capture_output=True, check=True, timeout=600)
-        cached = cache_dir() / "kernels" / f"{stem}-{sha256_of(made)[:_DIGITS]}.so"
+        library = Path(folder) / "kernels.so"
+        subprocess.run([*command, str(_SOURCE), "-o", str(library)], capture_output=True, check=True, timeout=600)
+        cached = cache_dir() / "kernels" / f"{stem}-{sha256_of(library)[:_DIGITS]}.so"
         try:
             cached.parent.mkdir(parents=True, exist_ok=True)
             with replacing(cached) as draft:
-                shutil.copyfile(made, draft)
+                shutil.copyfile(library, draft)
         except OSError as error:
             logger.warning("the compiled CPU kernels cannot be kept for the next process (%s).", error)
-            return load(made)
+            return load(library)
         return load(cached)
 
 

@@ -48,7 +48,7 @@ def topk_logprobs(logits: Tensor, k: int, where: Tensor | None = None) -> Any:
     if where is None:
         return compiled.likeliest(logits.contiguous(), k)
     flat, rows = _chosen(logits, where)
-    return tuple(_spread(found, rows, where) for found in compiled.likeliest(flat[rows], k))
+    return tuple(_spread(values, rows, where) for values in compiled.likeliest(flat[rows], k))
 
 
 def keep_top_k(scores: Tensor, k: int, other: float = -math.inf) -> Any:
@@ -57,11 +57,7 @@ def keep_top_k(scores: Tensor, k: int, other: float = -math.inf) -> Any:
 
 
 def divergence_rows(
-    p_logits: Tensor,
-    q_logits: Tensor,
-    measure: Any,
-    draft_ids: Tensor | None = None,
-    q_index: Tensor | None = None,
+    p_logits: Tensor, q_logits: Tensor, measure: Any, draft_ids: Tensor | None = None, q_index: Tensor | None = None
 ) -> Any:
     """Take the five plain forms, over a reduced vocabulary those that are finite where q is 0."""
     if measure.name not in PLAIN_DIVERGENCES or draft_ids is not None and measure.infinite_on_reduced_vocabulary:
@@ -73,8 +69,8 @@ def divergence_rows(
         return NotImplemented
     if q_index is None:
         return compiled.divergence(measure.name, p_logits.contiguous(), q_logits.contiguous(), _wide(draft_ids))
-    given = p_logits.contiguous(), q_logits.contiguous().flatten(0, 1), _wide(draft_ids)
-    return compiled.divergence(measure.name, *given, _rows_of_q(q_logits, q_index))
+    arguments = p_logits.contiguous(), q_logits.contiguous().flatten(0, 1), _wide(draft_ids)
+    return compiled.divergence(measure.name, *arguments, _rows_of_q(q_logits, q_index))
 
 
 def residual_mass(
@@ -83,9 +79,9 @@ def residual_mass(
     compiled = _compiled(p_logits, q_logits)
     if compiled is None:
         return NotImplemented
-    given = p_logits.contiguous(), q_logits.contiguous().flatten(0, 1), _wide(draft_ids)
+    arguments = p_logits.contiguous(), q_logits.contiguous().flatten(0, 1), _wide(draft_ids)
     weights = weight.float().contiguous()
-    return compiled.divergence("residual", *given, _rows_of_q(q_logits, q_index), weights).to(weight.dtype)
+    return compiled.divergence("residual", *arguments, _rows_of_q(q_logits, q_index), weights).to(weight.dtype)
 
 
 def draw_rest(rest: sampling.Rest, uniforms: Tensor) -> Any:
@@ -101,26 +97,16 @@ def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
     compiled = _compiled(logits)
     if compiled is not None and uniforms.dtype == torch.float32:
         return compiled.sample(logits.contiguous(), uniforms, where)
-    found = sampling.draw(logits[where].softmax(-1), uniforms[where]).clamp_max(logits.shape[-1] - 1)
-    return torch.zeros_like(where, dtype=torch.long).masked_scatter(where, found)
+    tokens = sampling.draw(logits[where].softmax(-1), uniforms[where]).clamp_max(logits.shape[-1] - 1)
+    return torch.zeros_like(where, dtype=torch.long).masked_scatter(where, tokens)
 
 
-def mixed_children(
-    scores: Tensor,
-    width: int,
-    accept_log_probs: Tensor,
-    ancestors: Tensor,
-    reserved: Tensor,
-    free_nodes: Tensor,
-    ratios: tuple[float, float],
-    min_log_prob: float,
-) -> Any:
-    """In torch this takes fifty small operations."""
+def mixed_children(scores: Tensor, width: int, accept_log_probs: Tensor, *rest: Any) -> Any:
+    """In torch this takes fifty small operations. ``rest``: the other arguments."""
     compiled = _compiled(scores) if accept_log_probs.dtype == torch.float32 else None
     if compiled is None:
         return NotImplemented
-    state = reserved, free_nodes
-    return sampled.mixed_children(compiled, scores, width, accept_log_probs, ancestors, state, ratios, min_log_prob)
+    return sampled.mixed_children(compiled, scores, width, accept_log_probs, *rest)
 
 
 def exact_walk(scores: Tensor, inputs: Any) -> Any:
@@ -151,10 +137,10 @@ def _chosen(logits: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
     return logits.contiguous().view(-1, logits.shape[-1]), where.flatten().nonzero().squeeze(-1)
 
 
-def _spread(found: Tensor, rows: Tensor, where: Tensor) -> Tensor:
+def _spread(values: Tensor, rows: Tensor, where: Tensor) -> Tensor:
     """Return results [R, ...] at their places in [..., ...], 0 elsewhere."""
-    whole = found.new_zeros(where.numel(), *found.shape[1:])
-    return whole.index_copy_(0, rows, found).unflatten(0, where.shape)
+    result = values.new_zeros(where.numel(), *values.shape[1:])
+    return result.index_copy_(0, rows, values).unflatten(0, where.shape)
 
 
 def _wide(draft_ids: Tensor | None) -> Tensor | None:
@@ -172,13 +158,13 @@ def drawn_weights(ratio: Tensor, parents: Tensor, drawn: Tensor, depth: int) -> 
     """Walk down the few nodes of trees in Python, which takes less time than starting torch's operations."""
     if ratio.numel() > _FEW_NODES:
         return NotImplemented
-    found = []
+    result = []
     for ratios, above, is_drawn in zip(ratio.tolist(), parents.tolist(), drawn.tolist()):
         weights = [1.0]
-        for own, parent, follows in zip(ratios[1:], above[1:], is_drawn[1:]):
-            weights.append(min(weights[parent] * own, 1.0) if follows else 1.0)
-        found.append(weights)
-    return torch.tensor(found, dtype=ratio.dtype)
+        for node_ratio, parent, follows in zip(ratios[1:], above[1:], is_drawn[1:]):
+            weights.append(min(weights[parent] * node_ratio, 1.0) if follows else 1.0)
+        result.append(weights)
+    return torch.tensor(result, dtype=ratio.dtype)
 
 
 def block_accept_probs(log_p: Tensor, *of_nodes: Any) -> Any:
@@ -222,29 +208,29 @@ def accepted_and_expected(path: Tensor, accepted: Tensor, tree: Any) -> Any:
         return NotImplemented
     of_nodes = [tree.scores, tree.parents]
     of_nodes += [x if x is not None else torch.zeros_like(tree.parents) for x in (tree.drawn, tree.proposers)]
-    found = [[0.0] * 8 for _ in range(len(path))]
-    for sums, on_path, drafts, *nodes in zip(found, path.tolist(), accepted.tolist(), *(x.tolist() for x in of_nodes)):
+    result = [[0.0] * 8 for _ in range(len(path))]
+    for sums, on_path, drafts, *nodes in zip(result, path.tolist(), accepted.tolist(), *(x.tolist() for x in of_nodes)):
         reached, scores = set(on_path if drafts >= 0 else ()), nodes[0]
         for node, (score, parent, drawn, proposer) in enumerate(zip(*nodes)):
             if node and parent in reached and score != -math.inf and not proposer:
                 kind = 2 * (2 * drawn + (parent != 0))
                 sums[kind] += node in reached
                 sums[kind + 1] += math.exp(score - scores[parent])
-    return torch.tensor(found)
+    return torch.tensor(result)
 
 
 def child_offsets(probs: Tensor, uniforms: Tensor, parents: Tensor) -> Any:
     """Walk down the few nodes of trees, as :func:`drawn_weights` does."""
     if probs.numel() > _FEW_NODES:
         return NotImplemented
-    found = []
+    result = []
     for of_tree, left, above in zip(probs.tolist(), uniforms.tolist(), parents.tolist()):
         offsets = []
         for prob, parent in zip(of_tree, above):
             offsets.append(left[parent])
             left[parent] -= prob
-        found.append(offsets)
-    return torch.tensor(found, dtype=probs.dtype)
+        result.append(offsets)
+    return torch.tensor(result, dtype=probs.dtype)
 
 
 def ancestors(parents: Tensor) -> Any:
@@ -261,17 +247,17 @@ def keep_nodes(tokens: Tensor, parents: Tensor, scores: Tensor, *rest: Any) -> A
     if compiled is None:
         return NotImplemented
     nodes = nodes.contiguous()
-    held = [None if x is None else x.contiguous() for x in (tokens, parents, scores, *rest[:-1])]
-    q_index, proposers, drawn = held[3:]
-    numbers, kept = torch.empty(4, *nodes.shape, dtype=torch.long), torch.empty(nodes.shape)
+    fields = [None if x is None else x.contiguous() for x in (tokens, parents, scores, *rest[:-1])]
+    q_index, proposers, drawn = fields[3:]
+    numbers, kept_scores = torch.empty(4, *nodes.shape, dtype=torch.long), torch.empty(nodes.shape)
     of_proposers, of_drawn = None if proposers is None else numbers[3], None
     if drawn is not None:
         of_drawn = torch.empty(nodes.shape, dtype=torch.bool)
-    tree = Tree(*map(address_of, (*held[:3], proposers)), tokens.shape[1])
-    given, out = (q_index, drawn, nodes), (*numbers[:3], of_proposers, kept, of_drawn)
-    if compiled.keep_nodes(len(nodes), tree, *map(address_of, given), nodes.shape[1], *map(address_of, out)):
+    tree = Tree(*map(address_of, (*fields[:3], proposers)), tokens.shape[1])
+    inputs, out = (q_index, drawn, nodes), (*numbers[:3], of_proposers, kept_scores, of_drawn)
+    if compiled.keep_nodes(len(nodes), tree, *map(address_of, inputs), nodes.shape[1], *map(address_of, out)):
         return NotImplemented  # a node is out of range, which torch says
-    return numbers[0], numbers[1], kept, numbers[2], of_proposers, of_drawn, None
+    return numbers[0], numbers[1], kept_scores, numbers[2], of_proposers, of_drawn, None
 
 
 def tree_union(main: TreeTensors, grafted: TreeTensors, main_proposers: int, depth: int) -> Any:
@@ -283,8 +269,8 @@ def tree_union(main: TreeTensors, grafted: TreeTensors, main_proposers: int, dep
 
 def _numbers_fit(shape: torch.Size, drawn: Tensor | None, *fields: Tensor | None) -> bool:
     """Whether fields of nodes [B, N] are what kernels read by their addresses: int64, and ``drawn`` bool."""
-    given = [x for x in (drawn, *fields) if x is not None]
-    return all(x.shape == shape and x.dtype == (torch.bool if x is drawn else torch.long) for x in given)
+    tensors = [x for x in (drawn, *fields) if x is not None]
+    return all(x.shape == shape and x.dtype == (torch.bool if x is drawn else torch.long) for x in tensors)
 
 
 def _compiled(*logits: Tensor) -> Kernels | None:
@@ -297,14 +283,7 @@ def _compiled(*logits: Tensor) -> Kernels | None:
 def register() -> None:
     """Let the kernels answer on CPUs."""
     of_rows = (row_max, row_stats, row_entropy, topk_logprobs, keep_top_k, divergence_rows, residual_mass, sample_rows)
-    of_trees = (
-        accepted_and_expected,
-        ancestors,
-        drawn_weights,
-        block_accept_probs,
-        child_offsets,
-        keep_nodes,
-        tree_union,
-    )
-    for kernel in (*of_rows, draw_rest, exact_walk, mixed_children, host_max, host_nonzero, *of_trees):
+    of_trees = (accepted_and_expected, ancestors, drawn_weights, block_accept_probs, child_offsets, keep_nodes)
+    others = (draw_rest, exact_walk, mixed_children, host_max, host_nonzero, tree_union)
+    for kernel in (*of_rows, *of_trees, *others):
         functional.register(kernel.__name__, "cpu", kernel)

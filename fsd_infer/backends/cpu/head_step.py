@@ -33,12 +33,7 @@ class CpuHeadStep:
     """
 
     def __init__(
-        self,
-        stack: CpuStack,
-        head: HeadParts,
-        embeddings: nn.Module,
-        parts: list[Packed],
-        hooks: list[dict[int, Any]],
+        self, stack: CpuStack, head: HeadParts, embeddings: nn.Module, parts: list[Packed], hooks: list[dict[int, Any]]
     ) -> None:
         self._stack, self._parts, self._hooks, self._width = stack, parts, hooks, head.width
         self._scale = None if head.feature_scale is None else head.feature_scale.to(torch.bfloat16)

@@ -33,7 +33,7 @@ from fsd_core.functional import TreeTensors
 from fsd_core.sampling import Rest
 from fsd_infer.backends.cpu.codebooks import rewritten
 from fsd_infer.backends.cpu.pages import zeroed
-from fsd_infer.backends.cpu.sets import VARIABLE, wanted
+from fsd_infer.backends.cpu.sets import VARIABLE, allowed_sets
 from fsd_infer.backends.cpu.structs import Forward, Head, HeadStepArguments, Linear, StackStruct, Tree
 from fsd_infer.device.cores import team_size
 
@@ -123,8 +123,8 @@ class Kernels:
             return None
         panels = zeroed(size)
         rows = rewritten(kind, rows)
-        taken = rows.ctypes.data, address_of(order), len(rows), depth, panels.data_ptr(), team_size()
-        wrong = self._library.fsd_block_pack(kind, *taken)
+        source = rows.ctypes.data, address_of(order), len(rows), depth, panels.data_ptr(), team_size()
+        wrong = self._library.fsd_block_pack(kind, *source)
         if wrong:
             raise ValueError(f"{wrong} scales that are not finite numbers")
         return panels
@@ -135,11 +135,11 @@ class Kernels:
         Raises:
             IndexError: an id is outside the weight.
         """
-        found = torch.empty(*ids.shape, layer.depth, dtype=dtype)
+        result = torch.empty(*ids.shape, layer.depth, dtype=dtype)
         narrow, threads = dtype == torch.bfloat16, team_size() if ids.numel() > FEW_TOKENS else 1
-        if self._library.fsd_rows(layer, ids.data_ptr(), ids.numel(), narrow, found.data_ptr(), threads):
+        if self._library.fsd_rows(layer, ids.data_ptr(), ids.numel(), narrow, result.data_ptr(), threads):
             raise _no_rows(ids, layer)
-        return found
+        return result
 
     def row_statistics(
         self, logits: Tensor, where: Tensor | None = None, log_sum: bool = True
@@ -155,10 +155,10 @@ class Kernels:
     def row_entropies(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
         """Compute :func:`fsd_core.functional.row_entropy` of logits [..., V] or of rows [R] of [M, V]."""
         rows = _checked(rows, logits)
-        found = torch.empty(logits.shape[:-1] if rows is None else rows.shape)
-        sizes = found.numel(), logits.shape[-1]
-        self._library.fsd_row_entropies(*_rows(logits, rows), *sizes, found.data_ptr(), threads_for(*sizes))
-        return found
+        result = torch.empty(logits.shape[:-1] if rows is None else rows.shape)
+        sizes = result.numel(), logits.shape[-1]
+        self._library.fsd_row_entropies(*_rows(logits, rows), *sizes, result.data_ptr(), threads_for(*sizes))
+        return result
 
     def likeliest(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Compute :func:`fsd_core.functional.topk_logprobs` of logits [..., V] in bf16 or fp32; count <= V."""
@@ -171,34 +171,34 @@ class Kernels:
     def sample(self, logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
         """Compute :func:`fsd_core.sampling.sample_rows` by uniforms in fp32; 0 in other rows than ``where``."""
         uniforms, where = uniforms.contiguous(), where.contiguous()
-        found, sizes = torch.empty(where.shape, dtype=torch.long), (where.numel(), logits.shape[-1])
-        out = uniforms.data_ptr(), found.data_ptr()
+        tokens, sizes = torch.empty(where.shape, dtype=torch.long), (where.numel(), logits.shape[-1])
+        out = uniforms.data_ptr(), tokens.data_ptr()
         self._library.fsd_sample(*_rows(logits, where), *sizes, *out, threads_for(*sizes))
-        return found
+        return tokens
 
     def draw_rest(self, rest: Rest, uniforms: Tensor) -> Tensor:
         """Compute :func:`fsd_core.sampling.draw_rest` of weights and uniforms in fp32."""
         p, nodes, uniforms = rest.p_logits.contiguous(), rest.nodes.contiguous(), uniforms.contiguous()
         weight, refused, q, index, ids = (None if x is None else x.contiguous() for x in rest[2:])
-        of_p, found = (*_rows(p, nodes), *p.shape[1:]), torch.empty(len(uniforms), dtype=torch.long)
+        of_p, tokens = (*_rows(p, nodes), *p.shape[1:]), torch.empty(len(uniforms), dtype=torch.long)
         of_q = (False, None, None, 0, 0) if q is None or index is None else (*_rows(q, index), *q.shape[1:])
-        given = *(address_of(x) for x in (ids, weight, uniforms, refused)), rest.refused.shape[1]
-        out, threads = (len(found), found.data_ptr()), threads_for(len(found), of_p[-1])
-        self._library.fsd_draw_rest(*of_p, *of_q, *given, *out, threads)
-        return found
+        arguments = *(address_of(x) for x in (ids, weight, uniforms, refused)), rest.refused.shape[1]
+        out, threads = (len(tokens), tokens.data_ptr()), threads_for(len(tokens), of_p[-1])
+        self._library.fsd_draw_rest(*of_p, *of_q, *arguments, *out, threads)
+        return tokens
 
     def keep_largest(self, scores: Tensor, count: int, other: float) -> Tensor:
         """Compute :func:`fsd_core.functional.keep_top_k` of scores [..., V] in fp32."""
-        found, columns = torch.empty_like(scores), scores.shape[-1]
+        result, columns = torch.empty_like(scores), scores.shape[-1]
         rows, threads = scores.numel() // columns, team_size()
-        self._library.fsd_keep_largest(scores.data_ptr(), rows, columns, count, other, found.data_ptr(), threads)
-        return found
+        self._library.fsd_keep_largest(scores.data_ptr(), rows, columns, count, other, result.data_ptr(), threads)
+        return result
 
     def ancestors(self, parents: Tensor) -> Tensor:
         """Compute :func:`fsd_core.functional.ancestors` of int64 parents."""
-        found = torch.empty(*parents.shape, parents.shape[1], dtype=torch.bool)
-        self._library.fsd_ancestors(parents.data_ptr(), *parents.shape, found.data_ptr())
-        return found
+        result = torch.empty(*parents.shape, parents.shape[1], dtype=torch.bool)
+        self._library.fsd_ancestors(parents.data_ptr(), *parents.shape, result.data_ptr())
+        return result
 
     def union(
         self, main: TreeTensors, grafted: TreeTensors, main_proposers: int
@@ -207,9 +207,9 @@ class Kernels:
         batch, count = len(main[0]), main[0].shape[1] + grafted[0].shape[1] - 1
         tokens, parents, proposers = (torch.empty(batch, count, dtype=torch.long) for _ in range(3))
         scores = torch.empty(batch, count)
-        held = [[None if x is None else x.contiguous() for x in tree] for tree in (main, grafted)]
+        fields = [[None if x is None else x.contiguous() for x in tree] for tree in (main, grafted)]
         sizes = main[0].shape[1], grafted[0].shape[1]
-        trees = (Tree(*map(address_of, tree), size) for tree, size in zip(held, sizes))
+        trees = (Tree(*map(address_of, tree), size) for tree, size in zip(fields, sizes))
         out = (x.data_ptr() for x in (tokens, parents, scores, proposers))
         self._library.fsd_union(batch, *trees, main_proposers, *out)
         return tokens, parents, scores, proposers
@@ -264,10 +264,10 @@ class Kernels:
 
     def _give_scratch(self, stack: StackStruct, forward: Forward) -> None:
         size = self._library.fsd_scratch(stack, forward)
-        held: Tensor | None = getattr(self._memory, "scratch", None)
-        if held is None or held.numel() < size:
-            held = self._memory.scratch = torch.empty(size, dtype=torch.uint8)
-        forward.scratch = held.data_ptr()
+        scratch: Tensor | None = getattr(self._memory, "scratch", None)
+        if scratch is None or scratch.numel() < size:
+            scratch = self._memory.scratch = torch.empty(size, dtype=torch.uint8)
+        forward.scratch = scratch.data_ptr()
 
 
 @dataclass(frozen=True)
@@ -286,14 +286,14 @@ class LoadedKernels:
 
 
 @cache
-def found() -> LoadedKernels:
+def loaded() -> LoadedKernels:
     """Return the best kernels that this machine can run, compiled if needed. A warning says what failed.
 
     Raises:
         KernelsError: FSD_KERNELS names kernels that do not exist, that this processor cannot run, or that cannot be
             compiled.
     """
-    sets = wanted()
+    sets = allowed_sets()
     if not sets.names:
         return LoadedKernels(None, sets.why, sets.forced)
     from fsd_infer.backends.cpu.build import build  # imported late: rules need no compiler
@@ -308,8 +308,8 @@ def found() -> LoadedKernels:
 
 
 def kernels() -> Kernels | None:
-    """Return the kernels of :func:`found`; None if this machine cannot run them."""
-    return found().kernels
+    """Return the kernels of :func:`loaded`; None if this machine cannot run them."""
+    return loaded().kernels
 
 
 def _no_rows(ids: Tensor, layer: Linear) -> IndexError:
@@ -359,10 +359,10 @@ def panels_of(weight: Tensor, packed: Tensor) -> tuple[int, int] | None:
         panels, rows = raw.view(-1, depth * side), numbers.unflatten(0, (-1, side))
         return all(torch.equal(panels[at], in_panels(rows[at], side).flatten()) for at in (0, -1))
 
-    found = [side for side in SIDES if columns % side == 0 and agrees(side)]
-    if len(found) > 1:  # rows that are alike, such as zeros, at both ends: compare all
-        found = [side for side in found if torch.equal(raw, in_panels(numbers, side).flatten())]
-    return (address, found[0]) if found else None
+    sides = [side for side in SIDES if columns % side == 0 and agrees(side)]
+    if len(sides) > 1:  # rows that are alike, such as zeros, at both ends: compare all
+        sides = [side for side in sides if torch.equal(raw, in_panels(numbers, side).flatten())]
+    return (address, sides[0]) if sides else None
 
 
 def in_panels(weight: Tensor, side: int) -> Tensor:

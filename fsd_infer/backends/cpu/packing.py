@@ -27,8 +27,8 @@ from fsd_infer.targets.weights import (
     drop_quantized,
     is_plain,
     quantized_of,
-    say,
     stays_plain,
+    warn_once,
 )
 
 OWN_SIDE = 32  # columns of the panels that we make
@@ -56,8 +56,9 @@ class Packed:
         weight: [out, in] packed by oneDNN; or for our kernels only: panels of bf16, of blocks, or of fp8 after
             :meth:`quantize`.
         scales: [out] in fp32 after :meth:`quantize`, else None.
-        products: the layer in the kernels' struct; None if they cannot read its weight. Its columns may be more, zeros.
-        native: the same for all other uses; None with such zeros.
+        products: the layer as the kernels' struct, for products; None if they cannot read its weight. It may have
+            padding columns, all zeros.
+        native: the same struct, for all other uses; None if it has such padding.
     """
 
     def __init__(self, layer: nn.Linear | nn.Embedding, blocks: QuantizedWeight | None = None) -> None:
@@ -77,19 +78,19 @@ class Packed:
             more = -self.columns % OWN_SIDE
             self.weight = _kept(in_panels(nn.functional.pad(weight, (0, 0, 0, more)), OWN_SIDE))
             self.bias = None if self.bias is None else nn.functional.pad(self.bias, (0, more))
-            place: tuple[int, int] | None = (self.weight.data_ptr(), OWN_SIDE)
+            panels: tuple[int, int] | None = (self.weight.data_ptr(), OWN_SIDE)
         elif blocks is None:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-            place = panels_of(weight, self.weight)
+            panels = panels_of(weight, self.weight)
         else:
-            taken = (blocks.kind, blocks.rows, self.depth, blocks.order)
-            packed = None if self.kernels is None else self.kernels.pack_blocks(*taken)
+            source = (blocks.kind, blocks.rows, self.depth, blocks.order)
+            packed = None if self.kernels is None else self.kernels.pack_blocks(*source)
             if packed is None or self.kernels is None:
                 raise ValueError("blocks of a kind or size that the kernels do not take")
-            self.weight, place = packed, (packed.data_ptr(), self.kernels.block_side)
-        if place is not None:
-            sizes = dict(columns=self.columns + more, depth=self.depth, side=place[1])
-            self.products = Linear(panels=place[0], kind=self.kind, bias=address_of(self.bias), **sizes)
+            self.weight, panels = packed, (packed.data_ptr(), self.kernels.block_side)
+        if panels is not None:
+            sizes = dict(columns=self.columns + more, depth=self.depth, side=panels[1])
+            self.products = Linear(panels=panels[0], kind=self.kind, bias=address_of(self.bias), **sizes)
         self.native = None if more else self.products
 
     @property
@@ -140,7 +141,7 @@ class Packed:
         return self.dense()[ids]
 
 
-class _OnPacked(PackedLayer):
+class _PackedLayer(PackedLayer):
     """What packed layers have in common.
 
     Attributes:
@@ -167,14 +168,14 @@ class _OnPacked(PackedLayer):
         self.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
 
 
-class PackedLinear(_OnPacked):
+class PackedLinear(_PackedLayer):
     """A linear layer that computes by a packed weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.packed(x)
 
 
-class PackedEmbedding(_OnPacked):
+class PackedEmbedding(_PackedLayer):
     """An embedding that reads the rows of a packed weight."""
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -188,7 +189,7 @@ def _packed_class(kind: Any) -> type[nn.Module]:
     return type(f"Packed{kind.__name__}", (first, kind), {"__module__": __name__})
 
 
-def put_on(layer: nn.Module, packed: Packed) -> None:
+def attach(layer: nn.Module, packed: Packed) -> None:
     """Make a layer compute by a packed weight. Its parameter stays."""
     vars(layer).update(packed=packed, own_forward=vars(layer).pop("forward", None))
     layer.__class__ = _packed_class(type(layer))  # type: ignore[arg-type]
@@ -201,16 +202,16 @@ def unpack(module: nn.Module) -> int:
         The number of packed weights.
     """
     weights: dict[int, nn.Parameter] = {}  # of packed weights, some of which serve two layers
-    found = packed_products(module)
+    packed = packed_products(module)
     for layer in module.modules():
-        if isinstance(layer, _OnPacked):
+        if isinstance(layer, _PackedLayer):
             weight: Any = layer.weight
             if layer.is_freed:
                 if id(layer.packed) not in weights:
                     weights[id(layer.packed)] = nn.Parameter(layer.packed.dense().clone(), requires_grad=False)
                 weight = weights[id(layer.packed)]
             layer.become_plain(weight)
-    return len(found)
+    return len(packed)
 
 
 def fp8_values() -> Tensor:
@@ -230,13 +231,13 @@ def fp8_panels(weight: Tensor, side: int) -> tuple[Tensor, Tensor]:
 
 def packed_of(layer: nn.Module) -> Packed | None:
     """Return the packed weight that a layer or embedding computes by, or None."""
-    return layer.packed if isinstance(layer, _OnPacked) else None
+    return layer.packed if isinstance(layer, _PackedLayer) else None
 
 
 def packed_products(module: nn.Module) -> list[Packed]:
     """Return the packed weights in ``module``, each once, in the order of its parts."""
-    found = (packed_of(part) for part in module.modules())
-    return list(dict.fromkeys(packed for packed in found if packed is not None))
+    packed_weights = (packed_of(part) for part in module.modules())
+    return list(dict.fromkeys(packed for packed in packed_weights if packed is not None))
 
 
 def holds_blocks(kind: int, columns: int, depth: int) -> bool:
@@ -245,7 +246,7 @@ def holds_blocks(kind: int, columns: int, depth: int) -> bool:
     return compiled is not None and compiled.block_bytes(kind, columns, depth) > 0
 
 
-def free(layer: Any) -> None:
+def free_weight(layer: Any) -> None:
     """Free a layer's plain weight.
 
     A linear layer's parameter moves to the device "meta". An embedding's keeps its device without rows, because code
@@ -266,14 +267,14 @@ def pack_stored(module: nn.Module) -> int:
     blocks = {layer: weight for layer, weight in stored.items() if isinstance(weight, QuantizedWeight)}
     for layer, weight in blocks.items():
         try:
-            put_on(layer, Packed(layer, weight))  # type: ignore[arg-type]
+            attach(layer, Packed(layer, weight))  # type: ignore[arg-type]
         except ValueError as error:
             raise ModelLoadError(f"{weight.name} has {error}. Fetch it again.") from error
         drop_quantized(layer)
     if blocks:
         _share_embedding(module)
     for layer in blocks:
-        free(layer)
+        free_weight(layer)
     return len(blocks)
 
 
@@ -297,15 +298,15 @@ def pack_linears(module: nn.Module, release: bool = False) -> int:
             continue
         blocks = None if layer is head else _readable_blocks(layer)  # a head's rows are read as its library has them
         if blocks is not None or _is_packable(layer):
-            held = holders[id(layer.weight)]
-            put_on(layer, Packed(layer, blocks))  # type: ignore[arg-type]
-            if release and held == 1:
-                free(layer)
+            is_shared = holders[id(layer.weight)] > 1
+            attach(layer, Packed(layer, blocks))  # type: ignore[arg-type]
+            if release and not is_shared:
+                free_weight(layer)
             count += 1
         elif layer is not head:
             left += isinstance(layer, nn.Linear) and not is_plain(layer)
     if left and kernels() is not None:
-        say(
+        warn_once(
             f"{left} quantised layers of a {type(module).__name__} compute by their library, slower: our kernels read "
             "8 or 4 bits with scales for rows, or for groups of 32 columns or a multiple, in models in bf16."
         )
@@ -346,12 +347,12 @@ def _share_embedding(model: Any) -> None:
         return
     holders = {part for part in model.modules() if any(w is table.weight for w in part.parameters(recurse=False))}
     if holders == {head, table}:
-        put_on(table, packed)
-        free(head)
-        free(table)
+        attach(table, packed)
+        free_weight(head)
+        free_weight(table)
 
 
-def own_memory(module: nn.Module) -> None:
+def copy_from_files(module: nn.Module) -> None:
     """Copy the remaining weights of ``module``, since one in a mapped file keeps the whole file in memory.
 
     Then return free memory to the system.

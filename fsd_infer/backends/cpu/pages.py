@@ -22,12 +22,12 @@ _free = torch.empty(0, dtype=torch.uint8)  # what is left of the last mapping
 def zeroed(size: int) -> Tensor:
     """Return ``size`` bytes of zeros [size], uint8. A mapping is given back once no tensor lies in it."""
     global _free
-    taken = -(-size // _LINE) * _LINE
+    rounded = -(-size // _LINE) * _LINE
     with _lock:
-        if taken > len(_free):
-            _free = _mapped(max(taken, _CHUNK))
-        found, _free = _free[:size], _free[taken:]
-    return found
+        if rounded > len(_free):
+            _free = _mapped(max(rounded, _CHUNK))
+        memory, _free = _free[:size], _free[rounded:]
+    return memory
 
 
 def _mapped(size: int) -> Tensor:

@@ -31,8 +31,8 @@ def exact_walk(kernels: Kernels, scores: Tensor, inputs: Any, draft_ids: Tensor 
     (batch, count, columns), width = scores.shape, tree.max_depth + 1
     numbers, gaps = torch.empty(4, batch, width, dtype=torch.long), torch.empty(batch, width)
     accepted = torch.empty(batch, dtype=torch.long)
-    found = WalkedRound(width, *(x.data_ptr() for x in (*numbers, gaps, accepted)))
-    if kernels.exact_walk(byref(round), byref(found), threads_for(batch * count, columns)):
+    walked = WalkedRound(width, *(x.data_ptr() for x in (*numbers, gaps, accepted)))
+    if kernels.exact_walk(byref(round), byref(walked), threads_for(batch * count, columns)):
         return NotImplemented
     if max(accepted.tolist()) >= width:  # a tree that is deeper than it says
         return NotImplemented
@@ -50,18 +50,20 @@ def mixed_children(
     width: int,
     accept_log_probs: Tensor,
     ancestors: Tensor,
-    state: tuple[Tensor, Tensor],
+    reserved: Tensor,
+    free_nodes: Tensor,
     ratios: tuple[float, float],
     min_log_prob: float,
 ) -> MixedChildren:
-    """Compute :func:`fsd_core.sampling.mixed_children`. ``state``: reserved and free nodes."""
+    """Compute :func:`fsd_core.sampling.mixed_children` of scores in bf16 or fp32."""
     batch, count, drafted = scores.shape
     how = Mixing(*ratios, ACCEPT_IF_UNSURE, ACCEPT_IF_SURE, MIN_REST, min_log_prob)
     log_q, drawn = torch.empty(batch, count, width), torch.empty(batch, count, width, dtype=torch.bool)
     entries, fixed = torch.empty(2, batch, count, width, dtype=torch.long)
-    made = MixedChildren(log_q, entries, drawn, fixed, torch.empty(scores.shape), *(x.clone() for x in state))
+    state = (x.clone() for x in (reserved, free_nodes))
+    children = MixedChildren(log_q, entries, drawn, fixed, torch.empty(scores.shape), *state)
     x, accept, above = (each.contiguous() for each in (scores, accept_log_probs, ancestors))
     of_rows = x.dtype == torch.bfloat16, x.data_ptr(), *x.shape, width, accept.data_ptr()
-    out, threads = (each.data_ptr() for each in made), threads_for(batch * count, drafted)
+    out, threads = (each.data_ptr() for each in children), threads_for(batch * count, drafted)
     kernels.mixed_children(*of_rows, above.data_ptr(), above.shape[-1], byref(how), *out, threads)
-    return made
+    return children

@@ -33,26 +33,26 @@ class AllowedSets:
     forced: bool
 
 
-def wanted() -> AllowedSets:
+def allowed_sets() -> AllowedSets:
     """Return the sets that the processor can run and FSD_KERNELS allows.
 
     Raises:
         KernelsError: an unknown value of FSD_KERNELS, or a set that this processor cannot run.
     """
-    asked = os.environ.get(VARIABLE, "").strip().lower()
+    setting = os.environ.get(VARIABLE, "").strip().lower()
     lacking = {name: sorted(needed - cpu_flags()) for name, needed in SETS.items()}
-    if asked == "0":
+    if setting == "0":
         return AllowedSets((), f"{VARIABLE}=0 turns them off", forced=True)
-    if asked in SETS:
-        if lacking[asked]:
+    if setting in SETS:
+        if lacking[setting]:
             raise KernelsError(
-                f"{VARIABLE}={asked}, but {_lacks(lacking[asked])}. Unset {VARIABLE} for the best that it can run."
+                f"{VARIABLE}={setting}, but {_lacks(lacking[setting])}. Unset {VARIABLE} for the best that it can run."
             )
-        return AllowedSets((asked,), f"{VARIABLE}={asked} asks for them", forced=True)
-    if asked not in ("", "1"):
+        return AllowedSets((setting,), f"{VARIABLE}={setting} asks for them", forced=True)
+    if setting not in ("", "1"):
         raise KernelsError(
-            f"{VARIABLE}={asked!r} names no kernels: use {', '.join(SETS)}, 0 for none, or 1 (or nothing) for the best "
-            "that the processor can run."
+            f"{VARIABLE}={setting!r} names no kernels: use {', '.join(SETS)}, 0 for none, or 1 (or nothing) for the "
+            "best that the processor can run."
         )
     names = tuple(name for name in SETS if not lacking[name])
     if not names:

@@ -96,12 +96,12 @@ class CpuStack(Stack):
         if not is_of_family(rotary, "RotaryEmbedding") or rotary.rope_type not in FIXED_ANGLES:
             return None
         held: list[Any] = []
-        made = [_native(layer, held, first=index == 0) for index, layer in enumerate(layers)]
-        known = [layer for layer in made if layer is not None]
-        sizes = {(layer.down.columns, layer.down.depth, layer.query.columns, layer.key.columns) for layer in known}
-        if len(known) < len(layers) or len(sizes) > 1 or not owner.lm_head_is_plain:
+        structs = [_native(layer, held, first=index == 0) for index, layer in enumerate(layers)]
+        supported = [layer for layer in structs if layer is not None]
+        sizes = {(layer.down.columns, layer.down.depth, layer.query.columns, layer.key.columns) for layer in supported}
+        if len(supported) < len(layers) or len(sizes) > 1 or not owner.lm_head_is_plain:
             return None
-        return cls(owner, compiled, known, held, head_steps)
+        return cls(owner, compiled, supported, held, head_steps)
 
     @property
     def norms(self) -> bool:
@@ -117,18 +117,18 @@ class CpuStack(Stack):
         batch, count, used = visible.shape
         return batch * count <= MAX_ROWS and (count <= FEW_TOKENS or used <= MAX_SLOTS[self.kernels.name])
 
-    def __call__(self, given: StackInputs) -> Outputs:
+    def __call__(self, call: StackInputs) -> Outputs:
         """Run one forward, as :class:`fsd_infer.targets.stack.Stack` says."""
-        visible, cache = given.visible, given.cache
+        visible, cache = call.visible, call.cache
         mask = None if visible is None else next(iter(visible.values()))
         if mask is None or not isinstance(cache, SlotCache) or not self.takes(mask) or is_hooked(self._hooks):
-            return self.fallback(given)
+            return self.fallback(call)
         assert visible is not None
         masks = [mask] * self.number if len(visible) == 1 else [visible[kind] for kind in self._kinds]
-        x, attended = given.entering(self._decoder)
-        call = self.call(x.contiguous(), given.positions, masks, cache, given.capture, attended)
-        self.kernels.stack(self.struct, call.forward)
-        return self.outputs(call, given.capture)
+        x, attended = call.entering(self._decoder)
+        native = self.call(x.contiguous(), call.positions, masks, cache, call.capture, attended)
+        self.kernels.stack(self.struct, native.forward)
+        return self.outputs(native, call.capture)
 
     def call(
         self,
