@@ -44,9 +44,9 @@ class Branches:
 
     def up(self, steps: int) -> Tensor:
         """Return [B, M], the ancestor ``steps`` above each token; below 0 in the text, whose last token is -1."""
-        wanted = self.depths - steps
-        is_it = self.ancestors & (self.depths[:, None] == wanted[..., None])
-        return torch.where(wanted >= 0, is_it.int().argmax(-1), wanted)
+        depth = self.depths - steps
+        is_it = self.ancestors & (self.depths[:, None] == depth[..., None])
+        return torch.where(depth >= 0, is_it.int().argmax(-1), depth)
 
     def along(self, values: Tensor) -> Tensor:
         """Return the sums of values [B, M, ...] over each token's ancestors and itself."""

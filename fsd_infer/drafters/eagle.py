@@ -229,7 +229,7 @@ class EagleSession(CachedSession):
         else:
             chunk = max(PREFILL_CHUNK // tokens.shape[0], 1)
             chunks = zip(tokens.split(chunk, 1), features.split(chunk, 1), strict=True)
-            outputs = torch.cat([self._read(number * chunk, *each) for number, each in enumerate(chunks)], 1)
+            outputs = torch.cat([self._read(number * chunk, *inputs) for number, inputs in enumerate(chunks)], 1)
             logits = None
         has_new, last_new = counts > 0, (counts - 1).clamp_min(0)[:, None]
         root_output = at_nodes(outputs, last_new)[:, 0]
@@ -296,12 +296,12 @@ class EagleSession(CachedSession):
     def _read_frontier(self, frontier: Frontier, nodes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
         """Read each node with the feature before it: the target's if it has read that node, else the estimate."""
         unread = self._uncached(frontier, nodes)
-        more = 1 + max(map(len, frontier.tokens)) - self._outputs.shape[1]
-        self._outputs = torch.nn.functional.pad(self._outputs, (0, 0, 0, more))
+        missing = 1 + max(map(len, frontier.tokens)) - self._outputs.shape[1]
+        self._outputs = torch.nn.functional.pad(self._outputs, (0, 0, 0, missing))
         for final in (True, False):
-            part = [[x for x in new if self._is_final(frontier, row, x) is final] for row, new in enumerate(unread)]
-            if any(part):
-                self._read_part(frontier, part, final)
+            chosen = [[x for x in new if self._is_final(frontier, row, x) is final] for row, new in enumerate(unread)]
+            if any(chosen):
+                self._read_part(frontier, chosen, final)
         logits = self.drafter.q_logits(at_nodes(self._outputs, frontier.padded_nodes(nodes)), self.vocabulary)
         return logits, self.drafter.draft_ids if self.vocabulary is None else self.vocabulary.ids
 

@@ -233,8 +233,8 @@ class FreeSession(DraftSession):
     def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Successors]]:
         rows = enumerate(zip(self.states(), nodes, strict=True))
         return [
-            [likeliest_of(table.options(table.at(self.context(frontier, row, node))), count) for node in wanted]
-            for row, ((table, _), wanted) in rows
+            [likeliest_of(table.options(table.at(self.context(frontier, row, node))), count) for node in of_row]
+            for row, ((table, _), of_row) in rows
         ]
 
     def context(self, frontier: Frontier, row: int, node: int) -> list[int]:

@@ -250,16 +250,16 @@ class TreeSession(DraftSession):
         return self._read_nodes(tokens, parents, positions, visible)
 
     def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Successors]]:
-        within = [[node for node in of if self._can_draft_below(frontier, row, node)] for row, of in enumerate(nodes)]
+        within = [[node for node in of_row if self._can_grow(frontier, row, node)] for row, of_row in enumerate(nodes)]
         proposed: list[list[Successors]] = [[] for _ in nodes]
         if any(within):
             logits, ids = self._read_frontier(frontier, within)
             log_q, entries = functional.topk_logprobs(logits, min(count, logits.shape[-1]))
             proposed = successor_lists(log_q, entries if ids is None else ids[entries], within)
         rows = [dict(zip(read, successors)) for read, successors in zip(within, proposed, strict=True)]
-        return [[by_node.get(node, NO_SUCCESSORS) for node in of] for of, by_node in zip(nodes, rows, strict=True)]
+        return [[table.get(node, NO_SUCCESSORS) for node in of_row] for of_row, table in zip(nodes, rows, strict=True)]
 
-    def _can_draft_below(self, frontier: Frontier, row: int, node: int) -> bool:
+    def _can_grow(self, frontier: Frontier, row: int, node: int) -> bool:
         """Whether the model can draft below a node."""
         return True
 
@@ -292,8 +292,8 @@ class CachedSession(TreeSession):
     def _uncached(self, frontier: Frontier, nodes: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return these nodes and those above them that the cache lacks, parents first, and count them as cached."""
         unread = []
-        for row, (wanted, cached) in enumerate(zip(nodes, self._cached, strict=True)):
-            unread.append(sorted({above for node in wanted for above in frontier.path(row, node)} - cached))
+        for row, (of_row, cached) in enumerate(zip(nodes, self._cached, strict=True)):
+            unread.append(sorted({above for node in of_row for above in frontier.path(row, node)} - cached))
             cached.update(unread[-1])
         return unread
 
@@ -308,8 +308,8 @@ class CachedSession(TreeSession):
             self._read_frontier(frontier, unread)
         frontier.move(self.cache, self.lengths - 1, nodes)
         self.lengths += to_device(torch.tensor(grown), self.device)
-        for row, (left, count) in enumerate(zip(nodes, grown, strict=True)):
-            below = enumerate(left[count:], 1)
+        for row, (of_row, count) in enumerate(zip(nodes, grown, strict=True)):
+            below = enumerate(of_row[count:], 1)
             cached = {new for new, node in below if node in self._cached[row] and self._is_final(frontier, row, node)}
             self._cached[row] = {0, *cached}
 

@@ -82,8 +82,8 @@ class LMDrafter(TreeDrafter):
                 "model without such layers, or with a head."
             )
         super().__init__(target, model, vocabulary, shape)
-        own, whole = (sum(p.numel() for p in part.model.parameters()) for part in (model, target))
-        self.relative_cost = min(own / max(whole, 1), 2.0)
+        ours, theirs = (sum(p.numel() for p in part.model.parameters()) for part in (model, target))
+        self.relative_cost = min(ours / max(theirs, 1), 2.0)
 
     @property
     def draws_chains(self) -> bool:  # type: ignore[override]
@@ -236,7 +236,7 @@ class LMSession(CachedSession):
             self._add_node_positions(positions, visible.shape[-1])
         return self._forward(tokens, positions, visible)
 
-    def _can_draft_below(self, frontier: Frontier, row: int, node: int) -> bool:
+    def _can_grow(self, frontier: Frontier, row: int, node: int) -> bool:
         model = self.drafter.model
         if model.max_positions is None or frontier.lengths[row] + len(frontier.path(row, node)) <= model.max_positions:
             return True
@@ -249,7 +249,7 @@ class LMSession(CachedSession):
         unread = self._uncached(frontier, nodes)
         _, tokens, positions, visible = frontier.forward_inputs(self.cache, self.lengths - 1, unread)
         logits = self._forward(tokens, positions, visible)
-        indices = [[read.index(node) for node in wanted] for wanted, read in zip(nodes, unread, strict=True)]
+        indices = [[read.index(node) for node in of_row] for of_row, read in zip(nodes, unread, strict=True)]
         return at_nodes(logits, to_device(padded(indices).long(), self.device)), None
 
     def follow_beams(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:

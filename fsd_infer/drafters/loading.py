@@ -128,11 +128,11 @@ def choose_trees(drafter: Drafter, target: Target) -> Drafter:
     else:
         main.shape = largest = main.with_shape(largest).shape
         main.has_default_shape = False
-    part = drafter
-    while isinstance(part, GraftedDrafter):
-        if isinstance(part.grafted, FreeDrafter):
-            part.grafted.nodes = max(part.grafted.nodes, min(part.grafted.auto_nodes, largest.nodes))
-        part.nodes, part = largest.nodes, part.main
+    graft = drafter
+    while isinstance(graft, GraftedDrafter):
+        if isinstance(graft.grafted, FreeDrafter):
+            graft.grafted.nodes = max(graft.grafted.nodes, min(graft.grafted.auto_nodes, largest.nodes))
+        graft.nodes, graft = largest.nodes, graft.main
     drafter.bounds = replace(largest, nodes=drafter.max_nodes)
     if isinstance(main, TreeDrafter) and not is_host(target.device):
         drafter.menu = main.shapes

@@ -128,15 +128,15 @@ class MLPSpeculatorDrafter(StepDrafter):
 
 def _without_repeats(weights: Weights, names: dict[str, str], count: int) -> dict[str, str]:
     """Return the names without what files repeat of tied tensors. Raises CheckpointError if a repeat differs."""
-    left = dict(names)
+    result = dict(names)
     for part, first in (("emb", 0), ("ln", 0), ("head", 0), ("proj", 1)):
         for step, kind in itertools.product(range(first + 1, count), ("weight", "bias")):
             name, tied = f"{part}.{step}.{kind}", f"{part}.{first}.{kind}"
-            stored = left.pop(name, None)
+            stored = result.pop(name, None)
             if stored is None:
                 continue
             if tied not in names or not torch.equal(weights.read(stored), weights.read(names[tied])):
                 raise CheckpointError(
                     f"the MLP speculator in {weights.directory} says tie_weights, and its {name} differs from {tied}."
                 )
-    return left
+    return result

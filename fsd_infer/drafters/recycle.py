@@ -206,9 +206,9 @@ class RecycleSession(FreeSession):
                 table.remember(contexts[verified[index]], candidates[span], log_probs[span])
 
     def follow_beams(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
-        for row, (table, left, count) in enumerate(zip(self.tables, nodes, grown, strict=True)):
+        for row, (table, of_row, count) in enumerate(zip(self.tables, nodes, grown, strict=True)):
             tokens, parents = frontier.tokens[row], frontier.parents[row]
-            for node in left[:count]:
+            for node in of_row[:count]:
                 table.learn(self.context(frontier, row, parents[node]), tokens[node])
             for node, likely in enumerate(frontier.likely[row][frontier.read[row] :], frontier.read[row]):
                 if likely is not None:

@@ -219,8 +219,8 @@ class StepSession(TreeSession):
         """Step from the last node above each that the target has read. Each of these nodes is a row of its own."""
         width, device = max(map(len, nodes)), self.device
         paths, starts = [], []  # tokens of the nodes that are not read, and the index of the feature before them
-        for row, wanted in enumerate(nodes):
-            for node in [*wanted, *[0] * (width - len(wanted))]:
+        for row, of_row in enumerate(nodes):
+            for node in [*of_row, *[0] * (width - len(of_row))]:
                 path = frontier.path(row, node)
                 read = sum(above < frontier.read[row] for above in path)
                 starts.append(row * frontier.features.shape[1] + ([0, *path][read]))
@@ -237,7 +237,7 @@ class StepSession(TreeSession):
         found = at_nodes(torch.cat(logits, 1), ends[:, None])
         return found.view(len(nodes), width, -1), self.drafter.draft_ids
 
-    def _can_draft_below(self, frontier: Frontier, row: int, node: int) -> bool:
+    def _can_grow(self, frontier: Frontier, row: int, node: int) -> bool:
         new = [above for above in frontier.path(row, node) if above >= frontier.read[row]]
         return len(new) <= self.drafter.depth
 

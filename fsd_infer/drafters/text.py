@@ -128,11 +128,11 @@ class TextSession(OwnTokensSession):
                 continue
             raw = b"".join(translation.ours.bytes_of(translation.spell(token)) for token in run)
             window = _window([*self._texts[row][-WINDOW:], *new], translation.ours)
-            unchanged, more = translation.ours.again(window, raw) if raw else (len(window), [])
+            unchanged, replacement = translation.ours.again(window, raw) if raw else (len(window), [])
             dropped = len(window) - unchanged
             in_text = max(0, dropped - len(new))
             self._drop(row, in_text)
-            new = [*new[: len(new) - dropped + in_text], *more]
+            new = [*new[: len(new) - dropped + in_text], *replacement]
         return new
 
     def _drop(self, number: int, count: int) -> None:

@@ -126,7 +126,7 @@ def split_images(
         raise FsdError("more image parts that name no image than images: give one image for each.")
     if unnamed < len(images):
         raise FsdError(f"{len(images) - unnamed} images more than image parts that name none: give one image for each.")
-    turns, opened, left = list[dict[str, Any]](), list[Any](), iter(images)
+    turns, opened, remaining = list[dict[str, Any]](), list[Any](), iter(images)
     for turn in messages:
         parts: list[dict[str, Any]] = []
         for part in parts_of(turn):
@@ -136,7 +136,7 @@ def split_images(
             if not is_image(part):
                 raise FsdError(f"a part of the type {_kind(part)!r:.40}: parts are of the types text and image.")
             source = source_of(part)
-            opened.append(sources.open(next(left) if source is None else source))
+            opened.append(sources.open(next(remaining) if source is None else source))
             parts.append({"type": "image"})
         turns.append({**turn, "content": parts} if parts else dict(turn))
     return turns, opened

@@ -133,10 +133,10 @@ class CompletionRequest(RequestFields):
     @classmethod
     def _is_json(cls, values: Any) -> Any:
         """Refuse NaN and infinities, which Python's reader of JSON lets pass."""
-        left = [values]
-        while left:
-            value = left.pop()
-            left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        queue = [values]
+        while queue:
+            value = queue.pop()
+            queue += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"the body is not JSON: it holds {value}, or a number that is too large.")
         return values

@@ -153,18 +153,18 @@ def _without_copies(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> di
     Raises CheckpointError for tables that differ from the model's: the adapter was trained with others.
     Raises ModelLoadError for whole weights, which no LoRA has.
     """
-    left = dict(tensors)
+    result = dict(tensors)
     for key in [key for key in tensors if key.endswith(".base_layer.weight")]:
         table: Any = model.get_submodule(key.removeprefix("base_model.model.").removesuffix(".base_layer.weight"))
-        weight, copy = getattr(table, "base_layer", table).weight, left.pop(key)
+        weight, copy = getattr(table, "base_layer", table).weight, result.pop(key)
         if weight.shape != copy.shape or not torch.equal(weight.detach().cpu(), copy.to(weight.dtype)):
             raise CheckpointError(f"{key} differs from the base's: merge the adapter with peft (merge_and_unload).")
-    if dense := [key for key in left if ".lora_" not in key]:
+    if dense := [key for key in result if ".lora_" not in key]:
         raise ModelLoadError(
             f"the adapter has {dense[0]!r} as a whole (a vocabulary of another size, or modules_to_save), not as a "
             "LoRA. Merge it with peft (merge_and_unload, save_pretrained) and give the merged model's directory."
         )
-    return left
+    return result
 
 
 @torch.no_grad()
@@ -242,8 +242,8 @@ def adapted(model: nn.Module, name: str) -> Iterator[None]:
         for part, active, disabled in before:
             part.set_adapter(active)
             part.enable_adapters(not disabled)
-        for parameter, wanted in grads:
-            parameter.requires_grad_(wanted)
+        for parameter, required in grads:
+            parameter.requires_grad_(required)
 
 
 def unwrapped(model: Any) -> Any:

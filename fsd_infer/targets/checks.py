@@ -154,10 +154,10 @@ def check_size(source: str, config: PretrainedConfig, trust_remote_code: bool) -
     stored = sum(file.stat().st_size for file in Path(source).glob("*.safetensors"))
     with torch.device("meta"):
         planned = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    wanted = sum(parameter.numel() for parameter in planned.parameters())
-    if wanted > 4 * stored:  # the smallest weights have 2 bits
+    parameters = sum(parameter.numel() for parameter in planned.parameters())
+    if parameters > 4 * stored:  # the smallest weights have 2 bits
         raise CheckpointError(
-            f"{source}: config.json asks for {wanted:.3g} weights, but the files hold {stored:.3g} bytes; "
+            f"{source}: config.json asks for {parameters:.3g} weights, but the files hold {stored:.3g} bytes; "
             "copy the model again."
         )
 
@@ -206,12 +206,13 @@ def check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> N
             "config.json has no quantization_config, copy it there, with its quant_method, from the file where some "
             "programs keep it (quantize_config.json, quant_config.json); else use another checkpoint."
         )
-    for name, stored, wanted in sorted(info["mismatched_keys"]):
+    for name, stored, expected in sorted(info["mismatched_keys"]):
         advice = "Check that config.json belongs to these weights."
         if QUANTISED.search(name):
             advice = f"transformers {VERSION} does not read such weights: use others, as without zero points."
         raise ModelLoadError(
-            f"{source}: {name} has the shape {list(stored)}, but {type(model).__name__} needs {list(wanted)}. {advice}"
+            f"{source}: {name} has the shape {list(stored)}, but {type(model).__name__} needs {list(expected)}. "
+            f"{advice}"
         )
     if missing:
         raise ModelLoadError(

@@ -310,13 +310,13 @@ def _match_tensors(
     """
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     names = get_tensor_name_map(MODEL_ARCH[config["model_type"].upper()], config["num_hidden_layers"])
-    left = dict(tensors)
+    unmatched = dict(tensors)
     if config["rope_parameters"]["rope_type"] == "llama3":
-        del left[_ROPE_FACTORS]  # _scaling() has read them
+        del unmatched[_ROPE_FACTORS]  # _scaling() has read them
     parameters, missing = [], []
     for name, parameter in model.named_parameters():  # lists a tied weight once, as the embedding
         theirs = names.get_name(name, (".weight", ".bias")) or ""
-        stored = left.pop(theirs, None)
+        stored = unmatched.pop(theirs, None)
         if stored is None:
             missing.append(name)
             continue
@@ -326,5 +326,5 @@ def _match_tensors(
         if config["model_type"] in _INTERLEAVED and part in heads:
             order = split_half_rope(torch.arange(stored.shape[0])[:, None], heads[part])[:, 0].contiguous()
         parameters.append((name, stored, order))
-    refuse_rest(source, model, left, missing)
+    refuse_rest(source, model, unmatched, missing)
     return parameters

@@ -62,11 +62,11 @@ def load_foreign(
             source.parent, gguf_file=source.name, ignore_mismatched_sizes=True, **options
         )
     model, info = loaded
-    for name, stored, wanted in sorted(info["mismatched_keys"]):
-        refuse_shape(source, name, stored, wanted)
+    for name, stored, expected in sorted(info["mismatched_keys"]):
+        refuse_shape(source, name, stored, expected)
     missing = info["missing_keys"]
-    left = () if missing else _unread(source, model, tensors, facts["general.architecture"])
-    refuse_rest(source, model, left, missing)
+    unread = () if missing else _unread(source, model, tensors, facts["general.architecture"])
+    refuse_rest(source, model, unread, missing)
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and not _is_packed(model):  # whole weights are not quantised ones
         quantizer.remove_quantization_config(model)
@@ -100,25 +100,25 @@ def _unread(source: Path, model: PreTrainedModel, tensors: Mapping[str, StoredTe
         return ()
     architectures = [kind for kind, name in MODEL_ARCH_NAMES.items() if name == family]
     names = get_tensor_name_map(architectures[0] if architectures else MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
-    left = stored.keys() - {names.get_name(name, (".weight", ".bias")) for name in state}
-    if not left:
+    unread = stored.keys() - {names.get_name(name, (".weight", ".bias")) for name in state}
+    if not unread:
         raise ModelLoadError(f"{source}: its tensors hold {count} numbers, and its model {numbers}. Use another file.")
-    return left
+    return unread
 
 
-def refuse_shape(source: Path, name: str, stored: Sequence[int], wanted: Sequence[int]) -> None:
+def refuse_shape(source: Path, name: str, stored: Sequence[int], expected: Sequence[int]) -> None:
     """Raise ModelLoadError for a tensor of another shape than its parameter's."""
     raise ModelLoadError(
-        f"{source}: {name} has shape {list(stored)}, but its model needs {list(wanted)}. Fetch the file again, "
+        f"{source}: {name} has shape {list(stored)}, but its model needs {list(expected)}. Fetch the file again, "
         "or use the model's checkpoint."
     )
 
 
-def refuse_rest(source: Path, model: Any, left: Collection[str], missing: Collection[str]) -> None:
+def refuse_rest(source: Path, model: Any, unread: Collection[str], missing: Collection[str]) -> None:
     """Raise ModelLoadError if tensors of the file are left, or parameters of the model are missing."""
-    if left:
+    if unread:
         kind = type(model).__name__
-        raise ModelLoadError(f"{source}: tensor {min(left)!r} has no place in a {kind}. Use another file.")
+        raise ModelLoadError(f"{source}: tensor {min(unread)!r} has no place in a {kind}. Use another file.")
     if missing:
         count = len(missing)
         raise ModelLoadError(f"{source} lacks {count} tensors of its model, first {min(missing)!r}. Fetch it again.")

@@ -209,7 +209,7 @@ def _config_value(config: Any, name: str) -> Any:
         return int(width * (rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1))
     if name == _EPSILON:
         names = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
-        return next((getattr(config, each) for each in names if hasattr(config, each)), None)
+        return next((getattr(config, field) for field in names if hasattr(config, field)), None)
     return getattr(config, _ATTRIBUTES.get(name, ""), None)
 
 

@@ -233,16 +233,16 @@ def _add_special_tokens(tokenizer: Tokenizer, facts: dict[str, Any], tokens: lis
     for index in end_ids(facts):
         kinds[index] = _CONTROL
     control = [_UNKNOWN, _CONTROL] if _is_sentencepiece(facts) else [_CONTROL]
-    for wanted, special in ((control, True), ([_USER_DEFINED], False)):
-        added = [token for token, kind in zip(tokens, kinds) if kind in wanted]
+    for types, special in ((control, True), ([_USER_DEFINED], False)):
+        added = [token for token, kind in zip(tokens, kinds) if kind in types]
         add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
         add([AddedToken(token, special=special, normalized=False) for token in added])
     bos = _named(facts, tokens, "bos") if facts.get("tokenizer.ggml.add_bos_token", begins) else None
     eos = _named(facts, tokens, "eos") if facts.get("tokenizer.ggml.add_eos_token", False) else None
     if bos is not None or eos is not None:
-        one = " ".join([*([bos] if bos else []), "{}", *([eos] if eos else [])])
+        template = " ".join([*([bos] if bos else []), "{}", *([eos] if eos else [])])
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=one.format("$A"),
-            pair=f"{one.format('$A')} {one.format('$B')}",
+            single=template.format("$A"),
+            pair=f"{template.format('$A')} {template.format('$B')}",
             special_tokens=[(token, tokens.index(token)) for token in {bos, eos} if token is not None],
         )

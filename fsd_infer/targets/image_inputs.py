@@ -81,8 +81,8 @@ def image_input_of(name: str, config: Any, inputs: Mapping[str, Any], prompt: Se
     Raises:
         FsdError: pixels without tokens that stand for them, as for a target that takes no images.
     """
-    left = {key: value for key, value in inputs.items() if key not in ("input_ids", "attention_mask")}
-    if not any("pixel" in key or "image" in key for key in left):
+    others = {key: value for key, value in inputs.items() if key not in ("input_ids", "attention_mask")}
+    if not any("pixel" in key or "image" in key for key in others):
         return None
     placeholders = placeholders_of(config)
     if not placeholders & set(prompt):
@@ -90,7 +90,7 @@ def image_input_of(name: str, config: Any, inputs: Mapping[str, Any], prompt: Se
             f"the prompt has images but no token of {name} that stands for one: it takes no images, reads images "
             "otherwise than as tokens of its prompt, or its chat template leaves them out. Use another target."
         )
-    return ImageInput(left, placeholders, tuple(prompt) if config.model_type in READS_BOTH_WAYS else ())
+    return ImageInput(others, placeholders, tuple(prompt) if config.model_type in READS_BOTH_WAYS else ())
 
 
 def places_images(model: Any) -> bool:

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from fsd_core.errors import ModelLoadError
 from fsd_infer.device.cache import ATTENDS, WITHOUT_KEYS, SlotCache
-from fsd_infer.targets.rotary import changes
+from fsd_infer.targets.rotary import rope_lengths
 
 _READ = {"full_attention", "sliding_attention"}  # types of attention whose masks tell what a token sees
 if hasattr(Cache, "update_indexer"):  # DeepSeek's sparse attention: it chooses from what the mask allows
@@ -19,7 +19,7 @@ if hasattr(Cache, "update_indexer"):  # DeepSeek's sparse attention: it chooses 
 
 def max_positions(config: Any) -> int | None:
     """Return the longest text in tokens, or None if the text config does not say, or angles stretch to any length."""
-    lengths = changes(config)
+    lengths = rope_lengths(config)
     if "dynamic" in lengths:
         return None
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
@@ -31,7 +31,7 @@ def fixed_positions(config: Any) -> int | None:
 
     Rows of training end there.
     """
-    return min(filter(None, (max_positions(config), *changes(config).values())), default=None)
+    return min(filter(None, (max_positions(config), *rope_lengths(config).values())), default=None)
 
 
 def layer_types(config: Any) -> list[str] | None:

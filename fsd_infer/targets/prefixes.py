@@ -72,8 +72,8 @@ class PrefixCache:
 
         It excludes the prompt's last token, whose logits the request needs.
         """
-        wanted = torch.tensor(prompt[:-1])
-        shared = [_shared(text.tokens, wanted) if text.key == key else 0 for text in self.texts]
+        tokens = torch.tensor(prompt[:-1])
+        shared = [_shared(text.tokens, tokens) if text.key == key else 0 for text in self.texts]
         shared = [0 if x.is_whole and count < len(x.tokens) else count for x, count in zip(self.texts, shared)]
         count = max(shared, default=0)
         if count < MIN_TOKENS:

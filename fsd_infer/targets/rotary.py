@@ -22,15 +22,16 @@ _CHANGING = ("longrope", "dynamic")
 _RECOMPUTING = ("phi3", "phimoe", "phi4_multimodal")  # their prepare_inputs_for_generation drops the cache
 
 
-def changes(config: Any) -> dict[str, int]:
+def rope_lengths(config: Any) -> dict[str, int]:
     """Return the longest text, in tokens, before the angles change, by rotary kind; empty if they never do."""
     scaling = getattr(config, "rope_parameters", None) or {}
     lengths: dict[str, int] = {}
-    for part in (scaling, *(each for each in scaling.values() if isinstance(each, Mapping))):  # or one per layer type
-        kind = part.get("rope_type")
+    by_type = [options for options in scaling.values() if isinstance(options, Mapping)]  # of each type of layers
+    for options in (scaling, *by_type):
+        kind = options.get("rope_type")
         length = getattr(config, "max_position_embeddings", None)
         if kind == "longrope":
-            length = part.get("original_max_position_embeddings") or length
+            length = options.get("original_max_position_embeddings") or length
         if kind in _CHANGING and length is not None:
             lengths[kind] = min(int(length), lengths.get(kind, int(length)))
     return lengths
@@ -38,7 +39,7 @@ def changes(config: Any) -> dict[str, int]:
 
 def recompute_length_of(config: Any) -> int | None:
     """Return the length beyond which ``generate`` recomputes a text, with the new angles; None: never."""
-    recomputes = config.model_type in _RECOMPUTING and "longrope" in changes(config)
+    recomputes = config.model_type in _RECOMPUTING and "longrope" in rope_lengths(config)
     return int(config.original_max_position_embeddings) if recomputes else None
 
 
@@ -54,7 +55,7 @@ class DynamicRope:
     """
 
     def __init__(self, decoder: nn.Module, config: Any) -> None:
-        lengths = changes(config)
+        lengths = rope_lengths(config)
         self.fixed_length = min(lengths.values(), default=None)
         self._every = "dynamic" in lengths  # each length beyond has angles of its own
         self.modules = [part for part in decoder.modules() if _kinds(part) & set(_CHANGING)]

@@ -183,8 +183,8 @@ class TransformersStack(Stack):
                 use_cache=True,
                 **options,
             )
-        final, *others = outputs
-        return Outputs(final, others, out.logits[:, -call.keep :])  # [-0:] is all
+        final, *captured = outputs
+        return Outputs(final, captured, out.logits[:, -call.keep :])  # [-0:] is all
 
     def kept(self, count: int, device: torch.device) -> int | Tensor:
         """Return the ``logits_to_keep`` of the last ``count`` tokens.

@@ -340,9 +340,9 @@ class Target(CachedModel):
         with self.angles_of_texts(cache.prefilled):
             rotary = cache.rotary(positions)
             call = StackInputs(tokens, rotary, masks, cache, self.captured_layers, keep=keep)
-            final, others, logits = self.stack(call)
+            final, captured, logits = self.stack(call)
         logits = self.lm_logits(final[:, -keep:]) if logits is None else logits  # [-0:] is all
-        return logits, self.joined(final, *others)
+        return logits, self.joined(final, *captured)
 
     @contextmanager
     def adapted(self, adapter: str | None) -> Iterator[None]:
@@ -362,15 +362,15 @@ class Target(CachedModel):
             finally:
                 self.recorder, self.prefixes, self.stack = saved
 
-    def joined(self, final: Tensor, *others: Tensor) -> Tensor:
+    def joined(self, final: Tensor, *captured: Tensor) -> Tensor:
         """Final features [B, M, H] and the outputs of captured layers -> [B, M, F]."""
         if self._keeps_fp32:
             final = final.to(self.dtype)
-        if any(other.shape != final.shape for other in others):
+        if any(output.shape != final.shape for output in captured):
             raise ModelLoadError(
                 f"{self.name}: its inner layers pass on several streams: use a drafter that reads the last one alone"
             )
-        return torch.cat([final, *(other.to(final.dtype) for other in others)], dim=-1) if others else final
+        return torch.cat([final, *(output.to(final.dtype) for output in captured)], dim=-1) if captured else final
 
 
 def layer_list(decoder: nn.Module, count: int) -> nn.ModuleList | None:

@@ -157,8 +157,8 @@ def weight_rows(layer: nn.Module, ids: Tensor | None) -> Tensor:
         return layer.weight_rows(ids)
     elif weight is None or not is_plain(layer):
         if isinstance(layer, nn.Embedding):
-            every = torch.arange(shape_of(layer)[0], device=next(layer.parameters()).device)
-            return layer(every if ids is None else ids.to(every.device))
+            all_ids = torch.arange(shape_of(layer)[0], device=next(layer.parameters()).device)
+            return layer(all_ids if ids is None else ids.to(all_ids.device))
         weight = _computed(layer)
     return weight if ids is None else weight[ids].contiguous()
 

@@ -43,15 +43,14 @@ def blocks_of(layer: nn.Module) -> QuantizedWeight | None:
     halves = scales.detach().half()
     if not bool(((halves.abs() >= _SMALLEST) & halves.isfinite()).all()):
         return None
-    each = columns // _RUN // scales.shape[1]
+    repeats = columns // _RUN // scales.shape[1]
     if zeros is not None:
         least = (-zeros * halves.float()).half()
-        both = torch.stack([halves, least], -1).repeat_interleave(each, 1)
+        both = torch.stack([halves, least], -1).repeat_interleave(repeats, 1)
         return QuantizedWeight(_Q4_1, _records(codes, both, 0))
     narrow = bool((codes.amin() >= -8) & (codes.amax() <= 7))
-    return QuantizedWeight(
-        _Q4_0 if narrow else _Q8_0, _records(codes, halves.repeat_interleave(each, 1), 8 if narrow else None)
-    )
+    records = _records(codes, halves.repeat_interleave(repeats, 1), 8 if narrow else None)
+    return QuantizedWeight(_Q4_0 if narrow else _Q8_0, records)
 
 
 def _codes_of(layer: nn.Module) -> tuple[Tensor, Tensor, Tensor | None] | None:

@@ -224,11 +224,11 @@ def child_offsets(probs: Tensor, uniforms: Tensor, parents: Tensor) -> Any:
     if probs.numel() > _FEW_NODES:
         return NotImplemented
     result = []
-    for of_tree, left, above in zip(probs.tolist(), uniforms.tolist(), parents.tolist()):
+    for of_tree, offset, above in zip(probs.tolist(), uniforms.tolist(), parents.tolist()):
         offsets = []
         for prob, parent in zip(of_tree, above):
-            offsets.append(left[parent])
-            left[parent] -= prob
+            offsets.append(offset[parent])
+            offset[parent] -= prob
         result.append(offsets)
     return torch.tensor(result, dtype=probs.dtype)
 

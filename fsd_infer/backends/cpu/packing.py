@@ -73,11 +73,11 @@ class Packed:
         self.kind = 0 if blocks is None else blocks.kind
         self.kernels = kernels()
         self.products: Linear | None = None
-        more = 0  # columns of zeros
+        padding = 0  # columns of zeros
         if blocks is None and not onednn_packs():
-            more = -self.columns % OWN_SIDE
-            self.weight = _kept(in_panels(nn.functional.pad(weight, (0, 0, 0, more)), OWN_SIDE))
-            self.bias = None if self.bias is None else nn.functional.pad(self.bias, (0, more))
+            padding = -self.columns % OWN_SIDE
+            self.weight = _kept(in_panels(nn.functional.pad(weight, (0, 0, 0, padding)), OWN_SIDE))
+            self.bias = None if self.bias is None else nn.functional.pad(self.bias, (0, padding))
             panels: tuple[int, int] | None = (self.weight.data_ptr(), OWN_SIDE)
         elif blocks is None:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
@@ -89,9 +89,9 @@ class Packed:
                 raise ValueError("blocks of a kind or size that the kernels do not take")
             self.weight, panels = packed, (packed.data_ptr(), self.kernels.block_side)
         if panels is not None:
-            sizes = dict(columns=self.columns + more, depth=self.depth, side=panels[1])
+            sizes = dict(columns=self.columns + padding, depth=self.depth, side=panels[1])
             self.products = Linear(panels=panels[0], kind=self.kind, bias=address_of(self.bias), **sizes)
-        self.native = None if more else self.products
+        self.native = None if padding else self.products
 
     @property
     def format(self) -> str:
@@ -292,7 +292,7 @@ def pack_linears(module: nn.Module, release: bool = False) -> int:
     holders = Counter(id(weight) for part in module.modules() for weight in part.parameters(recurse=False))
     owner: Any = module
     head = owner.get_output_embeddings() if hasattr(owner, "get_output_embeddings") else None
-    count = left = 0
+    count = unread = 0
     for layer in module.modules():
         if packed_of(layer) is not None:
             continue
@@ -304,11 +304,11 @@ def pack_linears(module: nn.Module, release: bool = False) -> int:
                 free_weight(layer)
             count += 1
         elif layer is not head:
-            left += isinstance(layer, nn.Linear) and not is_plain(layer)
-    if left and kernels() is not None:
+            unread += isinstance(layer, nn.Linear) and not is_plain(layer)
+    if unread and kernels() is not None:
         warn_once(
-            f"{left} quantised layers of a {type(module).__name__} compute by their library, slower: our kernels read "
-            "8 or 4 bits with scales for rows, or for groups of 32 columns or a multiple, in models in bf16."
+            f"{unread} quantised layers of a {type(module).__name__} compute by their library, slower: our kernels "
+            "read 8 or 4 bits with scales for rows, or for groups of 32 columns or a multiple, in models in bf16."
         )
     if release:
         _share_embedding(module)

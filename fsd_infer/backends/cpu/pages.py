@@ -39,6 +39,6 @@ def _mapped(size: int) -> Tensor:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:  # a kernel without them
         pass
-    every = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -every.data_ptr() % _HUGE
-    return every[start : start + size]
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -buffer.data_ptr() % _HUGE
+    return buffer[start : start + size]

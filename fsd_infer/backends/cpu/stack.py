@@ -189,8 +189,8 @@ class CpuStack(Stack):
         """Return the rotary module's cosines and sines [P, D] of at least P positions."""
         angles = self._angles
         if angles is None or len(angles[0]) < positions:
-            every = torch.arange(max(512, 2 * positions))
-            cosine, sine = self.rotary(torch.empty(1, dtype=torch.bfloat16), every[None])
+            indices = torch.arange(max(512, 2 * positions))
+            cosine, sine = self.rotary(torch.empty(1, dtype=torch.bfloat16), indices[None])
             angles = self._angles = cosine[0].contiguous(), sine[0].contiguous()
         return angles
 
