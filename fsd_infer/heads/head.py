@@ -94,8 +94,13 @@ class LayerFusion(nn.Module):
 
     def forward(self, layers: Tensor) -> Tensor:
         """Map layers [..., k·H] to [..., H]."""
-        parts = layers.chunk(len(self.norms), dim=-1)
-        return self.project(torch.cat([norm(part) for norm, part in zip(self.norms, parts, strict=True)], dim=-1))
+        return self.project(_normed(self.norms, layers))
+
+
+def _normed(norms: nn.ModuleList, layers: Tensor) -> Tensor:
+    """Return layers [..., k·H], each through its own norm of k."""
+    parts = layers.chunk(len(norms), dim=-1)
+    return torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=-1)
 
 
 class EagleHead(PreTrainedModel):
@@ -327,8 +332,7 @@ class EagleHead(PreTrainedModel):
             return features
         inner = features[..., self.target_width :]
         if self.fc_norm is not None:
-            parts = inner.chunk(len(self.fc_norm), dim=-1)
-            inner = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+            inner = _normed(self.fc_norm, inner)
         return self.fc(inner if self.input_norm is None else self.input_norm(inner))
 
     def _joined(self, embeds: Tensor, features: Tensor) -> Tensor:

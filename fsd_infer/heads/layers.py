@@ -62,11 +62,11 @@ def own_layer(config: Any) -> dict[str, Any] | None:
     layer = layer_of(config)
     try:
         with torch.random.fork_rng(devices=[]):
-            parts = build_layers(layer, 1)
-            _probe(*parts, hidden_size=int(config.hidden_size))
+            built = build_layers(layer, 1)
+            _probe(*built, hidden_size=int(config.hidden_size))
     except (TypeError, ValueError, AttributeError, KeyError, RuntimeError, StrictDataclassError):
         return None  # the family's layer needs more than the common arguments
-    return None if recurrent_layers(parts[0]) else layer  # a draft layer keeps keys and values
+    return None if recurrent_layers(built[0]) else layer  # a draft layer keeps keys and values
 
 
 def layer_of(config: Any) -> dict[str, Any]:

@@ -124,12 +124,12 @@ class MtpFiles:
             self._refuse_quantised(ours, layer)
             missing = self.layout.stored(ours, self._first + layer)
             raise self._error(missing, f"the MTP layer lacks the tensor {missing}")
-        kind, stored_shape = self.weights.dtypes[name], self.weights.shapes[name]
-        if kind not in KINDS[FLOATS] + KINDS[FP8]:
+        dtype, stored_shape = self.weights.dtypes[name], self.weights.shapes[name]
+        if dtype not in KINDS[FLOATS] + KINDS[FP8]:
             raise self._quantised(name)
         if stored_shape != shape:
             raise self._error(name, f"{name} has the shape {list(stored_shape)}, but this target needs {list(shape)}")
-        if kind in KINDS[FP8]:
+        if dtype in KINDS[FP8]:
             self._scale(ours, layer, name)
 
     def _refuse_quantised(self, ours: str, layer: int) -> None:
@@ -175,10 +175,10 @@ class MtpFiles:
 
     def table(self, name: str) -> Tensor:
         """Read embeddings or an LM head [V, H]. Raises ModelLoadError for another shape."""
-        wanted = [self.target.vocab_size, self.target.hidden_size]
-        if list(self.weights.shapes[name]) != wanted:
+        expected = [self.target.vocab_size, self.target.hidden_size]
+        if list(self.weights.shapes[name]) != expected:
             raise self._error(
-                name, f"{name} has the shape {list(self.weights.shapes[name])}, but this target needs {wanted}"
+                name, f"{name} has the shape {list(self.weights.shapes[name])}, but this target needs {expected}"
             )
         return self.value(name)
 
@@ -207,10 +207,10 @@ def find_mtp(target: Target, directory: Path | None = None) -> MtpFiles | None:
 
     Raises as :class:`MtpFiles`.
     """
-    where = files_of(target) if directory is None else directory
-    if where is None:
+    source = directory or files_of(target)
+    if source is None:
         return None
-    weights, first = Weights(where, expands=False), _model_layers(target)
+    weights, first = Weights(source, expands=False), _model_layers(target)
     if directory is not None:
         file = directory / "config.json"
         config: Any = read_json(file, "Fetch the layers again.") if file.is_file() else {}

@@ -141,7 +141,7 @@ OWN_DIRECTORY = {  # speculators' names, for a layer in a directory of its own
 
 def family_layout(target: Target) -> Layout | None:
     """Return the layout of the target's family; None if there is none."""
-    return next((one for one in LAYOUTS.values() if target.config.model_type in one.families), None)
+    return next((layout for layout in LAYOUTS.values() if target.config.model_type in layout.families), None)
 
 
 def separate_layout(target: Target) -> Layout:
@@ -155,7 +155,7 @@ def layout_of(target: Target, name: str) -> Layout:
     """Return the layout of the target's family. Raises ModelLoadError, which names a tensor, if there is none."""
     layout = family_layout(target)
     if layout is None:
-        families = ", ".join(family for one in LAYOUTS.values() for family in one.families)
+        families = ", ".join(family for entry in LAYOUTS.values() for family in entry.families)
         raise ModelLoadError(
             f"{target.name} has MTP layers in the layout of {target.config.model_type} ({name}), which is not "
             f"read: what such layers compute is not known here. Name another drafter. Known layouts: {families}."

@@ -225,7 +225,7 @@ def plain_layer(config: Mapping[str, Any], kind: str, mrope: bool = True, rope_o
     """
     rope = _ropes(config, rope_of)
     multi = {name: rope.pop(name) for name in MROPE if name in rope}
-    if any(share not in (None, 1) for share in (config.get(PARTIAL), rope.pop(PARTIAL, None))):
+    if any(fraction not in (None, 1) for fraction in (config.get(PARTIAL), rope.pop(PARTIAL, None))):
         logger.warning("the head turns all of its dimensions, as programs train it: its %s is not used.", PARTIAL)
     fields = {name: config[name] for name in LAYER_FIELDS if name in config and name != "rope_parameters"}
     fields |= {"rope_parameters": {"rope_type": "default", **rope}} if rope else {}

@@ -69,10 +69,10 @@ class Weights:
                 raise CheckpointError(f"{file.parent} has no {file.name}: it is not a complete head checkpoint.")
             with open_safetensors(file, AGAIN) as opened:
                 for stored in opened.keys():
-                    part, name = opened.get_slice(stored), ours(stored)
+                    tensor, name = opened.get_slice(stored), ours(stored)
                     if self.stored.setdefault(name, stored) != stored:
                         raise CheckpointError(f"{file}: {self.stored[name]} and {stored} are the same tensor. {AGAIN}")
-                    self.shapes[name], self.dtypes[name] = tuple(part.get_shape()), str(part.get_dtype())
+                    self.shapes[name], self.dtypes[name] = tuple(tensor.get_shape()), str(tensor.get_dtype())
                     self.files[name] = file
         self._scales = dict(self._take_scales() if expands else ())
 
@@ -112,21 +112,21 @@ class Weights:
         return tensor
 
     def _expanded(self, name: str) -> Tensor:
-        weight, (scale, *more) = self._stored(name), [self._stored(part).float() for part in self._scales[name]]
+        weight, (scale, *factors) = self._stored(name), [self._stored(part).float() for part in self._scales[name]]
         if weight.dtype == torch.uint8:
             weight = E2M1[torch.stack([weight & 15, weight >> 4], -1).flatten(-2).long()]
-            scale = scale * more[0]
+            scale = scale * factors[0]
         if scale.numel() == 1:
             return times_scales(weight, scale.flatten(), [])
-        scale_shape = [size for size in scale.shape if size > 1] if scale.dim() > 2 else list(scale.shape)
-        scale_shape = scale_shape if len(scale_shape) == 2 else [*scale_shape, 1]
-        spans = scale_spans(weight.shape, scale_shape, [16 if more else 128] * 2) if len(scale_shape) == 2 else None
+        shape = [size for size in scale.shape if size > 1] if scale.dim() > 2 else list(scale.shape)
+        shape = shape if len(shape) == 2 else [*shape, 1]
+        spans = scale_spans(weight.shape, shape, [16 if factors else 128] * 2) if len(shape) == 2 else None
         if spans is None:
             raise CheckpointError(
                 f"{self.files[name]}: scales {list(scale.shape)} do not fit {self.stored[name]}, "
                 f"{list(weight.shape)}. {AGAIN}"
             )
-        return times_scales(weight, scale.reshape(scale_shape), spans)
+        return times_scales(weight, scale.reshape(shape), spans)
 
     def _checked(self, name: str, tensor: Tensor) -> Tensor:
         # decoding would be exact, and no draft accepted
