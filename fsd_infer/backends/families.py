@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-FIXED_ANGLES = ("default", "linear", "llama3", "yarn")  # kinds of rotary angles that depend on the position alone
+FIXED_ANGLES = ("default", "linear", "llama3", "yarn")  # kinds of rotary angles that depend only on the position
 WATCHERS = ("transformers.utils.output_capturing", "fsd_infer.targets.stack")  # whose hooks stacks need not call
 
 

@@ -229,11 +229,11 @@ class SlotCache(Cache):
         """Set the write slots of ``count`` tokens of each text, from slots ``starts`` [B], which attend causally.
 
         Returns:
-            The slots [B, count] and the mask [B, count, S], as of :meth:`after_text`. ``used`` is S if the caller knows
-            it.
+            The slots [B, count] and the mask [B, count, S], as for :meth:`after_text`. ``used``: S, if the caller
+            knows it.
         """
         slots, used = self._write_after(starts, count, count, used)
-        if not is_host(starts.device):  # there the stack reads the mask alone
+        if not is_host(starts.device):  # on the host the stack reads only the mask
             causal = torch.ones(count, count, dtype=torch.bool, device=starts.device).tril()
             self.text = starts, causal.expand(len(starts), -1, -1)
         return slots, torch.arange(used, device=starts.device) <= slots[..., None]
@@ -266,7 +266,7 @@ class SlotCache(Cache):
         """
         if self.recurrent.kept:
             self.recurrent.commit(path, accepted)
-        if path.shape[1] == 1:  # roots alone, which are in place
+        if path.shape[1] == 1:  # only roots, which are in place
             return
         steps = torch.arange(path.shape[1], device=path.device)
         nodes = path.where(steps <= accepted[:, None], steps)
@@ -298,7 +298,7 @@ class SlotCache(Cache):
                 layer.lazy_initialization(layer.keys[: self.batch], layer.values[: self.batch])
 
     def detached(self) -> SlotCache:
-        """Return a cache of the same rows in the same memory, which :meth:`keep_rows` changes alone."""
+        """Return a cache of the same rows in the same memory, to which :meth:`keep_rows` can be applied separately."""
         return self._sharing(self.tensors.detached(), slice(None))
 
     def reallocated(self, into: Callable[[], SlotCache]) -> SlotCache:

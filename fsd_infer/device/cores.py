@@ -123,7 +123,7 @@ def of_process() -> Cores:
 
 
 class Team:
-    """The threads of a request in progress. The calling thread alone is affected, and only within the context.
+    """The threads of a request in progress. Only the calling thread is affected, and only within the context.
 
     Our kernels give the same bits with any number of threads, torch's products do not.
 

@@ -89,7 +89,7 @@ class CachedModel(Renamed, ABC):
 
     @cached_property
     def _arenas(self) -> dict[bool, dict[Any, Tensor]]:
-        """Memory of all requests, by whether inference mode holds: what is allocated in it is written in it alone."""
+        """Memory of all requests, by whether inference mode holds: only in that mode can it be written."""
         return {True: {}, False: {}}
 
     @cached_property

@@ -79,7 +79,7 @@ class RowTensors:
             self.held[key] = tensor[:, : self.batch]
 
     def detached(self) -> RowTensors:
-        """Return the same tensors, which :meth:`keep_rows` changes alone."""
+        """Return the same tensors, to which :meth:`keep_rows` can be applied separately."""
         result = copy(self)
         result.held = dict(self.held)
         return result

@@ -2,7 +2,7 @@
 
 The assistant has no keys of its own. Each of its layers reads those that the target's last layer of the same type
 (full or sliding attention) keeps of the text. They are computed here once more, by that layer's modules, from the
-output of the layer before it, so they lie in a cache of two layers that follows the text alone.
+output of the layer before it, so they lie in a cache of two layers that follows only the text.
 
 A node reads [embedding of its token ; its parent's state], both as wide as the target. At the root the state is the
 target's final feature before it; below, the assistant's output after a projection. Nodes do not attend to each other,

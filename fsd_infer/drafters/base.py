@@ -171,7 +171,7 @@ DRAFTERS: Registry[type[Drafter]] = Registry("drafter")
 
 @DRAFTERS.register("none")
 class NoDrafter(Drafter):
-    """A drafter without drafts, for plain decoding: every tree is the root alone."""
+    """A drafter without drafts, for plain decoding: every tree is only a root."""
 
     name = "none"
     max_nodes = 1

@@ -66,7 +66,7 @@ class BlockModel(FeatureReader):
         return self.target.embed(tokens) if table is None else table(tokens)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return logits [..., Vd] of states [..., H]. Heads are trained on the LM head alone, without its scale."""
+        """Return logits [..., Vd] of states [..., H]. Heads are trained on the LM head without its scale."""
         lm_head = self.head.lm_head or self.target.model.get_output_embeddings()
         logits, cap = lm_head(states), self.head.config.softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -156,7 +156,7 @@ class ForcedSession(GraftedSession):
         return len(self.drafter.main.proposers)
 
     def _merge(self, main: DraftTree, forced: DraftTree) -> DraftTree:
-        """Return the main trees with the forced chains; a long chain alone."""
+        """Return the main trees with the forced chains; where a chain is long, only the chain."""
         drafter, is_long = self.drafter, forced.is_draft.sum(1, keepdim=True) >= FORCED_ALONE
         drawn = None if main.drawn is None else main.drawn & ~is_long
         main = replace(main, scores=main.scores.masked_fill(main.is_draft & is_long, -math.inf), drawn=drawn)

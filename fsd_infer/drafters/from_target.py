@@ -104,7 +104,7 @@ def spelled(layers: tuple[int, ...]) -> str:
 
 
 def with_layers(target: Target, numbers: Sequence[int], name: str) -> Target:
-    """Return the target with these decoder layers alone, counted from 0, in ascending order; no weights are copied.
+    """Return the target with only these decoder layers, counted from 0, in ascending order; no weights are copied.
 
     Raises:
         FsdError: no layers, a layer twice or out of order.

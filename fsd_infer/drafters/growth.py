@@ -66,7 +66,7 @@ class TreeSession(DraftSession):
         request, prices = self.request, self.shape.prices
         if request.draws is not Draws.TREE or prices is None and not is_host(self.device):
             return None
-        # a request with a seed learns from its own rounds alone, so that its answer repeats
+        # a request with a seed learns only from its own rounds, so that its answer repeats
         if request.seeded or prices is not None and request.clock is None:
             return AcceptanceRatios()
         kind = round(10 * request.temperature), round(4 * min(request.draft_bonus, 4.0))
@@ -127,7 +127,7 @@ class TreeSession(DraftSession):
         feedback = [] if self._ratios is None else [accepted_and_expected(verdict.path, verdict.accepted, tree)]
         if self.request.menu:
             forecast = tree.forecast
-            if forecast is None:  # the tree is a root alone
+            if forecast is None:  # the tree is only a root
                 forecast = torch.full((len(logits), len(self.request.menu) + 1), math.nan, device=logits.device)
             feedback.append(forecast)
         return feedback
@@ -322,7 +322,7 @@ class Candidates:
         draws: whether some nodes may be drawn.
 
     Attributes:
-        tokens, parents, scores: [B, n] of each depth, the roots' first, as of :class:`.DraftTree`.
+        tokens, parents, scores: [B, n] of each depth, the roots' first, as for :class:`.DraftTree`.
         drawn: [B, n] bool of each depth; empty: no nodes are drawn, or all are.
         expanded: [B, E] node numbers of those that the model has read, of each depth.
         expanded_scores: [B, E] cumulative log q of those that it read last.

@@ -151,7 +151,7 @@ class MemoryDrafter(FreeDrafter):
     """A drafter of tokens that followed the text's end earlier: in the text, the batch's other texts, or a store.
 
     The occurrences with the longest matches vote for the next token and for those after it. Other continuations become
-    branches. A tree depends on earlier texts alone, so the exact rule's distribution is the target's. Its nodes have no
+    branches. A tree depends only on earlier texts, so the exact rule's distribution is the target's. Its nodes have no
     q: gates stay closed there, and rules that emit from q emit from p. The drafter needs no model and no training.
 
     A request with a seed neither reads nor fills the store of earlier requests, so its answer is reproducible. A text
@@ -160,7 +160,7 @@ class MemoryDrafter(FreeDrafter):
     Args:
         vocab_size: V of the target.
         depth: depth of the deepest draft, in tokens after the root.
-        nodes: most nodes verified per round, the root included. A round without a match has the root alone.
+        nodes: most nodes verified per round, the root included. A round without a match verifies only the root.
         min_accept_prob: a node that is accepted with a smaller estimated probability is not drafted; in (0, 1).
         store_bytes: bytes of remembered prompts and answers, over all users; 0: each text drafts from itself only.
         keep: make :meth:`forget` do nothing, so that benchmarks measure the effect of earlier prompts.
@@ -257,7 +257,7 @@ class MemoryDrafter(FreeDrafter):
 
 @DRAFTERS.register("lookup")
 class LookupDrafter(MemoryDrafter):
-    """`memory` restricted to the row's own text. Arguments as of :class:`MemoryDrafter`."""
+    """`memory` restricted to the row's own text. Arguments as for :class:`MemoryDrafter`."""
 
     name = "lookup"
 

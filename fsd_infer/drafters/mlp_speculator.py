@@ -50,7 +50,7 @@ def rms(x: Tensor) -> Tensor:
 
 
 class MLPSpeculator(nn.Module):
-    """Parameters are named as in the files. Tied ones have the number 0 alone, of projections 0 and 1.
+    """Parameters are named as in the files. Tied ones exist once, with number 0; tied projections twice, 0 and 1.
 
     Args:
         count: N.

@@ -3,7 +3,7 @@
 A layer reads the pair of a token i+1 and the target's final state at i, both normed. Its output g_i, after a norm of
 its own, gives the LM head's input for token i+2 and stands for the state at i+1 in the next step. So the states are
 normed at the first step and at all later ones, and one layer, used again at each depth, grows trees as an EAGLE head
-does: siblings read their parent's g. ERNIE-4.5 alone has no norm after its layer.
+does: siblings read their parent's g. Only ERNIE-4.5 has no norm after its layer.
 
 Of K > 1 layers, each drafts one depth. Layer k reads g of layer k - 1 at the token before, so every token of the text
 and every node has outputs of all layers, and a tree has at most K depths. Layer k begins at the k-th pair of a text.
@@ -130,7 +130,7 @@ class MtpHead(nn.Module):
         return windowed(mask[:, 0], positions, slots, {"": self._window})[""][:, None]
 
     def cast(self, dtype: torch.dtype) -> MtpHead:
-        """Convert the parameters alone, as :meth:`EagleHead.cast`."""
+        """Convert only the parameters, as :meth:`EagleHead.cast`."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
         return self
@@ -246,7 +246,7 @@ class MtpDrafter(EagleDrafter):
 
     @classmethod
     def read(cls, directory: Path, config: Mapping[str, Any], target: Target, shape: TreeShape | None) -> MtpDrafter:
-        """Read a layer in a directory of its own, in speculators' layout; arguments as of :meth:`StepDrafter.read`."""
+        """Read a layer in a directory of its own, in speculators' layout; arguments as for :meth:`StepDrafter.read`."""
         head: Any = read_layers(target, directory)
         result = cls(head, target, shape)
         result.public = "training" not in config

@@ -198,7 +198,7 @@ class DraftSession(Renamed, ABC):
         """Return what :meth:`learn` needs of a verification: :attr:`feedback_count` tensors [B, ·].
 
         Args:
-            tree: the verified tree; after the prefill, the root alone.
+            tree: the verified tree; after the prefill, only the root.
             logits: [B, N, V] the target's logits at every node.
             verdict: the verdict on them.
         """
@@ -259,7 +259,7 @@ class DraftSession(Renamed, ABC):
         return result
 
     def _detached(self) -> Self:
-        """Return a copy that :meth:`keep_rows` changes alone, as far as :meth:`restart` does not reset it."""
+        """Return a copy on which :meth:`keep_rows` acts separately, except for what :meth:`restart` resets."""
         result = copy(self)
         result.parts = [part._detached() for part in self.parts]
         return result

@@ -90,7 +90,7 @@ class StepDrafter(TreeDrafter):
             depth: depth of the nodes.
             tokens: [B, E].
             state: [B, E, S] of their parents.
-            features: [B, H] as of :meth:`begin`.
+            features: [B, H] as for :meth:`begin`.
 
         Returns:
             Logits [B, E, Vd] of their children, and the nodes' states [B, E, S].
@@ -115,7 +115,7 @@ HEADS: Registry[Any] = Registry("kind of published head")
 
 
 def load_published(name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
-    """Load a head of any kind of :data:`HEADS`; arguments and result as of :meth:`Drafter.load`."""
+    """Load a head of any kind of :data:`HEADS`; arguments and result as for :meth:`Drafter.load`."""
     head = find(name, HEADS)
     if head is None:
         return None
@@ -174,7 +174,7 @@ class StepSession(TreeSession):
         return self.drafter.begin(self.last_features)
 
     def _step(self, depth: int, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Read nodes of one depth; arguments and results as of :meth:`StepDrafter.step`."""
+        """Read nodes of one depth; arguments and results as for :meth:`StepDrafter.step`."""
         return self.drafter.step(depth, tokens, state, self.last_features)
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:

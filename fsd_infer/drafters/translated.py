@@ -6,7 +6,7 @@ reduced draft vocabulary, so every rule keeps its distribution, on chains and tr
 
 The small LM reads its own tokens. The prompt's text is tokenised by its tokenizer. After that every token of the target
 adds the token with its bytes, or several tokens that spell them. Accepted drafts are therefore read as they were
-drafted. The reading changes q alone, so it needs no exact round trip of texts.
+drafted. How it reads them changes only q, so it needs no exact round trip of texts.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TranslatedDrafter(LMDrafter):
 class OwnTokensSession(LMSession):
     """A session whose texts are in the small LM's tokens. They follow the target's after each round, on the host.
 
-    ``lengths``, ``cached`` and ``text`` count the small LM's tokens. The host alone knows how many a round adds, and
+    ``lengths``, ``cached`` and ``text`` count the small LM's tokens. Only the host knows how many a round adds, and it
     may have to make a larger cache for them, so rounds are not recorded.
     """
 

@@ -15,7 +15,7 @@ from fsd_core.errors import VocabularyMismatchError
 from fsd_core.text.pieces import TokenBytes, special_names
 from fsd_infer.targets.target import Target
 
-MIN_SHARED = 0.05  # of the target's tokens; the bytes alone are 0.8 % of 32 000
+MIN_SHARED = 0.05  # of the target's tokens; single bytes are 0.8 % of 32 000
 
 
 class Vocabulary:
@@ -88,7 +88,7 @@ class Vocabulary:
         """Return how many of the tokens ``before`` stay when these bytes follow, and the tokens after those.
 
         What precedes the first border between tokens that both ways of splitting have stays, and so do equal tokens
-        after it. Arguments as of :meth:`after`.
+        after it. Arguments as for :meth:`after`.
         """
         tokens = self.split(self.bytes_of(before) + raw)
         borders, left = dict[int, int](), 0  # number of tokens after a border, by the bytes after it

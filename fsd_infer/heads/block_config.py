@@ -21,7 +21,7 @@ class BlockConfig:
         fills_in: whether slot k of the block estimates the token at its own position, so that the root's slot is idle;
             else the token after it.
         windows: attention window of each layer; None: all.
-        causal: whether each layer's block attends to earlier slots alone.
+        causal: whether each layer's block attends only to earlier slots.
         root_windows: whether every slot sees as many tokens as a window has before the root, and the whole block; else
             each slot sees the last ones of its own window, itself included.
         sinks: whether each attention head has one more logit, which takes weight from all it attends to.

@@ -217,7 +217,7 @@ class BlockHead(nn.Module):
     def confidence(self, slot: Tensor, tokens: Tensor) -> Tensor:
         """Return the logit [B, E], fp32, of the probability that the draft after each node is accepted.
 
-        Arguments as of :meth:`corrected`.
+        Arguments as for :meth:`corrected`.
         """
         read = slot
         if self.config.confidence == "state+token":

@@ -171,8 +171,8 @@ class EagleConfig(PreTrainedConfig):
 
         Args:
             target: whose features the head reads.
-            layer: "auto" or "llama". "auto" is the target's own type of layer if it works alone, else a Llama layer;
-                layout "eagle3" always has a Llama layer.
+            layer: "auto" or "llama". "auto" is the target's own type of layer if it works outside its model, else a
+                Llama layer; layout "eagle3" always has a Llama layer.
             intermediate_size: width of the layers' MLP; None: the target's. A narrower MLP trains and drafts faster,
                 but cannot start from the target's layers.
             options: other fields of the config.

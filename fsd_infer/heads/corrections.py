@@ -27,7 +27,7 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
     def forward(self, tokens: Tensor, slot: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bias [..., Vd] and the next state [..., r]; arguments as of :meth:`read`."""
+        """Return the bias [..., Vd] and the next state [..., r]; arguments as for :meth:`read`."""
         previous, state = self.read(tokens, slot, state)
         return self.markov_w2(previous), state
 
@@ -60,7 +60,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(config.hidden_size, config.rank, bias=False)
 
     def forward(self, logits: Tensor, slot: Tensor, tokens: Tensor) -> Tensor:
-        """Return logits [..., V], NEVER of all but the candidates; arguments as of :meth:`BlockHead.corrected`."""
+        """Return logits [..., V], NEVER of all but the candidates; arguments as for :meth:`BlockHead.corrected`."""
         likeliest, candidates = logits.topk(self.count)
         predecessors = self.predecessor_codebook[tokens] * self.hidden_projection(slot)
         scores = likeliest + (self.successor_codebook[candidates] * predecessors[..., None, :]).sum(-1)
@@ -91,7 +91,7 @@ class Refiner(nn.Module):
         return nn.functional.pad(summary, (0, block.shape[1] * self.rank))
 
     def forward(self, index: int, tokens: Tensor, slot: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bias [..., Vd] of slot ``index`` and the next state; others as of :meth:`MarkovHead.read`."""
+        """Return the bias [..., Vd] of slot ``index`` and the next state; others as for :meth:`MarkovHead.read`."""
         at = (1 + index) * self.rank
         read = torch.cat([self.down_h(slot), state[..., : self.rank], self.token_embed(tokens)], -1)
         x = self.in_proj(read)

@@ -88,7 +88,7 @@ def eagle_head(config: Mapping[str, Any], weights: Weights, target: Target | Non
 
 
 def eagle3_head(config: Mapping[str, Any], weights: Weights, target: Target | None) -> StoredHead:
-    """Return an EAGLE-3 head. Arguments and errors as of :func:`eagle_head`."""
+    """Return an EAGLE-3 head. Arguments and errors as for :func:`eagle_head`."""
     options = Options(config, "eagle_config", in_layer=False)
     if not options.flag("use_aux_hidden_state", True):
         raise CheckpointError(
@@ -144,7 +144,7 @@ def _layer(
 
     Configs copy their target's model type, and may not say what is biased. Other missing fields have Llama's defaults,
     not the target's values (a rotary base of 10000, for example). ``biased_kind`` is the type of layers of which
-    queries, keys and values alone are biased: Qwen2's in EAGLE-1/2; EAGLE-3 has none.
+    only queries, keys and values are biased: Qwen2's in EAGLE-1/2; EAGLE-3 has none.
     """
     parts = ("self_attn.q_norm.weight", "self_attn.q_proj.bias", "self_attn.o_proj.bias", "mlp.up_proj.bias")
     normed, biased, biased_output, biased_mlp = (f"{FIRST_LAYER}{part}" in names for part in parts)

@@ -68,7 +68,7 @@ def read_head(directory: Path, target: Target | None) -> StoredHead:
 
 
 def read_kind(directory: Path, config: Mapping[str, Any], kind: str, target: Target | None) -> StoredHead:
-    """Read the head of that kind in a directory, which may have more files. Errors as of :func:`read_head`."""
+    """Read the head of that kind in a directory, which may have more files. Errors as for :func:`read_head`."""
     weights = Weights(directory, str if kind in (OURS, OLD) else our_name)
     with naming(directory):
         if kind in (OURS, OLD):
@@ -88,7 +88,7 @@ def head_kind(directory: Path) -> str | None:
 
 
 def kind_in(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the kind of the head in a directory with that config, by :func:`kind_of` or by the tensors alone."""
+    """Return the kind of the head in a directory with that config, by :func:`kind_of` or only by the tensors."""
     if (kind := kind_of(config)) in (OURS, OLD):
         return kind
     if not has_weights(directory):

@@ -175,7 +175,7 @@ class EagleHead(PreTrainedModel):
 
     @property
     def decoder(self) -> nn.Module:
-        """The module that owns the layers, as of :class:`fsd_infer.targets.stack.StackOwner`."""
+        """The module that owns the layers, as for :class:`fsd_infer.targets.stack.StackOwner`."""
         return self
 
     @property
@@ -235,7 +235,7 @@ class EagleHead(PreTrainedModel):
 
     @classmethod
     def of_stored(cls, stored: StoredHead, **options: Any) -> EagleHead:
-        """Build a head that was read. Options and errors as of :meth:`from_pretrained`."""
+        """Build a head that was read. Options and errors as for :meth:`from_pretrained`."""
         directory = stored.weights.directory
         # transformers may fail in any way on another program's values
         with (
@@ -291,7 +291,7 @@ class EagleHead(PreTrainedModel):
         self.config.draft_vocab_size = None if ids is None else len(ids)
 
     def cast(self, dtype: torch.dtype) -> EagleHead:
-        """Convert the parameters alone: ``.to(dtype)`` would round the rotary frequencies, too."""
+        """Convert only the parameters: ``.to(dtype)`` would round the rotary frequencies, too."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
         return self

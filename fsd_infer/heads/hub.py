@@ -31,7 +31,7 @@ class FoundHead(NamedTuple):
 
 
 def find_head(source: str | os.PathLike[str], **hub: Any) -> Path | None:
-    """Return the directory of the EAGLE head that ``source`` names; arguments and errors as of :func:`find`."""
+    """Return the directory of the EAGLE head that ``source`` names; arguments and errors as for :func:`find`."""
     head = find(source, EAGLES, **hub)
     return None if head is None else head.directory
 
@@ -41,7 +41,7 @@ def find(source: str | os.PathLike[str], kinds: Container[str], **hub: Any) -> F
 
     Args:
         source: a directory or hub id. Of a repository, the config is fetched first. If the config is ambiguous, the
-            tensors' names decide. Safetensors are fetched for heads of these kinds alone.
+            tensors' names decide. Safetensors are fetched only for heads of these kinds.
         kinds: see :mod:`.kinds`.
         hub: ``revision``, ``token``, ``subfolder``, ``cache_dir``, ``local_files_only`` as in transformers.
 
@@ -95,7 +95,7 @@ def _fetched(source: str, kinds: Container[str], **hub: Any) -> FoundHead | None
 
 
 def _singles(kind: str) -> Sequence[str]:
-    """The names of a file that alone has all tensors of a head."""
+    """Return the names that a file with all tensors of a head may have."""
     return (MEDUSA_FILE, SINGLE) if kind == MEDUSA else (SINGLE,)
 
 

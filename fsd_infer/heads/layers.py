@@ -53,7 +53,7 @@ def llama_layer(config: Any, hidden_size: int) -> dict[str, Any]:
 
 
 def own_layer(config: Any) -> dict[str, Any] | None:
-    """Return the target's own type of layer as a standalone config, or None if it does not work alone.
+    """Return the target's own type of layer as a standalone config, or None if it does not work outside its model.
 
     Mixtures of experts give None, since a draft layer should be small.
     """

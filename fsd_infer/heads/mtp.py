@@ -61,7 +61,7 @@ class MtpFiles:
             if part in self._stored:
                 raise self._error(name, f"{name} and {self._stored[part]} are the same tensor")
             self._stored[part] = name
-        # they follow the model's layers, or begin at 0 where they lie alone
+        # they follow the model's layers, or begin at 0 in files without the model
         numbers = {number for number, _ in self._stored if number is not None} or {0}
         first = self._first = min(_model_layers(target), max(numbers)) if layout.follows else 0
         there = max(numbers) + 1 - first
@@ -183,7 +183,7 @@ class MtpFiles:
         return self.value(name)
 
     def read(self, layer: int, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the values of a layer's parameters; arguments and errors as of :meth:`plan`."""
+        """Return the values of a layer's parameters; arguments and errors as for :meth:`plan`."""
         result = {}
         for ours, names in self.plan(layer, wanted).items():
             values = [self.value(name) for name in names]

@@ -108,7 +108,7 @@ LAYOUTS = {
         },
         ("longcat_flash",),
     ),
-    "mimo_v2": Layout(  # like vLLM, read the first layer alone: sources differ on what the others read
+    "mimo_v2": Layout(  # like vLLM, read only the first layer: sources differ on what the others read
         {
             _LONGCAT + "enorm.": "enorm.", _LONGCAT + "hnorm.": "hnorm.", _LONGCAT + "eh_proj.": "eh_proj.",
             _LONGCAT + "final_layernorm.": "norm.", _LONGCAT + "pre_mlp_layernorm.": "block.post_attention_layernorm.",

@@ -41,7 +41,7 @@ class Weights:
     Args:
         directory: directory of the head.
         ours: our name of a stored one; the same unless given.
-        single: name of a file that alone has all tensors; it need not exist if there is an index.
+        single: name of a file with all tensors; it need not exist if there is an index.
         expands: whether fp8 and nvfp4 weights are read as their products with their scales, which have no names then.
 
     Attributes:

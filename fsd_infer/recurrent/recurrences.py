@@ -1,6 +1,6 @@
 """What recurrent layers compute over a text and over a draft tree, each a :class:`fsd_infer.device.states.Recurrence`.
 
-:class:`Convolution` is the short causal convolution in front of a scan, alone in LFM2. The others are scans.
+:class:`Convolution` is the short causal convolution in front of a scan; LFM2 has no scan. The others are scans.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A process that tries grammars: one that overflows the stack of llguidance's recursion ends this process, no other.
 
 :mod:`.grammars` runs this file as a script. It reads requests from standard input and answers them on standard output,
-a line of JSON each. It imports llguidance and the standard library alone, so it starts in a tenth of a second.
+a line of JSON each. It imports only llguidance and the standard library, so it starts in a tenth of a second.
 Standard error is a file to which llguidance writes the grammar's rules.
 """
 

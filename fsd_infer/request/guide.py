@@ -178,7 +178,7 @@ class Follower:
         self.width = (vocab_size + 31) // 32 * 4  # bytes of a mask
         self._taken: list[int] = []  # the text that the matcher has read
         self._last: tuple[Any, Any] = (None, None)  # the masks of the last tree
-        self._ends = np.zeros(self.width, dtype=np.uint8)  # the mask that allows the end alone
+        self._ends = np.zeros(self.width, dtype=np.uint8)  # the mask that allows only the end
         for token in eos:
             self._ends[token // 8] |= 1 << token % 8
 

@@ -113,7 +113,7 @@ def split_images(
         sources: where images may come from.
 
     Returns:
-        The turns, with parts of the type "image" alone where images were, and the images in their order.
+        The turns, with bare parts of the type "image" where images were, and the images in their order.
 
     Raises:
         FsdError: an image that cannot be read, more or fewer images than image parts without a source, or a part of
@@ -187,7 +187,7 @@ def encode_shown(
 
 
 def _text_of(turn: Mapping[str, Any]) -> Any:
-    """Return a turn's content as text; a blank for a turn of images alone."""
+    """Return a turn's content as text; a blank for a turn with only images."""
     parts = parts_of(turn)
     texts = [part.get("text") for part in parts if _kind(part) == "text"]
     if not parts or not all(isinstance(text, str) for text in texts):

@@ -24,7 +24,7 @@ from fsd_infer.request.guide import GuideProcessor
 from fsd_infer.trees.tree import DraftTree
 
 Texts = Sequence[Tensor | None]  # per row the token ids before the root; None: the row emits nothing
-# Processors that read the scores alone: one call serves all nodes. Any other gets each node's own context.
+# Processors that read only the scores: one call serves all nodes. Any other gets each node's own context.
 _CONTEXT_FREE = frozenset(
     """
     TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper TopHLogitsWarper MinPLogitsWarper TypicalLogitsWarper
@@ -85,7 +85,7 @@ class TreeProcessors:
         return self.contextual, tuple((type(processor), *_values(vars(processor))) for processor in recorded)
 
     def process_context_free(self, logits: Tensor) -> Tensor:
-        """Process scores [..., V] by the context-free processors alone."""
+        """Process scores [..., V] by the context-free processors only."""
         return _context_free(self._free, logits)
 
     def process_draft_logits(self, logits: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ def _processed(processors: Sequence[Any], texts: Tensor, scores: Tensor) -> Tens
 def _checked(processor: Any, result: Any, scores: Tensor) -> Tensor:
     """Return the scores that a processor made of ``scores`` [M, V]. Raises FsdError for another shape.
 
-    A text alone, as a processor may know from ``generate``, is one of several here: the nodes of a depth.
+    In ``generate`` a processor may always get one text. Here it gets one for each node of a depth.
     """
     if isinstance(result, Tensor) and result.shape == scores.shape:
         return result.to(scores)

@@ -65,7 +65,7 @@ class Metrics:
 
 
 class Service:
-    """The routes, which share a batcher and its metrics. Arguments as of :func:`make_app`."""
+    """The routes, which share a batcher and its metrics. Arguments as for :func:`make_app`."""
 
     def __init__(self, decoder: FuzzyDecoder, rule: str, limits: Limits) -> None:
         self.decoder, self.rule, self.limits = decoder, rule, limits

@@ -119,7 +119,7 @@ def keyed(api_key: str) -> type[APIRoute]:
     """Return routes that refuse a request with another key before its body is read; an empty key: routes for all.
 
     Raises:
-        FsdError: as of :func:`checked_key`.
+        FsdError: as for :func:`checked_key`.
     """
     checked_key(api_key)
 

@@ -223,7 +223,7 @@ def _use(model: nn.Module, name: str | None) -> None:
 
 @contextmanager
 def adapted(model: nn.Module, name: str) -> Iterator[None]:
-    """Activate the adapter of that name within the block; "none" activates the base weights alone.
+    """Activate the adapter of that name within the block; "none" activates only the base weights.
 
     Raises ModelLoadError: there is no such unmerged adapter.
     """

@@ -49,8 +49,8 @@ def load_foreign(
     """Load and expand a model by transformers' reader, which knows more architectures.
 
     Args:
-        source, facts, tensors: as of :func:`foreign_config`.
-        dtype, attn_implementation: as of :func:`fsd_infer.targets.gguf.load_gguf`.
+        source, facts, tensors: as for :func:`foreign_config`.
+        dtype, attn_implementation: as for :func:`fsd_infer.targets.gguf.load_gguf`.
 
     Raises:
         FsdError: as :func:`foreign_config`; and tensors that are missing, of other shapes, or left out.

@@ -70,7 +70,7 @@ def placeholders_of(config: Any) -> frozenset[int]:
 
 
 def image_input_of(name: str, config: Any, inputs: Mapping[str, Any], prompt: Sequence[int]) -> ImageInput | None:
-    """Return what a processor's outputs show besides the prompt's tokens; None: text alone.
+    """Return what a processor's outputs show besides the prompt's tokens; None: only text.
 
     Args:
         name: the target's, for errors.

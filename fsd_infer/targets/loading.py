@@ -1,4 +1,4 @@
-"""Load a target: a built-in one, or a causal LM, for text alone or with images, from files that transformers reads."""
+"""Load a target: a built-in one, or a causal LM, for text, or text and images, from files that transformers reads."""
 
 from __future__ import annotations
 
@@ -113,14 +113,14 @@ def _resolve_base(adapter: Path, progress: bool) -> str:
 
 
 def load_config(name_or_dir: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
-    """Load a target's config alone; names, options of the hub and errors as in :func:`load_target`."""
+    """Load only a target's config; names, options of the hub and errors as in :func:`load_target`."""
     return from_files(name_or_dir, hub, _config)
 
 
 def load_tokenizer(
     name_or_dir: str | os.PathLike[str], *, allow_control_tokens: bool = False, **hub: Any
 ) -> PreTrainedTokenizerBase | None:
-    """Load a target's tokenizer alone, as :func:`load_target` does; None for a local directory without one."""
+    """Load only a target's tokenizer, as :func:`load_target` does; None for a local directory without one."""
     return from_files(name_or_dir, hub, partial(_tokenizer, allow_control_tokens=allow_control_tokens))
 
 
@@ -342,7 +342,7 @@ def _refuse_hub_adapter(source: str, options: Mapping[str, Any]) -> None:
     if not is_hub_id(source) or options.get("local_files_only"):
         return
     if isinstance(try_to_load_from_cache(source, "config.json", cache, revision), str):
-        return  # no adapter alone
+        return  # not only an adapter
     if file_exists(source, ADAPTER_CONFIG, revision=revision, token=options.get("token")):
         raise ModelLoadError(
             f"{source} is an adapter, and those are read from directories: fetch it (hf download {source} --local-dir "

@@ -34,7 +34,7 @@ def method_of(config: Any) -> str | None:
 def quantization_config(config: Any) -> Any:
     """Return a quantisation config as transformers takes it.
 
-    A torchao dict may name its type alone, ``{"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}``.
+    A torchao dict may hold just its type, ``{"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}``.
     """
     if isinstance(config, Mapping) and method_of(config) == "torchao" and isinstance(config.get("quant_type"), str):
         kind = {"_type": config["quant_type"], "_version": 2, "_data": dict(config.get("quant_type_kwargs") or {})}
@@ -89,7 +89,7 @@ def check_quantization(config: Any, device: torch.device, stored: bool = True) -
 
 @torch.no_grad()
 def decompress(model: Any) -> None:
-    """Decompress a model of compressed-tensors, whose first forward does so: parts of it run alone later.
+    """Decompress a model of compressed-tensors, whose first forward does so: later, parts of it run without the others.
 
     On a CPU its layers are wrapped to be moved between devices, from the CPU to the CPU. The wrappers are removed.
     """

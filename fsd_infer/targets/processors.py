@@ -22,7 +22,7 @@ def load_processor(name_or_dir: str | os.PathLike[str], tokenizer: Any, **hub: A
         ModelLoadError: the target has none, or it needs a package that is missing.
     """
     processor = from_files(name_or_dir, hub, partial(_processor, name_or_dir, load_config(name_or_dir, **hub)))
-    if not is_processor(processor):  # AutoProcessor returns a tokenizer, or an image processor alone
+    if not is_processor(processor):  # AutoProcessor returns a tokenizer, or only an image processor
         raise ModelLoadError(f"{name_or_dir} has no processor of text and images, so it reads no images.")
     processor.tokenizer = tokenizer
     return processor

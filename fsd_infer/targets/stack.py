@@ -113,7 +113,7 @@ class HeadStep(Protocol):
         positions: Tensor,
         extra_rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:
-        """Run one step. Arguments as of :meth:`fsd_infer.heads.head.HeadModel.forward`, and
+        """Run one step. Arguments as for :meth:`fsd_infer.heads.head.HeadModel.forward`, and
 
         Args:
             extra_rows: [X, H] in fp32, further rows of the LM head.
@@ -170,7 +170,7 @@ class TransformersStack(Stack):
     def __call__(self, call: StackInputs) -> Outputs:
         assert call.visible is not None and call.embeds is None, "for targets"
         masks: Any = {kind: self._for_attention(mask) for kind, mask in call.visible.items()}
-        if len(masks) > 1:  # layers that keep a state alone have none
+        if len(masks) > 1:  # layers that keep only a state have none
             masks = {kind: masks.get(ATTENDS.get(kind, kind)) for kind in self._types}
         options: dict[str, Any] = {self._cache_argument: call.cache}
         if call.keep and self.takes_keep:
@@ -189,7 +189,7 @@ class TransformersStack(Stack):
     def kept(self, count: int, device: torch.device) -> int | Tensor:
         """Return the ``logits_to_keep`` of the last ``count`` tokens.
 
-        Given a number, the decoders of Gemma 4 with shared keys read the other tokens by their first layers alone.
+        Given a number, the decoders of Gemma 4 with shared keys read the other tokens only by their first layers.
         """
         return torch.arange(-count, 0, device=device) if self._drops else count
 

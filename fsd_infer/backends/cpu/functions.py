@@ -93,7 +93,7 @@ def draw_rest(rest: sampling.Rest, uniforms: Tensor) -> Any:
 
 
 def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
-    """Compute the rows that count alone: what a choice of rows costs elsewhere, a transfer, costs nothing here."""
+    """Compute only the rows that count. Elsewhere choosing rows costs a transfer; on the host it is free."""
     compiled = _compiled(logits)
     if compiled is not None and uniforms.dtype == torch.float32:
         return compiled.sample(logits.contiguous(), uniforms, where)

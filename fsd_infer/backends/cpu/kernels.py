@@ -272,7 +272,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class LoadedKernels:
-    """The kernels of this process, None for torch alone, and why.
+    """The kernels of this process, None if torch computes everything, and why.
 
     Attributes:
         forced: whether FSD_KERNELS asked for them, or for none.
