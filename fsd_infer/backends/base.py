@@ -40,7 +40,7 @@ class Backend:
         return None
 
     def report(self) -> tuple[str | None, str]:
-        """Return :meth:`describe` and why. A setting that is wrong is no error here, but the reason."""
+        """Return :meth:`describe` and why. A wrong setting is not an error here: it becomes the reason."""
         if type(self) is Backend:
             return None, "this device has no backend of its own"
         return self.describe(), f"backend {self.name!r} says no more"

@@ -167,7 +167,7 @@ class AssistantSession(FeatureSession):
 
 
 def _text_model(target: Target) -> Any:
-    """Return the part of the decoder that holds the layers; a decoder may hold what sees images, too."""
+    """Return the part of the decoder that holds the layers; a decoder may also hold a vision tower."""
     layer = target.layers([0])[0]
     parts = (part for part in target.decoder.modules() if layer in getattr(part, "layers", ()))
     return next(parts, target.decoder)

@@ -78,7 +78,7 @@ class Drafter(Renamed, ABC):
 
     @property
     def recording_key(self) -> Hashable:
-        """What fixes the shapes and the weights of its rounds; drafters of equal keys share recordings."""
+        """Key of the shapes and weights of its rounds; drafters with equal keys share recordings."""
         return self
 
     @property
@@ -98,7 +98,7 @@ class Drafter(Renamed, ABC):
 
     @property
     def keeps_texts(self) -> bool:
-        """Whether drafts may come from other texts than the request's."""
+        """Whether drafts may come from texts outside the request."""
         return any(part.keeps_texts for part in self.parts)
 
     @property

@@ -74,7 +74,7 @@ class BlockModel(FeatureReader):
 
 @HEADS.register(BLOCK)
 class BlockDrafter(StepDrafter):
-    """A block head of any home (:mod:`fsd_infer.heads.block_formats`).
+    """A block head in any published format (:mod:`fsd_infer.heads.block_formats`).
 
     Args:
         head: its weights, in the target's dtype and on its device.

@@ -35,7 +35,7 @@ WINDOW = 60.0  # of the running averages, in expected acceptances, and the weigh
 
 
 class AcceptanceRatios:
-    """Running ratios of accepted drafts to expected ones: of likely ones at roots, of those below, then of drawn ones.
+    """Running ratios of accepted to expected drafts, for likely and for drawn ones, each at roots and below.
 
     All are 1 at first. Only the past decides, so draws are independent of it.
     """
@@ -60,7 +60,7 @@ class AcceptanceRatios:
 
 @functional.replaceable
 def accepted_and_expected(path: Tensor, accepted: Tensor, tree: DraftTree) -> Tensor:
-    """Return the accepted and the expected drafts of the first drafter below reached contexts: [B, 8].
+    """Count the first drafter's accepted and expected drafts below the contexts that a round reached: [B, 8].
 
     The columns are likely ones at roots, likely ones below, then drawn ones; of each the accepted, then the expected.
 

@@ -217,7 +217,7 @@ class EagleSession(CachedSession):
             self._read_text()
 
     def _read_text(self) -> Tensor | None:
-        """Read the tokens that wait. Return logits [B, 1, Vd] at the roots if they came along."""
+        """Read the tokens that wait. Return logits [B, 1, Vd] at the roots if this computed them."""
         if not self.unread:
             return None
         tokens, features, counts = _concatenated(self.unread)  # [B, K], [B, K, F], [B]
@@ -255,7 +255,7 @@ class EagleSession(CachedSession):
 
     @property
     def _reads_at_once(self) -> bool:
-        """Whether accepted tokens are read at the end of their round, which may be recorded, and do not wait."""
+        """Whether accepted tokens are read at the end of their round, which may be recorded, not by the next draft."""
         return self.is_recordable and (self.vocabulary is None or not is_host(self.device))
 
     def host_inputs(self) -> list[Tensor]:
@@ -328,7 +328,7 @@ class EagleSession(CachedSession):
 
 
 def _concatenated(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Join the arguments of several calls of :meth:`EagleSession.extend` to those of one."""
+    """Join the arguments of several calls of :meth:`EagleSession.extend` into those of one call."""
     if len(parts) == 1:
         return parts[0]
     tokens, features = (torch.cat(column, 1) for column in list(zip(*parts))[:2])

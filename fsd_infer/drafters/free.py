@@ -40,7 +40,7 @@ class HitRate:
 
     @property
     def value(self) -> float:
-        """Strictly between 0 and 1."""
+        """The share, strictly between 0 and 1."""
         return self.hits / self.trials
 
     def learn(self, hit: bool) -> None:
@@ -100,7 +100,7 @@ def best_first(table: Table, state: Any, root: int, nodes: int, depth: int, min_
 
 
 def _checked(options: Options) -> Options:
-    """Return the options. Siblings with one token would be accepted twice as often as the rule says."""
+    """Return the options. Two siblings with the same token would be accepted twice as often as they should."""
     if len(dict(options)) < len(options):
         raise FsdError("a drafter's table offers one token twice after a text: let options() add up the probabilities.")
     if wrong := [prob for _, prob in options if not 0 < prob <= 1 + ROUNDING]:
@@ -168,7 +168,7 @@ class FreeDrafter(Drafter):
 
 
 class FreeSession(DraftSession):
-    """A session of a :class:`FreeDrafter`, whose tables hold what may follow each text. All its state is the host's.
+    """A session of a :class:`FreeDrafter`, whose tables hold what may follow each text. Its state lies on the host.
 
     Args:
         drafter: the session's drafter.

@@ -24,7 +24,7 @@ NO_SUCCESSORS: Successors = ([], [])
 
 @dataclass
 class Frontier:
-    """The trees of a batch below its texts. Node i of a row has the cache slot i after its root's.
+    """The trees of a batch below its texts. Node i of a row lies i slots after its root in the cache.
 
     Rows are lists, to which a search appends its drafts. Each has its root first, the text's last token, then the other
     nodes that the target has read, then new ones; parents come before their children.

@@ -156,7 +156,7 @@ class GraftedSession(DraftSession):
         return self._merge(main, grafted)
 
     def _draft_main(self, roots: Tensor, seconds: float | None = None) -> DraftTree:
-        """Return the main drafter's tree. ``seconds``: that the grafted drafter took before it; None: not asked."""
+        """Return the main drafter's tree. ``seconds``: how long the grafted drafter took; None: it did not draft."""
         tree, self.growth = self.main.draft(roots), self.main.growth
         if self.growth is not None:
             self.growth.asked_grafted = seconds is not None
@@ -198,7 +198,7 @@ class GraftedSession(DraftSession):
 
 
 def _union_of_successors(lists: Sequence[Successors], count: int) -> Successors:
-    """Return the likeliest tokens that either drafter proposes. What both do has probability 1 - (1 - a)(1 - b)."""
+    """Return the likeliest tokens that either drafter proposes. One that both do has probability 1 - (1 - a)(1 - b)."""
     wrong: dict[int, float] = {}  # the probability that each token is not the next one
     for log_prob, token in (pair for successors in lists for pair in zip(*successors)):
         wrong[token] = wrong.get(token, 1.0) * (1.0 - math.exp(min(log_prob, 0.0)))

@@ -227,7 +227,7 @@ class TreeSession(DraftSession):
         return best
 
     def _select_nodes(self, tree: DraftTree) -> DraftTree:
-        """Return the tree of the candidates to verify: of a drawn chain all, or the distribution would shift."""
+        """Return the tree of the candidates to verify: a drawn chain is kept whole, or the distribution would shift."""
         if self.request.menu:
             assert tree.depth_bound is not None
             key = tree.depth_bound, self.width
@@ -282,7 +282,7 @@ class CachedSession(TreeSession):
         self._cached: list[set[int]] = [{0} for _ in range(request.batch)]  # the nodes of a frontier in the cache
 
     def _add_node_positions(self, positions: Tensor, slots: int) -> None:
-        """Tell the cache the positions [B, E] of the next depth's nodes. ``slots``: how many slots are seen."""
+        """Set the positions [B, E] of the next depth's nodes in the cache. ``slots``: number of visible slots."""
         self._node_positions.append(positions)
         nodes = torch.cat(self._node_positions, 1)
         text = torch.arange(slots, device=self.device).repeat(len(nodes), 1)
@@ -298,7 +298,7 @@ class CachedSession(TreeSession):
         return unread
 
     def _is_final(self, frontier: Frontier, row: int, node: int) -> bool:
-        """Whether the target's verification leaves what the model has read of a node as it is."""
+        """Whether what the model has read of a node stays valid once the target has verified it."""
         return True
 
     def follow_beams(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:

@@ -90,12 +90,12 @@ class LMDrafter(TreeDrafter):
         return self.has_default_shape or self.bounds is not None or self.shape.width == 1
 
     def _fit(self, model: Target, target: Target) -> int:
-        """Return the number of entries of the drafter's distributions, or refuse the small LM."""
+        """Return the number of entries of the drafter's distributions, or raise if the small LM does not fit."""
         check_same_vocabulary(model, target)
         return target.vocab_size
 
     def clamp_ids(self, tokens: Tensor) -> Tensor:
-        """Replace token ids that the small LM lacks, of special tokens of the target's, by its last one; [B, M]."""
+        """Replace ids [B, M] that the small LM lacks, those of the target's special tokens, by its last id."""
         size = self.model.vocab_size
         return tokens if size >= self.vocabulary else tokens.clamp_max(size - 1)
 
@@ -192,12 +192,12 @@ class LMSession(CachedSession):
         return path
 
     def _unread(self) -> int:
-        """Return the tokens of the text with the most that are not in the cache, or a bound of them."""
+        """Return the number of uncached tokens of the text with the most, or a bound on it."""
         bound = max(self._max_unread, self.drafter.max_depth + 2)  # the same in every round
         return functional.host_max(self.lengths - self.cached, bound)
 
     def _max_depth(self) -> int:
-        """Return the depth to which any row can be drafted within the small LM's context, and note that of each."""
+        """Return the largest depth that fits the small LM's context in any row, and note the depth of each row."""
         model, depth = self.drafter.model, min(self.shape.depth, self.drafter.max_depth)
         limit, longest = model.max_positions, functional.host_max(self.lengths, self.text.shape[1])
         self._row_depths = None

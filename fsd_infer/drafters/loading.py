@@ -195,7 +195,7 @@ def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
 
 
 def _load_grafted(main: str, grafted: str, kind: str, target: Target, tree: TreeShape | None) -> Drafter:
-    """Load MAIN+GRAFTED. If main is "none", the other drafts alone."""
+    """Load MAIN+GRAFTED. If MAIN is "none", load only GRAFTED."""
     if not main:
         raise ModelLoadError(f'"+{grafted}" names no drafter before the +. Write "shipped+{grafted}" or "{grafted}".')
     if kind in (part.partition(":")[0] for part in main.split("+")):
@@ -212,7 +212,7 @@ def _load_grafted(main: str, grafted: str, kind: str, target: Target, tree: Tree
 
 
 def refuse_head(directory: Path) -> None:
-    """Raise ModelLoadError for the directory of a draft head, which transformers would call too old a model.
+    """Raise ModelLoadError for the directory of a draft head, which transformers would call an outdated model.
 
     A damaged directory passes: the target's own checks say what is damaged.
     """

@@ -183,7 +183,7 @@ class HydraDrafter(StepDrafter):
 
 
 def _draft_ids(config: Mapping[str, Any], weights: Weights, rows: int, vocabulary: int) -> Tensor | None:
-    """Return the target ids [Vd] that vLLM's LM heads of so many rows draft, Vd or V of them; None: all V.
+    """Return the target ids [Vd] over which vLLM's LM heads with this many rows, Vd or V, draft; None: all V.
 
     Raises CheckpointError if the ids are malformed or missing.
     """

@@ -46,7 +46,7 @@ HitRates = dict[VoteKind, HitRate]
 
 
 class TextMatcher(TextIndex):
-    """One text and the occurrences of its end in all that it drafts from: itself, texts with its index, and stores.
+    """A text, and where its end occurs in its sources: the text itself, texts that share its index, and stores.
 
     Args:
         stores: remembered texts.
@@ -69,7 +69,7 @@ class TextMatcher(TextIndex):
         self.occurrences: list[Occurrence] = []
 
     def append(self, token: int) -> None:
-        """Append a token: judge the candidates for it, then add it to the index. Takes O(1) steps."""
+        """Append a token: score the candidates against it, then add it to the index. Takes O(1) time."""
         for candidate, kind in self._candidates(self.occurrences):
             self._hit_rate(kind).learn(candidate == token)
         for _, source, tokens, at in self.occurrences:

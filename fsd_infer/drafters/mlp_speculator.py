@@ -127,7 +127,7 @@ class MLPSpeculatorDrafter(StepDrafter):
 
 
 def _without_repeats(weights: Weights, names: dict[str, str], count: int) -> dict[str, str]:
-    """Return the names without what files repeat of tied tensors. Raises CheckpointError if a repeat differs."""
+    """Return the names without repeated copies of tied tensors. Raises CheckpointError if a repeat differs."""
     result = dict(names)
     for part, first in (("emb", 0), ("ln", 0), ("head", 0), ("proj", 1)):
         for step, kind in itertools.product(range(first + 1, count), ("weight", "bias")):

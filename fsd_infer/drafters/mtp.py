@@ -45,7 +45,7 @@ _COMPARED = 64  # rows of a copied table that are compared with the target's
 
 
 class MtpHead(nn.Module):
-    """MTP layers with what :class:`EagleDrafter` asks of a head.
+    """MTP layers with the interface that :class:`EagleDrafter` needs of a head.
 
     Args:
         target: the model of whose layers' class they are.
@@ -208,7 +208,7 @@ def _own_tables(target: Target, files: MtpFiles, index: int) -> dict[str, Tensor
 
 
 def drafts_by_default(target: Target) -> bool:
-    """Whether the target's files have MTP layers that are read; says in a line if so, or why they are not used."""
+    """Whether the target's files have MTP layers that are read; logs one line if so, or why they are not used."""
     try:
         files = find_mtp(target)
         if files is not None:

@@ -97,7 +97,7 @@ class DraftSession(Renamed, ABC):
 
     @property
     def prices(self) -> Prices | None:
-        """By which the next trees are grown; None: they have a fixed shape."""
+        """Prices by which the next trees are grown; None: they have a fixed shape."""
         return None if self.shape is None else self.shape.prices
 
     @property
@@ -116,7 +116,7 @@ class DraftSession(Renamed, ABC):
         return tuple(part.shape_key for part in self.parts)
 
     def host_inputs(self) -> list[Tensor]:
-        """Do the host's part of a recordable session's next draft; return what :meth:`draft` takes of it.
+        """Do the host's part of a recordable session's next draft, and return what :meth:`draft` needs of it.
 
         The tensors are on the CPU or on the device. Their number is fixed, and their shapes are few. A tensor that is
         the same object as before has the same values.
@@ -141,7 +141,7 @@ class DraftSession(Renamed, ABC):
             part.restart(new)
 
     def set_rotary(self, prompts: Tensor, offsets: Tensor) -> None:
-        """Take where tokens stand for a target with M-RoPE, before :meth:`extend` is given prompts with images.
+        """Take rotary positions for a target with M-RoPE, before :meth:`extend` is given prompts with images.
 
         Args:
             prompts: [3, B, P] the rotary position less the index of each token of the prompts.
@@ -162,7 +162,7 @@ class DraftSession(Renamed, ABC):
             part.extend(tokens, features, counts)
 
     def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
-        """Take the tokens of :meth:`extend`, of each row the real ones, on the host and after the round."""
+        """Take the tokens of :meth:`extend`, without padding, on the host and after the round."""
         for part in self.parts:
             part.extend_on_host(rows)
 
@@ -221,7 +221,7 @@ class DraftSession(Renamed, ABC):
 
     @property
     def reads_other_texts(self) -> bool:
-        """Whether drafts may come from other texts than the row's own."""
+        """Whether a row's drafts may come from other texts."""
         return any(part.reads_other_texts for part in self.parts)
 
     def seen_ngrams(self, tree: DraftTree, n: int) -> Tensor | None:

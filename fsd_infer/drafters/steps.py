@@ -105,7 +105,7 @@ class StepDrafter(TreeDrafter):
 
 
 def filled(head: nn.Module, weights: Weights, names: Mapping[str, str], target: Target) -> Any:
-    """Return a head on the device "meta" with the values of files, on the target's device. Raises as :func:`fill`."""
+    """Fill a head on the device "meta" from files, and return it on the target's device. Raises as :func:`fill`."""
     fill(head, weights, names, target.dtype)
     return head.to(target.device)
 
@@ -126,7 +126,7 @@ def load_published(name: str | Path, target: Target, tree: TreeShape | None) -> 
 
 
 class Cacheless(CachedModel):
-    """Stands for the model of a head that keeps no keys and values."""
+    """Placeholder for the model of a head that keeps no keys and values."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.cache_config = device, SimpleNamespace(num_hidden_layers=1)
@@ -216,7 +216,7 @@ class StepSession(TreeSession):
         return log_q.masked_fill(ends[..., None], -math.inf), entries, drawn
 
     def _read_frontier(self, frontier: Frontier, nodes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-        """Step from the last node above each that the target has read. Each of these nodes is a row of its own."""
+        """Step to each node from its nearest ancestor that the target has read. Each node takes a row of the batch."""
         width, device = max(map(len, nodes)), self.device
         paths, starts = [], []  # tokens of the nodes that are not read, and the index of the feature before them
         for row, of_row in enumerate(nodes):

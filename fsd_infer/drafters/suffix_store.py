@@ -138,7 +138,7 @@ class Store(SuffixStore):
         return len(self) + TEXT_ENTRIES * len(self.texts)
 
     def add(self, texts: Iterable[Sequence[int]]) -> None:
-        """Remember texts. A text that is already there counts as used."""
+        """Remember texts. One that is already stored is marked as used."""
         self.clock += 1
         new: list[int] = []
         for tokens in texts:
@@ -166,7 +166,7 @@ class Store(SuffixStore):
             self.texts[bisect_right(self.texts, index, key=lambda text: text.start) - 1].used = self.clock
 
     def shrink(self, max_bytes: int) -> None:
-        """Evict the least recently used texts until nine tenths of ``max_bytes`` are held."""
+        """Evict the least recently used texts until the others fit nine tenths of ``max_bytes``."""
         max_entries = max_bytes // ENTRY_BYTES
         ends = [*(text.start for text in self.texts[1:]), len(self)]
         keep, entries = np.ones(len(self), bool), self._entries

@@ -35,7 +35,7 @@ WINDOW = 24  # the last tokens of a text, which are split together with new text
 
 
 def lm_drafter(model: Target, target: Target, shape: TreeShape | None = None) -> LMDrafter:
-    """Return a drafter for a small LM of any vocabulary; of another one, after a line that says how it drafts.
+    """Return a drafter for a small LM of any vocabulary; for another vocabulary, also print how it drafts.
 
     Raises:
         VocabularyMismatchError: the vocabularies differ, and a model has no tokenizer.
@@ -136,7 +136,7 @@ class TextSession(OwnTokensSession):
         return new
 
     def _drop(self, number: int, count: int) -> None:
-        """Take back the last tokens of a row's text, which the next ones replace."""
+        """Remove the last tokens of a row's text, which new ones replace."""
         if count:
             del self._texts[number][-count:]
             self.lengths[number] -= count

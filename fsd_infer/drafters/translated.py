@@ -107,7 +107,7 @@ class OwnTokensSession(LMSession):
         return [new for token in tokens for new in self.drafter.translation.spell(token)]
 
     def _take(self, rows: list[list[int]]) -> None:
-        """Append the small LM's tokens to the texts, perhaps none to any: it may be unable to spell what was said."""
+        """Append the small LM's tokens to the texts, perhaps none: it may be unable to spell the target's."""
         self._grow_to(max(map(len, self._texts)) + max(map(len, rows)))
         for text, row in zip(self._texts, rows, strict=True):
             text += row
@@ -116,7 +116,7 @@ class OwnTokensSession(LMSession):
         super().extend(tokens, tokens, counts)  # small LMs read no features
 
     def _grow_to(self, longest: int) -> None:
-        """Make room for texts of up to ``longest`` tokens. What a smaller cache held is read again."""
+        """Make room for texts of up to ``longest`` tokens. The new cache is filled again."""
         if longest <= self._room:
             return
         self._room = math.ceil(STRETCH * longest)

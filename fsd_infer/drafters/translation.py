@@ -106,7 +106,7 @@ class Vocabulary:
 
 
 class Translation:
-    """Two vocabularies as one: which tokens are shared, and how each reads what the other says.
+    """Two vocabularies as one: which tokens are shared, and how each model's tokens are written in the other's.
 
     Args:
         model: the small LM.
@@ -187,7 +187,7 @@ class Translation:
 
 
 def _whole_characters(raw: bytes) -> tuple[bytes, bytes]:
-    """Return the bytes up to the first that begins no character, and the others."""
+    """Split bytes before the first that belongs to no complete character."""
     try:
         raw.decode()
     except UnicodeDecodeError as error:

@@ -58,7 +58,7 @@ class TreeDrafter(Drafter):
 
     @property
     def shapes(self) -> tuple[TreeShape, ...]:
-        """Those of :attr:`all_shapes` that the model can draft, none twice."""
+        """The distinct shapes of :attr:`all_shapes`, within what the model can draft."""
         return tuple(dict.fromkeys(one if one == NO_TREE else self._within(one) for one in self.all_shapes))
 
     def for_bonus(self, draft_bonus: float) -> Drafter:

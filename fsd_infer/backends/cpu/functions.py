@@ -59,7 +59,7 @@ def keep_top_k(scores: Tensor, k: int, other: float = -math.inf) -> Any:
 def divergence_rows(
     p_logits: Tensor, q_logits: Tensor, measure: Any, draft_ids: Tensor | None = None, q_index: Tensor | None = None
 ) -> Any:
-    """Take the five plain forms, over a reduced vocabulary those that are finite where q is 0."""
+    """Compute the five plain forms; over a reduced vocabulary, only those that are finite where q is 0."""
     if measure.name not in PLAIN_DIVERGENCES or draft_ids is not None and measure.infinite_on_reduced_vocabulary:
         return NotImplemented
     width = p_logits.shape[-1] if draft_ids is None else draft_ids.shape[0]
@@ -110,7 +110,7 @@ def mixed_children(scores: Tensor, width: int, accept_log_probs: Tensor, *rest: 
 
 
 def exact_walk(scores: Tensor, inputs: Any) -> Any:
-    """Take scores and uniforms in fp32, the latter as rounds draw them, and q over one vocabulary."""
+    """Compute walks with scores and uniforms in fp32, laid out as rounds draw them, and q over one vocabulary."""
     tree, uniforms, numbers = inputs.tree, inputs.round.uniforms, [scores, inputs.round.logits]
     if tree.q_scores is not None:
         numbers += [tree.q_scores, tree.q_logits]
@@ -239,7 +239,7 @@ def ancestors(parents: Tensor) -> Any:
 
 
 def keep_nodes(tokens: Tensor, parents: Tensor, scores: Tensor, *rest: Any) -> Any:
-    """Take scores in fp32. In torch this takes fifteen small operations. ``rest``: the other arguments."""
+    """Keep nodes with scores in fp32. In torch this takes fifteen small operations. ``rest``: the other arguments."""
     q_index, proposers, drawn, nodes = rest
     fits = scores.dtype == torch.float32 and nodes.dtype == torch.long
     fits &= _numbers_fit(scores.shape, drawn, tokens, parents, q_index, proposers)
@@ -261,7 +261,7 @@ def keep_nodes(tokens: Tensor, parents: Tensor, scores: Tensor, *rest: Any) -> A
 
 
 def tree_union(main: TreeTensors, grafted: TreeTensors, main_proposers: int, depth: int) -> Any:
-    """Take scores in fp32. In torch the union takes forty small operations."""
+    """Compute unions with scores in fp32. In torch this takes forty small operations."""
     fits = all(x[2].dtype == torch.float32 and _numbers_fit(x[2].shape, None, *x[:2], *x[3:]) for x in (main, grafted))
     compiled = kernels() if fits else None
     return NotImplemented if compiled is None else compiled.union(main, grafted, main_proposers)

@@ -144,7 +144,7 @@ class Kernels:
     def row_statistics(
         self, logits: Tensor, where: Tensor | None = None, log_sum: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Compute :func:`fsd_core.functional.row_stats` of logits [..., V], 0 in other rows than ``where`` [...]."""
+        """Compute :func:`fsd_core.functional.row_stats` of logits [..., V]; 0 in rows outside ``where`` [...]."""
         where, shape = None if where is None else where.contiguous(), logits.shape[:-1]
         highest, best, total = torch.empty(shape), torch.empty(shape, dtype=torch.long), torch.empty(shape)
         sizes, totals = (highest.numel(), logits.shape[-1]), total if log_sum else None
@@ -169,7 +169,7 @@ class Kernels:
         return log_q, where
 
     def sample(self, logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
-        """Compute :func:`fsd_core.sampling.sample_rows` by uniforms in fp32; 0 in other rows than ``where``."""
+        """Compute :func:`fsd_core.sampling.sample_rows` by uniforms in fp32; 0 in rows outside ``where``."""
         uniforms, where = uniforms.contiguous(), where.contiguous()
         tokens, sizes = torch.empty(where.shape, dtype=torch.long), (where.numel(), logits.shape[-1])
         out = uniforms.data_ptr(), tokens.data_ptr()
