@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """A block head, whichever program wrote it.
+    """The shape and options of a block head, in our terms.
 
     Attributes:
         layer: fields of its Qwen3 layers, as :attr:`EagleConfig.layer`.

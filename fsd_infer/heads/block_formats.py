@@ -185,7 +185,7 @@ def _mask_token(options: Options, vocabulary: int) -> int:
 
 
 def _softcap(options: Options) -> float | None:
-    """Return the bound of the logits; None, also for 0: none."""
+    """Return the soft cap of the logits; None if there is none, which files also write as 0."""
     cap = options.get("final_logit_softcapping", 0)
     if not is_number(cap, 0):
         raise CheckpointError(f"final_logit_softcapping in config.json must be a number from 0, got {cap!r:.60}.")
@@ -193,7 +193,7 @@ def _softcap(options: Options) -> float | None:
 
 
 def _attention(options: Options, count: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
-    """Return each layer's window, and whether it is causal: by default those are whose type says that they slide.
+    """Return each layer's window, and whether it is causal: by default only those with a sliding window are.
 
     If no type does, ``use_swa`` makes all slide, as in Model-Optimizer's heads and MiMo's.
     """

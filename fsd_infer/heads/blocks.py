@@ -207,7 +207,7 @@ class BlockHead(nn.Module):
         return logits + self.embed_proj(torch.cat([slot, state], -1)), state
 
     def _gru(self, inputs: Tensor, state: Tensor) -> Tensor:
-        """One step of torch.nn.GRU without biases, whose own kernels cannot be recorded everywhere."""
+        """One step of a GRU without biases; torch's own kernels cannot be recorded everywhere."""
         reset, update, new = nn.functional.linear(inputs, self.prefix_gru["weight_ih_l0"]).chunk(3, -1)
         old_reset, old_update, old_new = nn.functional.linear(state, self.prefix_gru["weight_hh_l0"]).chunk(3, -1)
         update = torch.sigmoid(update + old_update)
@@ -227,7 +227,7 @@ class BlockHead(nn.Module):
 
 
 def _with_sinks(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
-    """Attend [B, M, heads, width] with a logit per head [heads] that joins those of the keys and has no value.
+    """Attend [B, M, heads, width] with one more logit per head [heads], which takes weight and has no value.
 
     Queries are [B, heads, M, width], keys and values [B, groups, S, width], the mask [B, M, S].
     """

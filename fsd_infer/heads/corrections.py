@@ -50,7 +50,7 @@ class MarkovHead(nn.Module):
 
 
 class CandidateSelector(nn.Module):
-    """DFlash2's scores of a slot's likeliest tokens, by the token before and the slot: Σ p[before]·(W h)·s[token]."""
+    """DFlash2's scores of a slot's likeliest tokens given the token before and the slot, Σ p[before]·(W h)·s[token]."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()

@@ -140,7 +140,7 @@ def _layer(
     described: Mapping[str, Any], names: Collection[str], biased_kind: str, mrope: bool = True,
     rope_of: str | None = None,
 ) -> Any:  # fmt: skip
-    """Return what :func:`plain_layer` makes of Llama's layers with the norms and biases that the tensors name.
+    """Return :func:`plain_layer` of Llama-like layers with the norms and biases for which there are tensors.
 
     Configs copy their target's model type, and may not say what is biased. Other missing fields have Llama's defaults,
     not the target's values (a rotary base of 10000, for example). ``biased_kind`` is the type of layers of which
@@ -176,7 +176,7 @@ def _fused_width(shapes: Mapping[str, tuple[int, ...]], ids: Any, width: Any, hi
 
 
 def _check_computed(config: Mapping[str, Any], described: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for a head, or layers ``described``, that compute what none does here.
+    """Raise CheckpointError for a head, or layers ``described``, that need a computation that no head here has.
 
     Scales of a target that the layers' config copied are not the head's.
     """

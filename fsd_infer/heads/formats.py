@@ -82,7 +82,7 @@ def read_kind(directory: Path, config: Mapping[str, Any], kind: str, target: Tar
 
 
 def head_kind(directory: Path) -> str | None:
-    """Return OURS, OLD, EAGLE, EAGLE_3, or None for a directory without such a head, as a causal LM's."""
+    """Return OURS, OLD, EAGLE, EAGLE_3, or None for a directory without such a head, such as a causal LM's."""
     kind = kind_in(directory, read_config(directory)) if (directory / CONFIG).is_file() else None
     return kind if kind in EAGLES else None
 
@@ -160,7 +160,7 @@ def _check_target(directory: Path, trained_for: Mapping[str, Any], target: Targe
 
 
 def _check_adapter(directory: Path, target: Target) -> None:
-    """Warn of a LoRA beside a head, which Model-Optimizer trains together, if the target has none."""
+    """Warn if a LoRA lies beside the head (Model-Optimizer trains both together) and the target has none."""
     if is_adapter(directory) and not (getattr(target.config, "merged_adapter", None) or lora_layers(target.model)):
         logger.warning(
             "%s has an adapter of the target beside the head, which was trained on the adapted target, and %s has no "

@@ -98,7 +98,7 @@ class LayerFusion(nn.Module):
 
 
 def _normed(norms: nn.ModuleList, layers: Tensor) -> Tensor:
-    """Return layers [..., k·H], each through its own norm of k."""
+    """Apply the i-th of k norms to the i-th layer in [..., k·H]."""
     parts = layers.chunk(len(norms), dim=-1)
     return torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=-1)
 

@@ -96,7 +96,7 @@ def build_layers(layer: dict[str, Any], count: int) -> tuple[nn.ModuleList, nn.M
 
 
 def has_mrope(layer: Mapping[str, Any]) -> bool:
-    """Whether a layer turns by M-RoPE, so that after images its tokens stand where the target's do."""
+    """Whether a layer uses M-RoPE, so that its tokens have the target's positions after images."""
     return "mrope_section" in (layer.get("rope_parameters") or {})
 
 

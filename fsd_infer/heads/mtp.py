@@ -100,7 +100,7 @@ class MtpFiles:
         }
 
     def faults(self, layer: int, wanted: Mapping[str, Tensor]) -> Iterator[ModelLoadError]:
-        """Yield what :meth:`plan` raises, of every tensor; arguments as there."""
+        """Yield the errors that :meth:`plan` would raise, for all tensors. Arguments as there."""
         used = set()
         for ours, value in wanted.items():
             for part, shape in self._parts(ours, value, layer):
@@ -159,7 +159,7 @@ class MtpFiles:
 
     @cached_property
     def _blocks(self) -> list[int]:
-        """Rows and columns that one scale of fp8 tensors covers; transformers forgets it where it expands a target."""
+        """Rows and columns that one scale of fp8 tensors covers; transformers drops it where it expands a target."""
         file = self.weights.directory / "config.json"
         config: Any = read_json(file, "Fetch the checkpoint again.") if file.is_file() else {}
         scheme = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config") or {}
@@ -203,7 +203,7 @@ def _experts(ours: str, value: Tensor) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def find_mtp(target: Target, directory: Path | None = None) -> MtpFiles | None:
-    """Find the MTP layers in the target's files, or in a directory of their own. None: it has none.
+    """Find the MTP layers in the target's files, or in a directory of their own. None if there are none.
 
     Raises as :class:`MtpFiles`.
     """
@@ -246,14 +246,14 @@ def in_own_layout(target: Target, state: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def _beginning(target: Target) -> str:
-    """Return what stands before the model's own layers in the names of its files, "model." if there are none."""
+    """Return the prefix of the names of the model's own layers in its files, "model." if there are none."""
     directory = files_of(target)
     names = [] if directory is None else list(Weights(directory).shapes)
     return next((match[1] for name in names if (match := _FIRST_LAYER.match(name))), "model.")
 
 
 def stated_layers(target: Target) -> int | None:
-    """Return how many MTP layers the target's config says that it has; None: it says nothing, or none."""
+    """Return how many MTP layers the target's config says that it has; None if it says none, or nothing."""
     counts = (getattr(target.config, name, None) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
     return next((count for count in counts if isinstance(count, int) and count > 0), None)
 

@@ -74,7 +74,7 @@ class StoredHead:
 
 
 def our_name(stored: str, more: Mapping[str, str] | None = None) -> str:
-    """Return our name of a head's tensor: without the names of modules around it, and renamed, as by ``more``."""
+    """Return our name of a head's tensor: without the names of modules around it, and renamed, also by ``more``."""
     while stored.startswith(_MODULES):
         stored = stored.partition(".")[2]
     for theirs, ours in {**_RENAMED, **(more or {})}.items():
@@ -84,7 +84,7 @@ def our_name(stored: str, more: Mapping[str, str] | None = None) -> str:
 
 
 def flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config with its part text_config (heads for targets that see) or model (vLLM's EAGLE-1) at the top."""
+    """Return a config with its part text_config (heads for vision models) or model (vLLM's EAGLE-1) at the top."""
     parts = [config[name] for name in ("text_config", "model") if isinstance(config.get(name), Mapping)]
     return {**config, **parts[0]} if parts else config
 
@@ -160,7 +160,7 @@ def agreed(name: str, stated: Iterable[Any]) -> Any:
 
 
 def check_sizes_agree(option: Callable[[str], Any], **sizes: int) -> None:
-    """Raise CheckpointError for a config that states other sizes than these of tensors; ``option`` returns one."""
+    """Raise CheckpointError if a config states sizes other than these of the tensors; ``option`` reads a field."""
     for name, size in sizes.items():
         if (stated := option(name)) not in (None, size):
             raise CheckpointError(
@@ -182,7 +182,7 @@ def check_uncomputed(option: Callable[[str], Any], *computed: str) -> None:
 
 
 def _ropes(config: Mapping[str, Any], rope_of: str | None) -> dict[str, Any]:
-    """Return a config's rotary options, whether ``rope_theta``, ``rope_scaling`` or ``rope_parameters`` has them.
+    """Return a config's rotary options, from ``rope_theta``, ``rope_scaling`` and ``rope_parameters``.
 
     Raises CheckpointError if they contradict each other, or differ between types of layers, ``rope_of`` not among them.
     """
@@ -250,7 +250,7 @@ def plain_layer(config: Mapping[str, Any], kind: str, mrope: bool = True, rope_o
 
 
 def layer_count(stated: Any, names: Collection[str], *read: str) -> int:
-    """Return the number of decoder layers by the tensors' names.
+    """Return the number of decoder layers, counted by the tensors' names.
 
     Raises CheckpointError if the config's number ``stated`` differs (None: not stated), or for layers unknown here.
     ``read``: parts of names that are read nevertheless.

@@ -135,7 +135,7 @@ class Weights:
         return tensor
 
     def refuse_quantised(self, stored: str) -> NoReturn:
-        """Raise CheckpointError for a head with this tensor of a quantised weight."""
+        """Raise CheckpointError because this tensor is part of a quantised weight."""
         raise CheckpointError(
             f"{self.directory} is a quantised head ({stored}), and only fp8 with scales and nvfp4 are read so: use the "
             "checkpoint in bf16 or fp16 that it was made from."
@@ -166,7 +166,7 @@ def times_scales(weight: Tensor, scales: Tensor, spans: Sequence[int]) -> Tensor
 
 
 def fill(module: nn.Module, weights: Weights, names: Mapping[str, str], dtype: torch.dtype) -> None:
-    """Give a module on the device "meta" the values of files.
+    """Load a module on the device "meta" from files.
 
     Args:
         module: whose parameters are read, converted and frozen.
@@ -183,7 +183,7 @@ def fill(module: nn.Module, weights: Weights, names: Mapping[str, str], dtype: t
 
 
 def read_state(weights: Weights, names: Mapping[str, str], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return stored tensors by names of ours.
+    """Return stored tensors under our names.
 
     Raises CheckpointError unless names and shapes are those of ``wanted``, and all numbers finite.
 
@@ -206,7 +206,7 @@ def read_state(weights: Weights, names: Mapping[str, str], wanted: Mapping[str, 
 
 
 def check_sizes(what: str, size: int, vocabulary: int, target: Target) -> None:
-    """Raise CheckpointError or VocabularyMismatchError for a head with other features or ids than the target's.
+    """Raise CheckpointError or VocabularyMismatchError for a head whose features or vocabulary are not the target's.
 
     Args:
         what: the head, for errors.

@@ -57,7 +57,7 @@ def read_trees(model: nn.Module) -> bool:
 
 
 def read_past_forward(model: nn.Module) -> list[nn.Linear]:
-    """Return the layers whose weights recurrent layers read, past their forwards: Mamba multiplies by one."""
+    """Return the linear layers whose weights Mamba multiplies by itself, past their forwards."""
     steps = (getattr(layer, "dt_proj", None) for layer in recurrent_layers(model).values())
     return [layer for layer in steps if isinstance(layer, nn.Linear)]
 

@@ -62,7 +62,7 @@ def rules_of(log: str) -> dict[str, list[list[str]]]:
 
 
 def endless(rules: dict[str, list[list[str]]]) -> str | None:
-    """Return the name of a rule that answers may enter and no text can end; None: there is none."""
+    """Return the name of a reachable rule that no finite text satisfies; None if there is none."""
     parts = {name: [list(_known(rule, rules)) for rule in known] for name, known in rules.items()}
     users: dict[str, list[list[str]]] = defaultdict(list)  # rule -> alternatives that it is part of
     left: dict[int, tuple[str, int]] = {}  # alternative -> its rule's name, and how many parts no text ends yet

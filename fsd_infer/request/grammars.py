@@ -70,7 +70,7 @@ def compiled(vocabulary: Any, grammar: str) -> Any:
 
 
 def with_deep_stack(make: Callable[[], _Result]) -> _Result:
-    """Return what a function makes in a thread with a stack of four times the bytes that the child has."""
+    """Call a function in a thread with four times the stack of the child process, and return its result."""
     results: list[_Result] = []
     with _STACKS:
         before = threading.stack_size(4 * STACK)

@@ -82,7 +82,7 @@ def _of_data_url(text: str) -> bytes:
 
 
 def _decoded(data: bytes, where: str) -> Any:
-    """Return the image of a file's bytes, turned as its EXIF data says. Raises FsdError."""
+    """Return the image of a file's bytes, rotated as its EXIF data says. Raises FsdError."""
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
@@ -164,7 +164,7 @@ def encode_shown(
     images: Sequence[Any],
     options: Mapping[str, Any] | None = None,
 ) -> Encoded:
-    """Return the ids of a conversation whose images :func:`split_images` took, and what else the processor makes of it.
+    """Return the ids of a conversation whose images :func:`split_images` took out, and the processor's other outputs.
 
     Names of special tokens in messages are text, as in :func:`fsd_core.text.encoding.encode_chat`.
 
@@ -196,7 +196,7 @@ def _text_of(turn: Mapping[str, Any]) -> Any:
 
 
 def encode_marked(processor: Any, text: str, images: Sequence[Any]) -> Encoded:
-    """Return the ids of a text with marks of images, and what else the processor makes of it. Raises FsdError."""
+    """Return the ids of a text with image marks, and the processor's other outputs. Raises FsdError."""
     return encode_expanded(processor, text, images)[1:]
 
 
@@ -222,7 +222,7 @@ class _Read(BatchEncoding):
 
 
 class _EscapedTokenizer:
-    """A tokenizer as processors call it, to which the escaped names of special tokens are text.
+    """A tokenizer, as processors call it, that reads the escaped names of special tokens as text.
 
     ``last`` is the text it read last.
     """

@@ -84,7 +84,7 @@ _PREPARED = frozenset({*"attention_mask position_ids cache_position logits_to_ke
 
 
 class GenerateOptions(TypedDict, total=False):
-    """The options of ``generate`` that are honoured, also by type checkers: fields of a configuration, most of them
+    """The options of ``generate`` that are honoured, for type checkers too: fields of a configuration, most of them
     through the logits processors and stopping criteria that ``generate`` makes, and :data:`ARGUMENTS`.
     """
 
@@ -219,7 +219,7 @@ def split_options(
 
 
 def with_defaults(fields: dict[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a request with what follows from them: a temperature samples, and an answer has an end.
+    """Complete the fields of a request: a temperature implies sampling, and an answer needs a longest length.
 
     Args:
         fields: options of this request.
@@ -266,7 +266,7 @@ def check_numbers(values: Mapping[str, Any]) -> None:
 
 
 def check_token_ids(values: Mapping[str, Any], size: int) -> None:
-    """Raise FsdError for ids in these fields that are not in a vocabulary of this size, so without effect."""
+    """Raise FsdError for ids in these fields that a vocabulary of this size lacks, which would have no effect."""
     for name in values.keys() & set(_IDS):
         for token in id_list(name, values[name]):
             if not 0 <= token < size:

@@ -117,7 +117,7 @@ class TreeProcessors:
         return scores
 
     def _by_depth(self, processor: Any, scores: Tensor, tree: DraftTree, texts: Texts, rows: Sequence[int]) -> Tensor:
-        """Scores at every node through one processor, which takes texts of one length: the nodes of one depth."""
+        """Apply one processor at every node, depth by depth, since it takes texts of one length."""
         result = torch.empty_like(scores)
         for row, (text, request_row, *nodes) in enumerate(zip(texts, rows, *tree.nodes, strict=True)):
             if text is None:
@@ -147,7 +147,7 @@ class TreeProcessors:
         return torch.nn.functional.pad(q_logits, (0, 0, 0, 1)).scatter(1, q_row, processed)[:, :count]
 
     def _of_row(self, processor: Any, row: int, count: int) -> Any:
-        """The processor for ``count`` contexts of one row of the request, which it would take for separate rows."""
+        """The processor for ``count`` contexts of one row, which it would otherwise take for separate rows."""
         if isinstance(processor, PrefixConstrainedLogitsProcessor):
             allowed = processor._prefix_allowed_tokens_fn
             return PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row, text), num_beams=1)

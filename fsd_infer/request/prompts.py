@@ -25,7 +25,7 @@ PREFILL_CHUNK = 512
 def check_prompts(
     target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, limit: int | None = None
 ) -> list[int]:
-    """Return how many tokens may follow each prompt: max_new_tokens, or fewer if the context ends before.
+    """Return how many tokens may follow each prompt: max_new_tokens, or fewer if the context ends earlier.
 
     Args:
         target: target of the request.
@@ -138,7 +138,7 @@ def image_prompts(
 def place_images(
     session: DraftSession, cache: SlotCache, tokens: Tensor, prompt_images: Sequence[ImagePrompt | None]
 ) -> None:
-    """Tell a drafter where prompts [B, M] with images place their tokens (M-RoPE), before it is given them.
+    """Give a drafter the rotary positions of prompts [B, M] with images (M-RoPE), before the prompts.
 
     Args:
         session: session of the drafter.
@@ -185,7 +185,7 @@ def prefill_text(
     lengths: Tensor | None = None,
     on_chunk: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
-    """Forwards over tokens [B, M], chunk by chunk: (features [B, M, F], logits [B, 1, V] at the last token).
+    """Read tokens [B, M] in chunks: (features [B, M, F], logits [B, 1, V] at the last token).
 
     ``prefix`` is a prefix of the tokens, for B = 1. Rows are padded beyond ``lengths`` [B].
     """

@@ -177,7 +177,7 @@ class Service:
         return JSONResponse(jsonable(reply.whole()))
 
     async def in_thread(self, work: Callable[[], _Result]) -> _Result:
-        """Return the result of work in another thread: encoding a prompt or trying a guide may take seconds.
+        """Run work in another thread, since encoding a prompt or trying a guide may take seconds.
 
         Raises HTTPException for a request that cannot be decoded.
         """
@@ -322,7 +322,7 @@ async def _events(parts: AsyncIterator[tuple[int, Any]], reply: Reply, with_usag
 
 
 async def _guarded(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """A stream with its end. The status is sent already, so the stream itself reports an error."""
+    """Yield the events and the end mark. The status is already sent, so errors become events."""
     try:
         async for event in events:
             yield event

@@ -78,7 +78,7 @@ class Logprob:
 
 @dataclass(eq=False)  # equal requests are different jobs
 class AnswerJob:
-    """One answer that is wanted, and how far it has come.
+    """One requested answer, and its progress.
 
     Attributes:
         prompt: token ids.
@@ -134,7 +134,7 @@ class AnswerJob:
     stopped: bool = False
 
     def begin(self, tokenizer: Any) -> None:
-        """Get ready for the first token."""
+        """Prepare for the first token."""
         self.answer, self.pieces = AnswerText(tokenizer, self.stop), Pieces(tokenizer)
 
     def ends(self, token: int) -> str | None:
@@ -147,7 +147,7 @@ class AnswerJob:
         return "abort" if self.stopped else None
 
     def show(self, text: str) -> bool:
-        """Send what the text has grown by. Return whether the client has left."""
+        """Send the new part of the text. Return whether the client has left."""
         new, self.text = text[len(self.text) :], text
         if new and not self.cancelled:
             self.on_update(new, None)
@@ -191,11 +191,11 @@ class AnswerJob:
 
 
 class _UnwantedError(Exception):
-    """Nobody waits for an answer of the batch."""
+    """No client waits for an answer of the batch any more."""
 
 
 class _Served(Streaming):
-    """Shows each job what its answer has grown by, and asks it where the answer ends."""
+    """Sends each job the new text of its answer, and asks it where the answer ends."""
 
     def __init__(self, batch: Sequence[AnswerJob]) -> None:
         self.batch = batch
