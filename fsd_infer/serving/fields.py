@@ -132,7 +132,7 @@ class CompletionRequest(RequestFields):
     @model_validator(mode="before")
     @classmethod
     def _is_json(cls, values: Any) -> Any:
-        """Refuse NaN and infinities, which Python's reader of JSON lets pass."""
+        """Refuse NaN and infinities, which Python's JSON parser accepts."""
         queue = [values]
         while queue:
             value = queue.pop()
@@ -259,7 +259,7 @@ class ChatCompletionRequest(CompletionRequest):
 
     @property
     def forced(self) -> list[Tool]:
-        """The tools one of which the answer must call; none if it need not call any."""
+        """The tools of which the answer must call one; none if it need not call any."""
         if isinstance(self.tool_choice, NamedTool):
             return [tool for tool in self.offered if tool.name == self.tool_choice.function.name]
         return self.offered if self.tool_choice == "required" else []

@@ -22,7 +22,7 @@ LONGEST = 1000  # characters of an error
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """Return an error as OpenAI's API has it, each text bounded, and without characters that UTF-8 cannot write.
+    """Return an error as OpenAI's API has it, with texts of bounded length and only characters that UTF-8 can encode.
 
     Args:
         status: HTTP status, also the error's code.

@@ -143,7 +143,7 @@ def _encode(
 
 
 def _check_variables(decoder: FuzzyDecoder, request: ChatCompletionRequest) -> None:
-    """Raise FsdError for a variable whose name the chat template does not hold, unless it asks for nothing."""
+    """Raise FsdError for a variable that the chat template does not mention, unless it is null or false."""
     template = str(decoder.tokenizer.chat_template or "")  # all of several
     for name, value in request.chat_template_kwargs.items():
         if name not in template and value not in (None, False):  # front ends send {"enable_thinking": false} to all

@@ -99,7 +99,7 @@ class _Server(uvicorn.Server):
             print(f"listening on http://{self.config.host}:{port}/v1, until Ctrl-C", flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop; uvicorn's own would also end the process by the signal, with its status."""
+        """Stop the server. uvicorn's own handler would also end the process with the signal's status."""
         self.config.app.state.batcher.stop()  # type: ignore[union-attr]
         self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
         self.should_exit = True
@@ -144,7 +144,7 @@ def server(app: FastAPI, host: str, port: int) -> uvicorn.Server:
 
 
 def serve(app: FastAPI, host: str, port: int) -> None:
-    """Serve until the process is interrupted. Running answers are then sent as far as they have come."""
+    """Serve until the process is interrupted. Running answers are then sent as far as they are done."""
     running = server(app, host, port)
     is_main = threading.current_thread() is threading.main_thread()
     former = signal.getsignal(signal.SIGHUP)

@@ -55,7 +55,7 @@ def explain(error: RequestValidationError) -> tuple[str, str | None]:
 
 
 def explain_refusal(request: Request, error: HTTPException) -> str:
-    """Return the message of a refusal: FastAPI's own name neither the path nor what is wrong with a body."""
+    """Return the message of a refusal: FastAPI's own messages name neither the path nor the fault."""
     path, cause = f"{request.scope['path']:.80}", error.__cause__
     if error.status_code == 404 and error.detail == HTTPStatus.NOT_FOUND.phrase:
         return f"nothing is at {path}: /openapi.json lists the paths."
@@ -71,7 +71,7 @@ def explain_refusal(request: Request, error: HTTPException) -> str:
 
 
 def _path(body: Any, location: tuple[int | str, ...], is_missing: bool) -> str:
-    """Write a place in the body, which may be that of a missing field.
+    """Return the path of a field in the body, which may be missing.
 
     What is neither a name nor an index there is pydantic's, such as a union's member.
     """

@@ -10,7 +10,7 @@ _Item = TypeVar("_Item")
 
 
 class _One(FailFast):
-    """Stop at the first wrong item: the event loop waits while all are listed."""
+    """Stop at the first wrong item: listing all of them would block the event loop."""
 
     __hash__ = object.__hash__  # unions of types need it
 
@@ -105,7 +105,7 @@ Content = Annotated[
 
 
 class ChatMessage(RequestFields):
-    """One of ``messages``. ``refusal`` and ``annotations`` are what answers of OpenAI's carry."""
+    """One of ``messages``. ``refusal`` and ``annotations`` are fields of OpenAI's answers."""
 
     role: str
     content: Content | None = None

@@ -44,7 +44,7 @@ def answers_page(answers: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def server_page(rule: str) -> str:
-    """Return the page of a server, which posts to ``view/decode``. ``rule`` is chosen at first."""
+    """Return the page of a server, which posts to ``view/decode``. ``rule`` is selected initially."""
     rules = [
         {"name": name, "parameter": dict(zip(("name", "low", "high", "value"), KNOBS[name])) if name in KNOBS else None}
         for name in sorted({*RULES.names(), "quality"})

@@ -39,7 +39,7 @@ class Reply:
         self._offsets = [0] * len(jobs)  # where their text ended
 
     def event(self, index: int, text: str, is_over: bool) -> str:
-        """Return a part of a stream: what answer ``index`` grew by, or its end."""
+        """Return an event of a stream: the new text of answer ``index``, or its end."""
         choice: dict[str, Any] = {"text": text}
         self._shown[index] += len(text)
         if self.is_chat:
@@ -129,7 +129,7 @@ def _entry(piece: Piece, value: float) -> dict[str, Any]:
 
 
 def _by_text(logprob: Logprob) -> dict[str, float]:
-    """The likeliest tokens and the chosen one, which has its text as its key, whatever others decode alike."""
+    """The likeliest tokens and the chosen one, whose key is its text even if other tokens have the same text."""
     chosen = logprob.piece.token
     token_of = {_text(logprob.piece): chosen}
     log_probs: dict[str, float] = {}

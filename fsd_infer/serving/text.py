@@ -48,7 +48,7 @@ class AnswerText:
         return self._stopped
 
     def end(self) -> str:
-        """The answer is over. Return what its last token adds in place of an incomplete character."""
+        """End the answer. Return the text that stands for an incomplete last character."""
         if self._stopped:
             return ""
         rest = self._pieces.rest()

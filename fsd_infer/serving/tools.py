@@ -159,7 +159,7 @@ class CallReader:
         return content if content.strip() or not self.made else ""
 
     def _parted(self, is_over: bool) -> tuple[str, str, str]:
-        """Split the text at the end of a call: body, closing, rest. A closing in a string of JSON does not end it."""
+        """Split the text at the end of a call: body, closing, rest. A closing inside a JSON string does not count."""
         closing = self.format.closing
         if not closing:
             return self._held, "", ""

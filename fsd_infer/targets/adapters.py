@@ -86,7 +86,7 @@ def read_adapter_config(directory: str | Path, unmerged: bool = False) -> dict[s
 
 
 def _is_odd(name: str, value: Any) -> bool:
-    """Whether a field has a value that is not computed. Fields that peft adds later must be unset."""
+    """Whether a field has a value that is not supported. Fields that peft adds later must be unset."""
     if name in _PLAIN:
         return value not in _PLAIN[name]
     return not (value is None or value is False or value in ({}, []))
@@ -148,7 +148,7 @@ def add_adapters(model: Any, adapters: Mapping[str, str | Path]) -> None:
 
 
 def _without_copies(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return an adapter's tensors without the copies of the base's tables that peft saves with an adapter of them.
+    """Return an adapter's tensors without the base's embeddings, which peft saves beside an adapter of them.
 
     Raises CheckpointError for tables that differ from the model's: the adapter was trained with others.
     Raises ModelLoadError for whole weights, which no LoRA has.

@@ -47,7 +47,7 @@ _CAUSAL_ANYWAY = {"gpt_neox", "gpt_neox_japanese"}  # their configs have an is_d
 
 
 def check_directory(directory: Path) -> None:
-    """Raise CheckpointError or ModelLoadError, with the file's name, for the usual damage of a model directory."""
+    """Raise CheckpointError or ModelLoadError, with the file's name, for common damage of a model directory."""
     if not (directory / "config.json").is_file():
         files = sorted(directory.glob("*.gguf"))
         advice = f"give the GGUF file, as {files[0]}" if files else "it is not a Hugging Face model directory"
@@ -227,7 +227,7 @@ def check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> N
 
 
 def _check_windows(decoder: Any, config: Any) -> None:
-    """Raise ModelLoadError for attention windows that this model's masks leave out, though its cache forgets by them.
+    """Raise ModelLoadError for attention windows that this model applies to its cache and not to its masks.
 
     Then ``generate`` depends on where a prompt ends, and no mask of a draft tree agrees with it. Moshi is such a model.
     """
@@ -304,7 +304,7 @@ def check_decodable(model: Any, name: str) -> None:
 
 
 def _counts_its_cache(decoder: Any) -> bool:
-    """Whether its code places tokens by the length of the cache, not by positions: Inkling's, and GLM-5.3's indexer."""
+    """Whether its code derives positions from the length of the cache, as Inkling's and GLM-5.3's indexer do."""
     forwards = [inspect.unwrap(type(part).forward) for part in (decoder, *decoder.modules())]
     members = forwards[0].__globals__.values()  # of its module
     module_members = [member for member in members if getattr(member, "__module__", "") == type(decoder).__module__]
@@ -324,7 +324,7 @@ def _warn_foreign_eos(model: Any, name: str) -> None:
 
 
 def _check_reading(kind: str, config: Any) -> None:
-    """Raise ModelLoadError for a text config of layers that do more, or see more, than a draft tree allows."""
+    """Raise ModelLoadError for a text config whose layers cannot verify a draft tree."""
     if getattr(config, "is_decoder", True) is False and config.model_type not in _CAUSAL_ANYWAY:
         raise ModelLoadError(
             f"{kind} reads text in both directions, because its config has is_decoder=False: set it if the model was "

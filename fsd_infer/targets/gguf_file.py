@@ -86,7 +86,7 @@ class _GGUFReader:
     def _placed(
         self, listed: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int
     ) -> dict[str, StoredTensor]:
-        """Return the tensors by name. Raise ValueError for names that are there twice, and for places that overlap."""
+        """Return the tensors by name. Raise ValueError for repeated names, and for tensors that overlap."""
         tensors: dict[str, StoredTensor] = {}
         ends, before = start, "the header"
         for name, sizes, kind, at in sorted(listed, key=lambda tensor: tensor[3]):
@@ -123,7 +123,7 @@ class _GGUFReader:
         return self._strings(count) if of == _STRING else list(self._numbers(f"<{count}{_NUMBERS[of]}"))
 
     def _strings(self, count: int) -> list[str]:
-        """Read ``count`` strings: a vocabulary has 50,000, so nothing is called per string but the decoder."""
+        """Read ``count`` strings: a vocabulary has 50,000, so only the decoder is called per string."""
         size_at, view, at, strings = struct.Struct("<Q").unpack_from, self.view, self.at, []
         for _ in range(count):
             start = at + 8

@@ -75,7 +75,7 @@ def load_foreign(
 
 
 def _is_packed(model: PreTrainedModel) -> bool:
-    """Whether the reader has kept blocks. Then it names itself what it leaves out."""
+    """Whether the reader has kept blocks. If so, it reports itself what it leaves out."""
     return any(parameter.dtype == torch.uint8 for parameter in model.parameters())
 
 
@@ -86,7 +86,7 @@ def _is_tied(model: Any) -> bool:
 
 
 def _unread(source: Path, model: PreTrainedModel, tensors: Mapping[str, StoredTensor], family: str) -> Collection[str]:
-    """Return tensors that transformers' reader has left out: it drops those that it does not know in silence.
+    """Return the tensors that transformers' reader has left out: it silently drops those that it does not know.
 
     It joins and renames some, so the numbers are counted; the names are of the gguf package's table. Raises
     ModelLoadError if the counts differ and all names are known.
@@ -107,7 +107,7 @@ def _unread(source: Path, model: PreTrainedModel, tensors: Mapping[str, StoredTe
 
 
 def refuse_shape(source: Path, name: str, stored: Sequence[int], expected: Sequence[int]) -> None:
-    """Raise ModelLoadError for a tensor of another shape than its parameter's."""
+    """Raise ModelLoadError for a tensor whose shape is not its parameter's."""
     raise ModelLoadError(
         f"{source}: {name} has shape {list(stored)}, but its model needs {list(expected)}. Fetch the file again, "
         "or use the model's checkpoint."

@@ -135,7 +135,7 @@ class ImagePrompt:
 
 
 def set_offset(cache: SlotCache, positions: Tensor) -> None:
-    """Keep in a cache of one row by how much rotary positions of tokens after a prompt differ from their places.
+    """Set in a cache of one row the rotary position less the index of tokens after a prompt.
 
     ``positions``: of the prompt, [3, 1, P] or [1, P].
     """

@@ -54,7 +54,7 @@ def class_of(config: PretrainedConfig) -> Any:
 
 
 def check_image_model(config: PretrainedConfig) -> None:
-    """Raise ModelLoadError for families with an encoder, or that read images otherwise than as tokens of the prompt."""
+    """Raise ModelLoadError for families with an encoder, or that do not read images as tokens of the prompt."""
     text: Any = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
         raise ModelLoadError(f"{config.model_type} has an encoder beside its decoder: a causal LM is needed as target.")

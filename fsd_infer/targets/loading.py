@@ -127,7 +127,7 @@ def load_tokenizer(
 def from_files(
     name_or_dir: str | os.PathLike[str], keywords: dict[str, Any], read: Callable[..., Loaded], progress: bool = True
 ) -> Loaded:
-    """Return what a function makes of a target's files; those of the Hub that are damaged are fetched again.
+    """Call a function on a target's files and return its result; damaged files of the Hub are fetched again.
 
     Args:
         name_or_dir: as in :func:`load_target`.
@@ -255,7 +255,7 @@ def _load_files(
     allow_control_tokens: bool,
     progress: bool,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """Load a target by transformers, with its adapter, in eval mode and without gradients.
+    """Load a target with transformers, and its adapter, in eval mode and without gradients.
 
     Args:
         name, allow_control_tokens, progress: see :func:`load_target`.
@@ -281,7 +281,7 @@ def _load(
     source: str,
     **where: Any,
 ) -> tuple[Any, PreTrainedTokenizerBase | None, bool]:
-    """Load by transformers; return model, tokenizer, and whether the model is quantised.
+    """Load with transformers; return model, tokenizer, and whether the model is quantised.
 
     Args:
         options: transformers' options, :func:`load_target`'s own included.

@@ -18,7 +18,7 @@ if hasattr(Cache, "update_indexer"):  # DeepSeek's sparse attention: it chooses 
 
 
 def max_positions(config: Any) -> int | None:
-    """Return the longest text in tokens, or None if the text config does not say, or angles stretch to any length."""
+    """Return the longest text in tokens, or None if the config does not say, or the angles adapt to any length."""
     lengths = rope_lengths(config)
     if "dynamic" in lengths:
         return None

@@ -45,7 +45,7 @@ def parse_device(device: str | torch.device | None) -> torch.device:
 
 
 def take_device(device: str | torch.device | None, model_kwargs: dict[str, Any]) -> Any:
-    """Return the device, and take a ``device_map`` that names one out of the keywords, as text or {"": device}.
+    """Return the device. A ``device_map`` that names one, as text or {"": device}, is removed from the keywords.
 
     Raises:
         ModelLoadError: a map of several devices without accelerate, or two devices that differ.

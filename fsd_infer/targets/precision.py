@@ -53,7 +53,7 @@ def _quantization(config: Any) -> Mapping[str, Any]:
 
 
 def check_quantization(config: Any, device: torch.device, stored: bool = True) -> None:
-    """Raise ModelLoadError for quantised weights that this device does not support, or of an unnamed method.
+    """Raise ModelLoadError for quantised weights that this device does not support, or that name no method.
 
     Args:
         config: as in :func:`method_of`.
@@ -152,7 +152,7 @@ def _scheme(group: Mapping[str, Any]) -> str:
 
 
 def _odd_weights(decoder: nn.Module) -> set[str]:
-    """The types of a decoder's matrices other than plain weights."""
+    """The types of a decoder's matrices that are no plain weights."""
     odd = [part for part in decoder.modules() if isinstance(part, nn.Linear) and not is_plain(part)]
     weights = [getattr(part, "weight", None) for part in odd]
     return {type(weight).__name__ for weight in weights if not hasattr(weight, "full_tensor")}  # not sharded ones

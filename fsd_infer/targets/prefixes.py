@@ -41,7 +41,7 @@ class Prefix:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the states are of no shorter prefix."""
+        """Whether the states cannot be cut to a shorter prefix."""
         return any(key[0] == "recurrent" for key in self.states)
 
     def cut(self, count: int) -> Prefix:
@@ -83,7 +83,7 @@ class PrefixCache:
         return text.cut(count)
 
     def store(self, text: Prefix) -> None:
-        """Keep a text in place of its own prefixes, which a text with whole states does not replace."""
+        """Keep a text in place of its own prefixes. One whose states cannot be cut replaces only its equal."""
         if text.nbytes > self.max_bytes or len(text.tokens) < MIN_TOKENS:
             return
         others = [

@@ -46,7 +46,7 @@ def is_processor(value: Any) -> bool:
 
 
 def without_others(kind: type[ProcessorMixin]) -> Any:
-    """Return a class of processors that needs nothing to read videos and sounds: the former needs torchvision."""
+    """Return a processor class without its parts for videos and sounds, of which the former need torchvision."""
     names = kind.get_attributes()
     kept = [name for name in names if name in ("image_processor", "tokenizer")]
 

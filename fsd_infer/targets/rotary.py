@@ -23,7 +23,7 @@ _RECOMPUTING = ("phi3", "phimoe", "phi4_multimodal")  # their prepare_inputs_for
 
 
 def rope_lengths(config: Any) -> dict[str, int]:
-    """Return the longest text, in tokens, before the angles change, by rotary kind; empty if they never do."""
+    """Return the longest text, in tokens, before the angles change, by RoPE type; empty if they never do."""
     scaling = getattr(config, "rope_parameters", None) or {}
     lengths: dict[str, int] = {}
     by_type = [options for options in scaling.values() if isinstance(options, Mapping)]  # of each type of layers
@@ -78,7 +78,7 @@ class DynamicRope:
             self.reset()
 
     def reset(self) -> None:
-        """Forget earlier texts: dynamic NTK keeps the angles of the longest one."""
+        """Reset the angles: dynamic NTK keeps those of the longest earlier text."""
         for module in self.modules if self._every else ():
             for name in list(vars(module)):
                 if name.endswith("max_seq_len_cached"):

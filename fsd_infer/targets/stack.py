@@ -271,7 +271,7 @@ def _takes_keep(kind: type[nn.Module]) -> bool:
 
 @contextmanager
 def hooked(modules: Iterable[nn.Module], hook: Callable[..., Any], before: bool = False) -> Iterator[None]:
-    """Call a hook at every forward of these modules that this thread runs within the block. Others may run them, too.
+    """Call a hook at every forward of these modules by this thread within the block. Other threads may run them, too.
 
     Args:
         modules: those whose forwards call it.

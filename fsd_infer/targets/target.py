@@ -84,7 +84,7 @@ class Target(CachedModel):
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any = None) -> Target:
-        """Wrap a model in memory, set to eval mode. A peft wrapper gives the model inside, with its adapters.
+        """Wrap a model in memory, set to eval mode. A peft wrapper is replaced by the model inside, with its adapters.
 
         Raises ModelLoadError: no causal LM, or an adapter outside the model's layers (prompt tuning).
         """
@@ -116,7 +116,7 @@ class Target(CachedModel):
 
     @property
     def reads_in_turn(self) -> bool:
-        """Whether a batch's prompts are read one by one: together is no faster on a CPU, and padding costs."""
+        """Whether a batch's prompts are read one by one: together is no faster on a CPU, and padding costs time."""
         return is_host(self.device)
 
     @property
@@ -134,7 +134,7 @@ class Target(CachedModel):
 
     @property
     def weight_format(self) -> str:
-        """The format of packed weights, "blocks" if some are as a quantised file has them; "" if none are packed."""
+        """The format of packed weights, "blocks" if some keep a quantised file's layout; "" if none are packed."""
         formats = {format_of(part) for part in self.decoder.modules()}
         return "blocks" if "blocks" in formats else max(formats)
 
@@ -374,7 +374,7 @@ class Target(CachedModel):
 
 
 def layer_list(decoder: nn.Module, count: int) -> nn.ModuleList | None:
-    """Return the list of a decoder's ``count`` layers, or None. A decoder may hold what sees images, too."""
+    """Return the list of a decoder's ``count`` layers, or None. A decoder may also hold a vision tower."""
     direct: Any = getattr(decoder, "layers", None)
     lists = (part for part in (direct, *decoder.modules()) if isinstance(part, nn.ModuleList))
     return next((layers for layers in lists if len(layers) == count), None)

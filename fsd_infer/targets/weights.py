@@ -56,7 +56,7 @@ class GroupedWeight:
 
 @cache
 def warn_once(message: str) -> None:
-    """Log as a warning what a user loses with these weights or on this machine, the first time."""
+    """Log a warning about what a user loses with these weights or on this machine, once per message."""
     logger.warning(message)
 
 
@@ -125,7 +125,7 @@ def is_sharded(weight: Any) -> bool:
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Return whether a layer computes by its class with a plain weight, packed or not.
+    """Return whether a layer runs its class's forward with a plain weight, packed or not.
 
     A quantisation library has its own tensor types, its own layers, or replaced forwards. An adapter is a module
     around the layer, without a weight.
@@ -135,12 +135,12 @@ def is_plain(layer: nn.Module) -> bool:
 
 
 def stay_plain(layer: nn.Module) -> None:
-    """Say that other code reads the layer's weight, past its forward, so that no backend packs it."""
+    """Mark a layer whose weight other code reads, past its forward, so that no backend packs it."""
     vars(layer)["_fsd_stays_plain"] = True
 
 
 def stays_plain(layer: nn.Module) -> bool:
-    """Whether :func:`stay_plain` was said of the layer."""
+    """Whether :func:`stay_plain` marked the layer."""
     return "_fsd_stays_plain" in vars(layer)
 
 
