@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsd_core.console import ConsoleParser
 from fsd_core.errors import DataError
 from fsd_core.files import parse_json
 from fsd_core.registry import MAX_SEED, read_float, read_int
@@ -221,12 +222,6 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     add(parser.add_argument_group("models"), *MODELS)
 
 
-def add_common(parser: argparse.ArgumentParser) -> None:
-    """Add what every command takes."""
-    add_flags(parser, ("--debug", "show tracebacks and the libraries' own messages"))
-    add_import(parser)
-
-
 def add_import(parser: argparse.ArgumentParser) -> None:
     """Add --import."""
     parser.add_argument(
@@ -235,21 +230,34 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def add_commands(
-    parser: argparse.ArgumentParser,
+def program_parser(
+    name: str,
+    version: str,
+    description: str,
     commands: Sequence[tuple[Callable[..., int], Callable[[argparse.ArgumentParser], None] | None, str]],
-    common: argparse.ArgumentParser,
-) -> None:
-    """Add subcommands: (function of the parsed options, what adds its options, help) each, named as the function."""
+) -> ConsoleParser:
+    """Return the parser of a program.
+
+    Args:
+        name: its name.
+        version: its version.
+        description: its description in help.
+        commands: (function of the parsed options, what adds its options, help) each, named as the function.
+    """
+    parser, common = ConsoleParser(prog=name, description=description), ConsoleParser(add_help=False)
+    parser.add_argument("--version", action="version", version=f"{name} {version}")
+    add_flags(common, ("--debug", "show tracebacks and the libraries' own messages"))
+    add_import(common)
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command, add_options, help in commands:
-        name, described = command.__name__.replace("_", "-"), f"{help[0].upper()}{help[1:]}."
+        command_name, described = command.__name__.replace("_", "-"), f"{help[0].upper()}{help[1:]}."
         subparser = subparsers.add_parser(
-            name, help=help, description=described, parents=[common], formatter_class=HelpFormatter
+            command_name, help=help, description=described, parents=[common], formatter_class=HelpFormatter
         )
         subparser.set_defaults(function=command)
         if add_options is not None:
             add_options(subparser)
+    return parser
 
 
 def picked(args: argparse.Namespace, names: str) -> dict[str, Any]:

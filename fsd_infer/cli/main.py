@@ -15,8 +15,6 @@ from fsd_core.completion import HELP, add_completion, commands_of, script
 from fsd_core.console import ConsoleParser, run_parsed
 from fsd_core.options import (
     add,
-    add_commands,
-    add_common,
     add_counts,
     add_flags,
     add_models,
@@ -25,6 +23,7 @@ from fsd_core.options import (
     gibibytes_or_none,
     json_object,
     named_directory,
+    program_parser,
     real_number,
     rows_by_tokens,
     whole_number,
@@ -58,12 +57,6 @@ def build_parser() -> ConsoleParser:
     """Return the parser of all commands and their options."""
     from fsd_infer import __version__
 
-    parser = ConsoleParser(
-        prog="fsd-infer", description="Speculative decoding with a dial: exact, or fuzzy within a stated divergence."
-    )
-    parser.add_argument("--version", action="version", version=f"fsd-infer {__version__}")
-    common = ConsoleParser(add_help=False)
-    add_common(common)
     table = (
         (commands.generate, _generate_options, "answer one prompt"),
         (commands.warmup, _warmup_options, "load the models and compile the CPU kernels before the first request"),
@@ -72,8 +65,8 @@ def build_parser() -> ConsoleParser:
         (commands.rules, None, "list rules, divergences, drafters and built-in targets"),
         (completion, add_completion, HELP.replace("PROGRAM", "fsd-infer")),
     )
-    add_commands(parser, table, common)
-    return parser
+    description = "Speculative decoding with a dial: exact, or fuzzy within a stated divergence."
+    return program_parser("fsd-infer", __version__, description, table)
 
 
 def completion(args: argparse.Namespace) -> int:
