@@ -106,11 +106,11 @@ def load_gguf(
         tied = hf_config.tie_word_embeddings and path == "model.embed_tokens"
         holder = model.lm_head if tied else layer
         stays = kind == "weight" and isinstance(holder, (nn.Linear, nn.Embedding)) and reads_blocks is not None
-        if stays and reads_blocks(int(stored.kind), *stored.shape):  # type: ignore[misc]
-            blocks = QuantizedWeight(int(stored.kind), stored.data, order, f"{name} of the GGUF file")
+        if stays and reads_blocks(int(stored.ggml_type), *stored.shape):  # type: ignore[misc]
+            blocks = QuantizedWeight(int(stored.ggml_type), stored.data, order, f"{name} of the GGUF file")
             value = keep_quantized(holder, blocks)
         else:
-            lost[stored.kind.name] += len(stored.shape) == 2 and stored.kind.name not in _UNQUANTISED
+            lost[stored.ggml_type.name] += len(stored.shape) == 2 and stored.ggml_type.name not in _UNQUANTISED
             value = nn.Parameter(_expanded(stored, order, source).to(dtype), requires_grad=False)
         for part in (layer, model.lm_head) if tied else (layer,):
             setattr(part, kind, value)

@@ -31,18 +31,18 @@ class StoredTensor:
     """A tensor of a GGUF file.
 
     Attributes:
-        kind: its ggml type.
+        ggml_type: its tensor type.
         shape: in torch's order, the last dimension contiguous.
         data: [rows, bytes] uint8, a read-only view of the mapped file.
     """
 
-    kind: GGMLQuantizationType
+    ggml_type: GGMLQuantizationType
     shape: tuple[int, ...]
     data: np.ndarray
 
     def values(self) -> np.ndarray:
         """Return the values in fp32. Raises NotImplementedError for types that gguf-py does not support."""
-        return np.array(dequantize(self.data, self.kind), dtype=np.float32).reshape(self.shape)
+        return np.array(dequantize(self.data, self.ggml_type), dtype=np.float32).reshape(self.shape)
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:

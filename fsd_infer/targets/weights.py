@@ -30,13 +30,13 @@ class QuantizedWeight:
     """A weight in the blocks of a quantised file. The layer has no other until a backend prepares it.
 
     Attributes:
-        kind: ggml's tensor type.
+        ggml_type: its tensor type, ggml's number.
         rows: [out, bytes] uint8, contiguous.
         order: [out] int64, the row of each output; None: the same order.
         name: what errors call it.
     """
 
-    kind: int
+    ggml_type: int
     rows: np.ndarray
     order: Tensor | None = None
     name: str = "a weight"

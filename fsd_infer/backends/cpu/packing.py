@@ -70,7 +70,7 @@ class Packed:
         self.columns, self.depth = weight.shape
         self.bias = None if bias is None else bias.detach().clone()
         self.scales: Tensor | None = None
-        self.kind = 0 if blocks is None else blocks.kind
+        self.ggml_type = 0 if blocks is None else blocks.ggml_type
         self.kernels = kernels()
         self.products: Linear | None = None
         padding = 0  # columns of zeros
@@ -83,20 +83,20 @@ class Packed:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
             panels = panels_of(weight, self.weight)
         else:
-            source = (blocks.kind, blocks.rows, self.depth, blocks.order)
+            source = (blocks.ggml_type, blocks.rows, self.depth, blocks.order)
             packed = None if self.kernels is None else self.kernels.pack_blocks(*source)
             if packed is None or self.kernels is None:
                 raise ValueError("blocks of a kind or size that the kernels do not take")
             self.weight, panels = packed, (packed.data_ptr(), self.kernels.block_side)
         if panels is not None:
             sizes = dict(columns=self.columns + padding, depth=self.depth, side=panels[1])
-            self.products = Linear(panels=panels[0], kind=self.kind, bias=address_of(self.bias), **sizes)
+            self.products = Linear(panels=panels[0], kind=self.ggml_type, bias=address_of(self.bias), **sizes)
         self.native = None if padding else self.products
 
     @property
     def format(self) -> str:
         """As of :class:`PackedLayer`."""
-        return "blocks" if self.kind else "bf16" if self.scales is None else "fp8"
+        return "blocks" if self.ggml_type else "bf16" if self.scales is None else "fp8"
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b [..., out] of x [..., in]."""
@@ -116,7 +116,7 @@ class Packed:
         small ones 1/248 of the largest in its output. This is for drafters, whose drafts change no distribution of
         `exact`.
         """
-        if self.native is None or self.kernels is None or self.scales is not None or self.kind:
+        if self.native is None or self.kernels is None or self.scales is not None or self.ggml_type:
             return
         panels, self.scales = fp8_panels(self.dense(), self.native.side)
         self.weight = _kept(panels)
@@ -124,7 +124,7 @@ class Packed:
 
     def dense(self) -> Tensor:
         """Return the weight [out, in] of the products in bf16. Numbers of blocks are rounded once."""
-        if self.kind:
+        if self.ggml_type:
             return self.rows(torch.arange(self.columns))
         if self.scales is None:
             if self.weight.is_mkldnn:
@@ -321,7 +321,7 @@ def _readable_blocks(layer: nn.Module) -> QuantizedWeight | None:
     if weight is None or weight.dim() != 2 or weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
         return None
     blocks = blocks_of(layer)
-    return blocks if blocks is not None and holds_blocks(blocks.kind, *weight.shape) else None
+    return blocks if blocks is not None and holds_blocks(blocks.ggml_type, *weight.shape) else None
 
 
 def _is_packable(layer: nn.Module) -> bool:
