@@ -198,7 +198,7 @@ def warmup(args: argparse.Namespace) -> int:
     options = _decoder_options(args)
     set_threads(args.threads)
     clock = Clock()
-    kind = choose(options["device"]).describe()
+    kernels = choose(options["device"]).describe()
     clock.lap("compile")
     decoder = FuzzyDecoder.from_pretrained(**options)
     clock.lap("load")
@@ -206,7 +206,7 @@ def warmup(args: argparse.Namespace) -> int:
         print(record_rounds(decoder, args.record))
         clock.lap("record")
     if decoder.target.device.type == "cpu":
-        print("CPU kernels: " + ("none, decoding runs through torch" if kind is None else "compiled"))
+        print("CPU kernels: " + ("none, decoding runs through torch" if kernels is None else "compiled"))
     print(", ".join(f"{part} {seconds:.1f} s" for part, seconds in clock.phases().items()), file=sys.stderr)
     return 0
 
@@ -247,7 +247,7 @@ def rules(args: argparse.Namespace) -> int:
     from fsd_infer.drafters.free import free_drafters
     from fsd_infer.drafters.loading import NAMES
 
-    free = {name: first_paragraph(kind) for name, kind in free_drafters().items() if name not in NAMES}
+    free = {name: first_paragraph(drafter) for name, drafter in free_drafters().items() if name not in NAMES}
     lists = (
         ("rules (as text, e.g. fuzzy:js:0.3)", _rules()),
         ("divergences (p the target, q the drafter)", _divergences()),

@@ -27,13 +27,13 @@ ATTENDS = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  #
 WITHOUT_KEYS = {*RECURRENT, "moe", "mlp"}  # types of layers without keys and values
 
 
-def cache_argument(kind: type[nn.Module]) -> str:
+def cache_argument(module_class: type[nn.Module]) -> str:
     """Return the name under which a model or layer of this class takes its cache.
 
     It is ``cache`` since transformers 5.24. Earlier versions, and code from the Hub, say ``past_key_values``, or
     ``cache_params`` where layers are recurrent.
     """
-    return _argument_of(kind.forward)
+    return _argument_of(module_class.forward)
 
 
 @cache
@@ -125,7 +125,7 @@ class SlotCache(Cache):
         self.tensors = RowTensors(batch, KVPool() if pool is None else pool)
         self.num_layers = int(config.num_hidden_layers)
         types = getattr(config, "layer_types", None) or [None] * self.num_layers
-        have_keys = (kind not in WITHOUT_KEYS for kind in types)
+        have_keys = (layer_type not in WITHOUT_KEYS for layer_type in types)
         # index of each layer among those with keys and values; the last entry is their number
         self.indices = list(accumulate(have_keys, initial=0))
         self.recurrent = RecurrentStates(self.tensors)

@@ -81,12 +81,12 @@ class AssistantModel(FeatureReader):
         used = functional.host_max(lengths, cache.window)
         back = lengths[:, None] - torch.arange(used, device=lengths.device)  # distance of each slot from the root
         masks, shared = dict[str, Any](), dict[str, Any]()
-        for index, (kind, _, window) in enumerate(self.sources):
+        for index, (layer_type, _, window) in enumerate(self.sources):
             seen = back > 0 if window is None else (back > 0) & (back < window)
             seen = seen[:, None, None].expand(-1, 1, tokens.shape[1], -1)
-            masks[kind] = mask_for(self.head.model.layers, seen, states.dtype)
+            masks[layer_type] = mask_for(self.head.model.layers, seen, states.dtype)
             layer: Any = cache.layers[index]
-            shared[kind] = layer.keys[:, :, :used], layer.values[:, :, :used]
+            shared[layer_type] = layer.keys[:, :, :used], layer.values[:, :, :used]
         x = self.head.pre_projection(torch.cat([self.target.embed(tokens).to(states.dtype), states], -1))
         positions = lengths[:, None].expand(tokens.shape)
         inputs = {"attention_mask": masks, "shared_kv_states": shared, "use_cache": False}
@@ -183,7 +183,7 @@ def _sources(head: Any, target: Target) -> list[KeyValueSource]:
     cached_types = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
     sources = []
     for kind in sorted(set(assistant.layer_types)):
-        last = max((i for i, its_kind in enumerate(cached_types) if its_kind == kind), default=0)
+        last = max((i for i, cached_type in enumerate(cached_types) if cached_type == kind), default=0)
         if last == 0:
             raise ModelLoadError(f"{refusal}: none of the target's layers but the first keeps keys of {kind}.")
         ours, theirs = assistant.per_layer_config[assistant.layer_types.index(kind)], config.per_layer_config[last]

@@ -152,13 +152,13 @@ class FreeDrafter(Drafter):
 
     @classmethod
     def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
-        kind, colon, option = str(name).partition(":")
-        if free_drafters().get(kind) is not cls:
+        base, colon, option = str(name).partition(":")
+        if free_drafters().get(base) is not cls:
             return None
         constructor: Any = cls
         options = {} if tree is None else {"nodes": tree.nodes}
         result: FreeDrafter = constructor(target.vocab_size, **options, **(cls.option(option, target) if colon else {}))
-        result.name = kind  # a subclass may have its parent's
+        result.name = base  # a subclass may have its parent's
         return result
 
     @classmethod
@@ -257,4 +257,4 @@ def likeliest_of(options: Options, count: int) -> Successors:
 
 def free_drafters() -> dict[str, type[FreeDrafter]]:
     """Return the registered drafters without a model, by name."""
-    return {name: kind for name in DRAFTERS if issubclass(kind := DRAFTERS.get(name), FreeDrafter)}
+    return {name: drafter for name in DRAFTERS if issubclass(drafter := DRAFTERS.get(name), FreeDrafter)}

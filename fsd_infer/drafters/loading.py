@@ -170,7 +170,7 @@ def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
             )
         source = shipped
     # a name wins over a directory of that name
-    loaders = [DRAFTERS.get(kind).load for kind in sorted(DRAFTERS, key=lambda names: names != name)]
+    loaders = [DRAFTERS.get(drafter_name).load for drafter_name in sorted(DRAFTERS, key=lambda names: names != name)]
     for load in (*loaders, load_published):
         drafter = load(source, target, tree)
         if drafter is not None:

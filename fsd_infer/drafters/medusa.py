@@ -156,9 +156,9 @@ class HydraDrafter(StepDrafter):
 
     @classmethod
     def read(cls, directory: Path, config: Mapping[str, Any], target: Target, shape: TreeShape | None) -> HydraDrafter:
-        kind, offset = config.get("hydra_head_arch", "mlp"), config.get("hidden_state_offset", 0)
-        if kind != "mlp" or offset:
-            what = f"the architecture {kind!r:.60}" if kind != "mlp" else f"a hidden_state_offset of {offset!r:.60}"
+        arch, offset = config.get("hydra_head_arch", "mlp"), config.get("hidden_state_offset", 0)
+        if arch != "mlp" or offset:
+            what = f"the architecture {arch!r:.60}" if arch != "mlp" else f"a hidden_state_offset of {offset!r:.60}"
             raise CheckpointError(f'the Hydra heads in {directory} have {what}: only "mlp" heads of the final feature.')
         check_uncomputed(config.get)
         weights = Weights(directory, partial(our_name, more=_OF_HYDRA))

@@ -130,8 +130,8 @@ def _without_repeats(weights: Weights, names: dict[str, str], count: int) -> dic
     """Return the names without repeated copies of tied tensors. Raises CheckpointError if a repeat differs."""
     result = dict(names)
     for part, first in (("emb", 0), ("ln", 0), ("head", 0), ("proj", 1)):
-        for step, kind in itertools.product(range(first + 1, count), ("weight", "bias")):
-            name, tied = f"{part}.{step}.{kind}", f"{part}.{first}.{kind}"
+        for step, parameter in itertools.product(range(first + 1, count), ("weight", "bias")):
+            name, tied = f"{part}.{step}.{parameter}", f"{part}.{first}.{parameter}"
             stored = result.pop(name, None)
             if stored is None:
                 continue

@@ -93,7 +93,7 @@ class MtpHead(nn.Module):
         """
         width, outputs = self.width, list[Tensor]()
         rotary = positions if cache is None else cache.rotary(positions)
-        angles = {kind: self._angles(kind, embeds.to(states.dtype), rotary) for kind in set(self._kinds)}
+        angles = {name: self._angles(name, embeds.to(states.dtype), rotary) for name in set(self._kinds)}
         is_text = states.shape[-1] > len(self.layers) * width
         for index, layer in enumerate(self.layers):
             # of a text: layer k reads layer k - 1 at the token before; of nodes: their parents' outputs
@@ -105,11 +105,11 @@ class MtpHead(nn.Module):
             outputs.append(layer(embeds, state, mask, cache, position_ids=positions, **angles[self._kinds[index]]))
         return torch.cat(outputs, -1)
 
-    def _angles(self, kind: str, x: Tensor, positions: Tensor) -> dict[str, Any]:
+    def _angles(self, layer_type: str, x: Tensor, positions: Tensor) -> dict[str, Any]:
         rotary = self._rotary[0]
         if rotary is None:
             return {}
-        return {"position_embeddings": rotary(x, positions, *([kind] if _turns_by_kind(rotary) else []))}
+        return {"position_embeddings": rotary(x, positions, *([layer_type] if _turns_by_kind(rotary) else []))}
 
     @property
     def needs_node_positions(self) -> bool:
@@ -147,10 +147,10 @@ def _turns_by_kind(rotary: Any) -> bool:
     return "layer_type" in inspect.signature(type(rotary).forward).parameters
 
 
-def _rotary_of(target: Target, config: Any, kinds: Sequence[str]) -> Any:
+def _rotary_of(target: Target, config: Any, layer_types: Sequence[str]) -> Any:
     """Return the target's rotary embedding, or one of its class with the types of the MTP layers; None: no angles."""
     rotary: Any = getattr(target.decoder, "rotary_emb", None)
-    if rotary is None or not _turns_by_kind(rotary) or set(kinds) <= set(target.config.layer_types):
+    if rotary is None or not _turns_by_kind(rotary) or set(layer_types) <= set(target.config.layer_types):
         return rotary
     with torch.device(target.device):
         return type(rotary)(config)

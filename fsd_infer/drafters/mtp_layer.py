@@ -32,14 +32,14 @@ class _PlainBlock(nn.Module):
 class _TwoBlocks(nn.ModuleList):
     """Nemotron-H's MTP layer: one block attends, the other is an MLP or experts; each has one norm."""
 
-    def __init__(self, kind: type[nn.Module], config: Any) -> None:
+    def __init__(self, block_class: type[nn.Module], config: Any) -> None:
         types = list(config.layers_block_type)
         if len(types) != 2 or types.count("full_attention") != 1 or not {"moe", "mlp"} & set(types):
             raise ModelLoadError(
                 f"the MTP layer consists of blocks {types}, and of one that attends and one of experts or an MLP alone "
                 "it is read. Name another drafter."
             )
-        super().__init__(kind(config, index) for index in range(2))
+        super().__init__(block_class(config, index) for index in range(2))
         self.self_attn.layer_idx = 0  # index of its keys and values in the cache
 
     @property

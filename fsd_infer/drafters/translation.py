@@ -176,8 +176,8 @@ class Translation:
         if tokens and tokens[0] == theirs.bos_token_id and (lead or tokens[0] not in self.special):
             tokens = tokens[1:]
         ids = lead
-        for kind, run in groupby(tokens, key=self.special.__contains__):
-            if kind:
+        for is_special, run in groupby(tokens, key=self.special.__contains__):
+            if is_special:
                 ids += [self.special[token] for token in run]
             else:
                 text = theirs.decode([token for token in run if token < len(theirs)])

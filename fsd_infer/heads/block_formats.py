@@ -201,10 +201,10 @@ def _attention(options: Options, count: int) -> tuple[tuple[int | None, ...], tu
     first = options.whole("max_window_layers", 28) if options.flag("use_sliding_window") else count
     usual = [f"{'sliding' if i >= first and options.get('sliding_window') else 'full'}_attention" for i in range(count)]
     types = options.get("layer_types", usual)
-    kinds = ("full_attention", "sliding_attention")
-    if not isinstance(types, list) or len(types) != count or not all(kind in kinds for kind in types):
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != count or not all(layer_type in known for layer_type in types):
         raise CheckpointError(f"layer_types in config.json are not those of {count} full or sliding layers.")
-    named = [kind == "sliding_attention" for kind in types]
+    named = [layer_type == "sliding_attention" for layer_type in types]
     slides = named if any(named) or not options.flag("use_swa") else [True] * count
     key = "sliding_window" if options.get("swa_window_size") is None else "swa_window_size"
     window = options.whole(key, least=1) if any(slides) else None

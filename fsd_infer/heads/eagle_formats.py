@@ -148,14 +148,14 @@ def _layer(
     """
     parts = ("self_attn.q_norm.weight", "self_attn.q_proj.bias", "self_attn.o_proj.bias", "mlp.up_proj.bias")
     normed, biased, biased_output, biased_mlp = (f"{FIRST_LAYER}{part}" in names for part in parts)
-    kind = "qwen3" if normed else biased_kind if biased and not biased_output else "llama"
+    model_type = "qwen3" if normed else biased_kind if biased and not biased_output else "llama"
     if any(LATENT_PART in name for name in names):
-        kind = LATENT
+        model_type = LATENT
         if f"{FIRST_LAYER}self_attn.q_a_proj.weight" not in names:
             described = {**described, "q_lora_rank": None}
     biases = {"attention_bias": biased_output, "mlp_bias": biased_mlp}
     unstated = {name: value for name, value in biases.items() if described.get(name) is None}
-    return plain_layer({**described, **unstated}, kind, mrope, rope_of)
+    return plain_layer({**described, **unstated}, model_type, mrope, rope_of)
 
 
 def _fused_width(shapes: Mapping[str, tuple[int, ...]], ids: Any, width: Any, hidden_size: int) -> tuple[int, int]:

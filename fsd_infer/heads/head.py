@@ -140,12 +140,12 @@ class EagleHead(PreTrainedModel):
         if self.eagle3:
             layers[0] = Eagle3Layer(layers[0], config.norm_before_residual)
             self.fc = nn.Linear(count * config.target_hidden_size, width, bias=False)
-            kind: Any = type(norm)
+            norm_class: Any = type(norm)
             epsilon = getattr(norm, "variance_epsilon", None)
             if config.fc_norm:
-                self.fc_norm = nn.ModuleList(kind(config.target_hidden_size, epsilon) for _ in range(count))
+                self.fc_norm = nn.ModuleList(norm_class(config.target_hidden_size, epsilon) for _ in range(count))
             if config.norm_before_fc:
-                self.input_norm = kind(count * config.target_hidden_size, epsilon)
+                self.input_norm = norm_class(count * config.target_hidden_size, epsilon)
             if config.own_lm_head:
                 self.lm_head = nn.Linear(width, config.draft_vocab_size or config.vocab_size, bias=False)
         else:

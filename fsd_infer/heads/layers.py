@@ -90,8 +90,8 @@ def build_layers(layer: dict[str, Any], count: int) -> tuple[nn.ModuleList, nn.M
     if layer["model_type"] == LATENT:
         config.first_k_dense_replace = count
     config._attn_implementation = "eager" if layer["model_type"] in ("gemma2", "gpt_oss") else "sdpa"
-    kind: Any = MODEL_MAPPING[type(config)]
-    model = kind(config)
+    model_class: Any = MODEL_MAPPING[type(config)]
+    model = model_class(config)
     return model.layers, _multi_rotary(config, rope) if multi else model.rotary_emb, model.norm
 
 

@@ -139,9 +139,9 @@ class MtpFiles:
                 raise self._quantised(name)
 
     def _quantised(self, name: str) -> ModelLoadError:
-        kind = self.weights.dtypes[name]
+        dtype = self.weights.dtypes[name]
         return self._error(
-            name, f"the MTP layer is quantised ({name} of type {kind}), and only fp8 with scales is read so"
+            name, f"the MTP layer is quantised ({name} of type {dtype}), and only fp8 with scales is read so"
         )
 
     def _scale(self, ours: str, layer: int, name: str) -> tuple[str, list[int]]:

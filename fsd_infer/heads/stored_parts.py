@@ -201,8 +201,8 @@ def _ropes(config: Mapping[str, Any], rope_of: str | None) -> dict[str, Any]:
             raise CheckpointError(f"{name} says other rotary options than those of its types of layers: {rope!r:.80}.")
         rope = dict(of_types[0] if of_types else rope)
         old = rope.pop("type", None)
-        kind = rope.get("rope_type") or old
-        parts.append({**rope, "rope_type": "default" if kind == "mrope" else kind})
+        rope_type = rope.get("rope_type") or old
+        parts.append({**rope, "rope_type": "default" if rope_type == "mrope" else rope_type})
     merged = {name: agreed(name, (part.get(name) for part in parts)) for part in parts for name in part}
     stated, used = config.get("rope_theta"), merged.get("rope_theta")
     if None not in (stated, used) and stated != used:

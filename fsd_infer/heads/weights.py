@@ -79,10 +79,10 @@ class Weights:
     def _take_scales(self) -> Iterator[tuple[str, list[str]]]:
         """Yield quantised weights and the names of their scales. Packed weights get their own shape."""
         for name, shape in list(self.shapes.items()):
-            kind = self.dtypes[name]
+            dtype = self.dtypes[name]
             scales = [name + end for end in SCALES if name + end in self.dtypes]
-            packed = kind == "U8" and scales == [f"{name}_scale", f"{name}_scale_2"]
-            if len(shape) == 2 and (packed or kind in KINDS[FP8] and len(scales) == 1):
+            packed = dtype == "U8" and scales == [f"{name}_scale", f"{name}_scale_2"]
+            if len(shape) == 2 and (packed or dtype in KINDS[FP8] and len(scales) == 1):
                 yield name, scales
                 for scale in scales:
                     del self.shapes[scale]

@@ -52,12 +52,12 @@ class Sources:
         text = str(source)
         if text.startswith("data:"):
             return _decoded(_of_data_url(text), "the data: URL")
-        kind = urlparse(text).scheme if "://" in text else ""
-        if kind not in ("", "file"):
+        scheme = urlparse(text).scheme if "://" in text else ""
+        if scheme not in ("", "file"):
             raise FsdError(
                 f"{text!r:.80} is a remote URL, and images are not fetched: give the file, or its bytes as a data: URL."
             )
-        return self._read(Path(unquote(urlparse(text).path) if kind else text))
+        return self._read(Path(unquote(urlparse(text).path) if scheme else text))
 
     def _read(self, path: Path) -> Any:
         try:

@@ -254,8 +254,8 @@ def check_numbers(values: Mapping[str, Any]) -> None:
         if not isinstance(values[name], bool):
             raise FsdError(f"{name} must be true or false, got {values[name]!r:.60}.")
     for name in values.keys() & (_INTEGERS.keys() | _NUMBERS):
-        value, kind = values[name], Integral if name in _INTEGERS else Real
-        if isinstance(value, bool) or not isinstance(value, kind):
+        value, number_type = values[name], Integral if name in _INTEGERS else Real
+        if isinstance(value, bool) or not isinstance(value, number_type):
             expected = "whole number" if name in _INTEGERS else "number"
             raise FsdError(f"{name} must be a {expected}, got {value!r:.60}.")
         if name in _INTEGERS and value > _INTEGERS[name]:  # type: ignore[operator]

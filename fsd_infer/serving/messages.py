@@ -86,8 +86,8 @@ class ImagePart(RequestFields):
 
 def _kind_of_part(part: Any) -> str | None:
     """The tag of a part, which no field has as its name: places of errors hold both."""
-    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-    return {"text": "part of text", "image_url": "part with an image"}.get(str(kind))
+    part_type = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return {"text": "part of text", "image_url": "part with an image"}.get(str(part_type))
 
 
 Part = Annotated[

@@ -82,8 +82,8 @@ class Reply:
         return {"index": index, "logprobs": self._logprobs(index, is_over), "finish_reason": reason}
 
     def _envelope(self, choices: list[dict[str, Any]], chunk: bool) -> dict[str, Any]:
-        kind = ("chat.completion" + ".chunk" * chunk) if self.is_chat else "text_completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        object_name = ("chat.completion" + ".chunk" * chunk) if self.is_chat else "text_completion"
+        return {"id": self.id, "object": object_name, "created": self.created, "model": self.model, "choices": choices}
 
     def _usage(self) -> dict[str, Any]:
         prompt, answers = len(self.jobs[0].prompt), sum(len(job.ids) for job in self.jobs)

@@ -164,7 +164,8 @@ class CallReader:
         if not closing:
             return self._held, "", ""
         index = self._held.find(closing)
-        while index >= 0 and self._held.lstrip().startswith(("{", "[")) and _in_string(self._held[:index]):
+        is_json = self._held.lstrip().startswith(("{", "["))
+        while index >= 0 and is_json and '"' in _STRINGS.sub("", self._held[:index]):  # inside a string
             index = self._held.find(closing, index + 1)
         if index < 0 and is_over:  # no JSON, or cut off
             return self._held.partition(closing)
@@ -194,11 +195,6 @@ def _values(text: str) -> Iterator[Any]:
         value, length = STRICT_JSON.raw_decode(rest)
         yield value
         index = len(text) - len(rest) + length
-
-
-def _in_string(text: str) -> bool:
-    """Whether JSON that begins like this is inside a string."""
-    return '"' in _STRINGS.sub("", text)
 
 
 def overlap(text: str, other: str) -> int:

@@ -93,8 +93,8 @@ def _check_layers(path: Path, types: Mapping[str, str]) -> None:
     config, names, tensors = read_json(path, "Copy the model again.", CheckpointError), types.keys(), len(types)
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a JSON object: it is not the config of a model.")
-    of_fp8 = (name for name, kind in types.items() if kind.startswith("F8") and "E8M0" not in kind)  # E8M0: of scales
-    bare = [name for name in of_fp8 if not _has_scale(name, names)]
+    fp8 = (name for name, dtype in types.items() if dtype.startswith("F8") and "E8M0" not in dtype)  # E8M0: of scales
+    bare = [name for name in fp8 if not _has_scale(name, names)]
     quantization = config.get("quantization_config") or {}
     if not isinstance(quantization, dict):
         raise CheckpointError(f"{path}: quantization_config is {quantization!r:.60}, not an object; copy it again.")

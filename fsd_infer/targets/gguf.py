@@ -101,11 +101,11 @@ def load_gguf(
     model = _empty_model(hf_config, dtype=dtype, attn_implementation=attn_implementation or "sdpa")
     lost = Counter[str]()  # weights in types that the backend does not read
     for name, stored, order in _match_tensors(model, tensors, config, source):
-        path, _, kind = name.rpartition(".")
+        path, _, parameter = name.rpartition(".")
         layer = model.get_submodule(path)
         tied = hf_config.tie_word_embeddings and path == "model.embed_tokens"
         holder = model.lm_head if tied else layer
-        stays = kind == "weight" and isinstance(holder, (nn.Linear, nn.Embedding)) and reads_blocks is not None
+        stays = parameter == "weight" and isinstance(holder, (nn.Linear, nn.Embedding)) and reads_blocks is not None
         if stays and reads_blocks(int(stored.ggml_type), *stored.shape):  # type: ignore[misc]
             blocks = QuantizedWeight(int(stored.ggml_type), stored.data, order, f"{name} of the GGUF file")
             value = keep_quantized(holder, blocks)
@@ -113,7 +113,7 @@ def load_gguf(
             lost[stored.ggml_type.name] += len(stored.shape) == 2 and stored.ggml_type.name not in _UNQUANTISED
             value = nn.Parameter(_expanded(stored, order, source).to(dtype), requires_grad=False)
         for part in (layer, model.lm_head) if tied else (layer,):
-            setattr(part, kind, value)
+            setattr(part, parameter, value)
     decoder = model.model
     decoder.rotary_emb = type(decoder.rotary_emb)(config=hf_config)  # computes its buffers, which are still on "meta"
     model.generation_config = GenerationConfig(**_generation_config(config))
@@ -125,8 +125,8 @@ def load_gguf(
 
 def _warn_expanded(name: str, lost: Mapping[str, int], reads_blocks: ReadsBlocks) -> None:
     if lost:
-        types = ", ".join(f"{count} in {kind}" for kind, count in sorted(lost.items()))
-        readable = [GGMLQuantizationType(kind).name for kind in readable_types(reads_blocks)]
+        types = ", ".join(f"{count} in {ggml_type}" for ggml_type, count in sorted(lost.items()))
+        readable = [GGMLQuantizationType(ggml_type).name for ggml_type in readable_types(reads_blocks)]
         warn_once(
             f"{name}: weights are expanded to bf16, slower and larger, because the kernels do not read them ({types}). "
             f"A file in {', '.join(readable[:-1])} or {readable[-1]} decodes from its own weights."
@@ -232,13 +232,13 @@ def _rows(numbers: KeyNumbers, facts: dict[str, Any], tensors: dict[str, StoredT
 def _scaling(numbers: KeyNumbers, tensors: dict[str, StoredTensor], config: dict[str, Any]) -> dict[str, Any]:
     """Return the scaling of the rotary embedding as llama.cpp reads it. Raise ValueError for an unknown one."""
     keys = numbers.values
-    kind = keys.get("rope.scaling.type", "linear")
-    stated = keys.get("rope.scaling.factor", keys.get("rope.scale_linear", 0)) if kind != "none" else 0
+    rope_type = keys.get("rope.scaling.type", "linear")
+    stated = keys.get("rope.scaling.factor", keys.get("rope.scale_linear", 0)) if rope_type != "none" else 0
     factor = 1.0 if stated == 0 else KeyNumbers({"rope.scaling.factor": stated}).number("rope.scaling.factor", most=1e6)
     attention = numbers.number("rope.scaling.attn_factor", 1.0)
-    if kind not in ("none", "linear", "yarn"):
-        raise ValueError(f"rope.scaling.type {kind!r:.40}, which is not read here")
-    if attention != 1 and (kind != "yarn" or factor == 1):
+    if rope_type not in ("none", "linear", "yarn"):
+        raise ValueError(f"rope.scaling.type {rope_type!r:.40}, which is not read here")
+    if attention != 1 and (rope_type != "yarn" or factor == 1):
         raise ValueError(f"rope.scaling.attn_factor {attention:g} without YaRN")
     if _ROPE_FACTORS in tensors and config["model_type"] == "llama":
         if factor != 1:
@@ -246,8 +246,8 @@ def _scaling(numbers: KeyNumbers, tensors: dict[str, StoredTensor], config: dict
         return _llama_3(torch.from_numpy(tensors[_ROPE_FACTORS].values()), config)
     if factor == 1:
         return {}
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
-    if kind == "yarn":
+    scaling: dict[str, Any] = {"rope_type": rope_type, "factor": factor}
+    if rope_type == "yarn":
         length = config["max_position_embeddings"]
         scaling["original_max_position_embeddings"] = numbers.whole("rope.scaling.original_context_length", length)
         scaling["attention_factor"] = attention * (0.1 * math.log(factor) + 1 if factor > 1 else 1)

@@ -89,14 +89,14 @@ class _GGUFReader:
         """Return the tensors by name. Raise ValueError for repeated names, and for tensors that overlap."""
         tensors: dict[str, StoredTensor] = {}
         ends, before = start, "the header"
-        for name, sizes, kind, at in sorted(listed, key=lambda tensor: tensor[3]):
+        for name, sizes, ggml_type, at in sorted(listed, key=lambda tensor: tensor[3]):
             if name in tensors:
                 raise ValueError(f"tensor {name!r:.80} is there twice")
             if at % alignment or start + at < ends:
                 raise ValueError(
                     f"tensor {name!r:.80} lies at {at}, inside {before} or not at a multiple of {alignment}"
                 )
-            tensors[name] = self._stored(name, sizes, kind, start + at)
+            tensors[name] = self._stored(name, sizes, ggml_type, start + at)
             ends, before = start + at + tensors[name].data.size, repr(name)
         return {name: tensors[name] for name, _, _, _ in listed}
 
@@ -139,14 +139,14 @@ class _GGUFReader:
             raise ValueError(f"tensor {name!r:.80} has {count} dimensions")
         return (name, self._numbers(f"<{count}Q"), *self._numbers("<IQ"))
 
-    def _stored(self, name: str, sizes: tuple[int, ...], kind: int, at: int) -> StoredTensor:
+    def _stored(self, name: str, sizes: tuple[int, ...], ggml_type: int, at: int) -> StoredTensor:
         """The tensor [sizes], the first contiguous."""
-        ggml_type = GGMLQuantizationType(kind)
-        block, size = GGML_QUANT_SIZES[ggml_type]
+        known_type = GGMLQuantizationType(ggml_type)
+        block, size = GGML_QUANT_SIZES[known_type]
         if not sizes or not all(sizes) or sizes[0] % block:
-            raise ValueError(f"tensor {name!r} of {ggml_type.name} has sizes {sizes}")
+            raise ValueError(f"tensor {name!r} of {known_type.name} has sizes {sizes}")
         row = sizes[0] // block * size
         end = at + row * prod(sizes[1:])
         if end > len(self.data):
             raise ValueError(f"tensor {name!r} ends at byte {end}, the file at {len(self.data)}")
-        return StoredTensor(ggml_type, tuple(reversed(sizes)), self.data[at:end].reshape(-1, row))
+        return StoredTensor(known_type, tuple(reversed(sizes)), self.data[at:end].reshape(-1, row))

@@ -79,12 +79,6 @@ def _is_packed(model: PreTrainedModel) -> bool:
     return any(parameter.dtype == torch.uint8 for parameter in model.parameters())
 
 
-def _is_tied(model: Any) -> bool:
-    """Whether the embeddings are the LM head's, which the reader leaves apart where a file's two tables differ."""
-    tables = model.get_input_embeddings(), model.get_output_embeddings()
-    return tables[0].weight is tables[1].weight
-
-
 def _unread(source: Path, model: PreTrainedModel, tensors: Mapping[str, StoredTensor], family: str) -> Collection[str]:
     """Return the tensors that transformers' reader has left out: it silently drops those that it does not know.
 
@@ -92,13 +86,14 @@ def _unread(source: Path, model: PreTrainedModel, tensors: Mapping[str, StoredTe
     ModelLoadError if the counts differ and all names are known.
     """
     state, stored = model.state_dict(), dict(tensors)
-    if family in ("falcon", "bloom") and _is_tied(model):
+    tables: Any = model.get_input_embeddings(), model.get_output_embeddings()
+    if family in ("falcon", "bloom") and tables[0].weight is tables[1].weight:  # the reader unties tables that differ
         stored.pop("output.weight", None)  # these files repeat the embeddings
     numbers = sum({value.data_ptr(): value.numel() for value in state.values()}.values())
     count = sum(math.prod(tensor.shape) for tensor in stored.values())
     if _is_packed(model) or numbers == count:
         return ()
-    architectures = [kind for kind, name in MODEL_ARCH_NAMES.items() if name == family]
+    architectures = [architecture for architecture, name in MODEL_ARCH_NAMES.items() if name == family]
     names = get_tensor_name_map(architectures[0] if architectures else MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
     unread = stored.keys() - {names.get_name(name, (".weight", ".bias")) for name in state}
     if not unread:
@@ -117,8 +112,8 @@ def refuse_shape(source: Path, name: str, stored: Sequence[int], expected: Seque
 def refuse_rest(source: Path, model: Any, unread: Collection[str], missing: Collection[str]) -> None:
     """Raise ModelLoadError if tensors of the file are left, or parameters of the model are missing."""
     if unread:
-        kind = type(model).__name__
-        raise ModelLoadError(f"{source}: tensor {min(unread)!r} has no place in a {kind}. Use another file.")
+        class_name = type(model).__name__
+        raise ModelLoadError(f"{source}: tensor {min(unread)!r} has no place in a {class_name}. Use another file.")
     if missing:
         count = len(missing)
         raise ModelLoadError(f"{source} lacks {count} tensors of its model, first {min(missing)!r}. Fetch it again.")

@@ -227,9 +227,9 @@ def _check_others(facts: Mapping[str, Any], source: Any) -> None:
     parts = facts.get("split.count", 1)
     if not is_number(parts) or parts > 1:
         raise ModelLoadError(f"{source} is one of {parts} parts. Merge them with llama-gguf-split first.")
-    kind = facts.get("general.type", "model")
-    if kind != "model":
-        raise ModelLoadError(f"{source} holds no model but, by general.type, {kind!r:.40}. Give the model's file.")
+    file_type = facts.get("general.type", "model")
+    if file_type != "model":
+        raise ModelLoadError(f"{source} holds no model but, by general.type, {file_type!r:.40}. Give the model's file.")
     if facts.get("tokenizer.ggml.add_sep_token"):
         raise ModelLoadError(f"{source}: tokenizer.ggml.add_sep_token is for encoders. Use another file.")
     tokens = facts.get("tokenizer.ggml.tokens")

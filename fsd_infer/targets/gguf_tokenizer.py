@@ -211,8 +211,8 @@ def _byte_level(facts: dict[str, Any], tokens: list[str], pre: PreTokenizer) -> 
 def _sentencepiece(facts: dict[str, Any], tokens: list[str]) -> Tokenizer:
     """Build a vocabulary whose pairs merge in the order of their scores; bytes stand for unknown characters."""
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    kinds = facts["tokenizer.ggml.token_type"]
-    skipped = [token for token, kind in zip(tokens, kinds) if kind in (_UNKNOWN, _CONTROL)]
+    types = facts["tokenizer.ggml.token_type"]
+    skipped = [token for token, token_type in zip(tokens, types) if token_type in (_UNKNOWN, _CONTROL)]
     merges = generate_merges(vocabulary, dict(zip(tokens, facts["tokenizer.ggml.scores"])), skipped)
     unknown = _named(facts, tokens, "unknown")
     result = Tokenizer(
@@ -229,12 +229,12 @@ def _sentencepiece(facts: dict[str, Any], tokens: list[str]) -> Tokenizer:
 
 def _add_special_tokens(tokenizer: Tokenizer, facts: dict[str, Any], tokens: list[str], begins: bool) -> None:
     """Add the special tokens, and those that stand around each text; ``begins``: BOS does if the file does not say."""
-    kinds = list(facts["tokenizer.ggml.token_type"])
+    token_types = list(facts["tokenizer.ggml.token_type"])
     for index in end_ids(facts):
-        kinds[index] = _CONTROL
+        token_types[index] = _CONTROL
     control = [_UNKNOWN, _CONTROL] if _is_sentencepiece(facts) else [_CONTROL]
-    for types, special in ((control, True), ([_USER_DEFINED], False)):
-        added = [token for token, kind in zip(tokens, kinds) if kind in types]
+    for chosen, special in ((control, True), ([_USER_DEFINED], False)):
+        added = [token for token, token_type in zip(tokens, token_types) if token_type in chosen]
         add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
         add([AddedToken(token, special=special, normalized=False) for token in added])
     bos = _named(facts, tokens, "bos") if facts.get("tokenizer.ggml.add_bos_token", begins) else None

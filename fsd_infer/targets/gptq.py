@@ -87,8 +87,8 @@ def load_expanded(
         )
     plain = copy.copy(config)
     del plain.quantization_config
-    kind = class_of(config)
-    model, info = kind.from_pretrained(None, config=plain, state_dict=state, output_loading_info=True, **options)
+    model_class = class_of(config)
+    model, info = model_class.from_pretrained(None, config=plain, state_dict=state, output_loading_info=True, **options)
     model.config.quantization_config, model.config._name_or_path = facts, source
     try:
         model.generation_config = GenerationConfig.from_pretrained(source, **hub)

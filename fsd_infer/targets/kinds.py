@@ -23,8 +23,8 @@ def is_seeing(config: PretrainedConfig) -> bool:
         return False
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return True
-    kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    return getattr(kind, "__name__", str(kind)) in (config.architectures or ())
+    model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    return getattr(model_class, "__name__", str(model_class)) in (config.architectures or ())
 
 
 def auto_class(config: PretrainedConfig) -> Any:

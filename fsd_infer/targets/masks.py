@@ -49,14 +49,14 @@ def layer_windows(config: Any) -> dict[str, int | None]:
         types = ["local"]  # GPT-Neo, whose windows count slots, not positions
     if types is None:
         return {"all": _checked(window, config)}
-    kinds = {ATTENDS.get(kind, kind) for kind in types} - WITHOUT_KEYS or {"full_attention"}
-    unknown = kinds - _READ
+    distinct = {ATTENDS.get(name, name) for name in types} - WITHOUT_KEYS or {"full_attention"}
+    unknown = distinct - _READ
     if unknown:
         raise ModelLoadError(
             f"{config.model_type} has layers of type {', '.join(sorted(unknown))}; verifying a token tree in "
             "one forward needs full or sliding-window attention. Use another target."
         )
-    return {kind: (_checked(window, config) if kind == "sliding_attention" else None) for kind in sorted(kinds)}
+    return {name: (_checked(window, config) if name == "sliding_attention" else None) for name in sorted(distinct)}
 
 
 def _checked(window: int | None, config: Any) -> int | None:
@@ -71,7 +71,7 @@ def _checked(window: int | None, config: Any) -> int | None:
 def windowed(visible: Tensor, positions: Tensor, cache: SlotCache, windows: dict[str, int | None]) -> dict[str, Tensor]:
     """[B, M, S] masks by layer type; windows count positions, which tree siblings share, not slots."""
     masks = {}
-    for kind, window in windows.items():
+    for layer_type, window in windows.items():
         mask = visible
         if window is not None:
             at = cache.positions
@@ -79,5 +79,5 @@ def windowed(visible: Tensor, positions: Tensor, cache: SlotCache, windows: dict
                 counted = torch.arange(visible.shape[-1], device=visible.device).repeat(visible.shape[0], 1)
                 at = counted.scatter(1, cache.slots, positions)  # slot and position of the text's tokens are equal
             mask = mask & (positions[:, :, None] - at[:, None, :] < window)
-        masks[kind] = mask
+        masks[layer_type] = mask
     return masks

@@ -37,8 +37,8 @@ def quantization_config(config: Any) -> Any:
     A torchao dict may hold just its type, ``{"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}``.
     """
     if isinstance(config, Mapping) and method_of(config) == "torchao" and isinstance(config.get("quant_type"), str):
-        kind = {"_type": config["quant_type"], "_version": 2, "_data": dict(config.get("quant_type_kwargs") or {})}
-        config = {**config, "quant_type": {"default": kind}}
+        named = {"_type": config["quant_type"], "_version": 2, "_data": dict(config.get("quant_type_kwargs") or {})}
+        config = {**config, "quant_type": {"default": named}}
         config.pop("quant_type_kwargs", None)
     return config
 

@@ -34,10 +34,10 @@ def _processor(name: str | os.PathLike[str], config: Any, source: str, **where: 
     try:
         return AutoProcessor.from_pretrained(source, **where)
     except (ImportError, OSError):  # no torchvision, or no config for videos, which no prompt here has
-        kind: Any = PROCESSOR_MAPPING.get(type(config), None)
-        if kind is None or "video_processor" not in kind.get_attributes():
+        processor_class: Any = PROCESSOR_MAPPING.get(type(config), None)
+        if processor_class is None or "video_processor" not in processor_class.get_attributes():
             raise
-        return without_others(kind).from_pretrained(source, **where)
+        return without_others(processor_class).from_pretrained(source, **where)
 
 
 def is_processor(value: Any) -> bool:
@@ -45,24 +45,24 @@ def is_processor(value: Any) -> bool:
     return hasattr(value, "image_processor") and hasattr(value, "tokenizer")
 
 
-def without_others(kind: type[ProcessorMixin]) -> Any:
+def without_others(processor_class: type[ProcessorMixin]) -> Any:
     """Return a processor class without its parts for videos and sounds, of which the former need torchvision."""
-    names = kind.get_attributes()
+    names = processor_class.get_attributes()
     kept = [name for name in names if name in ("image_processor", "tokenizer")]
 
     class ImagesAlone(ProcessorMixin):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{name: x for name, x in options.items() if name in kept or name not in names})
 
-    class Seeing(kind, ImagesAlone):  # type: ignore[misc, valid-type]
+    class Seeing(processor_class, ImagesAlone):  # type: ignore[misc, valid-type]
         @classmethod
         def get_attributes(cls) -> list[str]:
             return kept
 
-        @wraps(kind.__init__)  # type: ignore[misc]  # its signature says what a saved processor holds
+        @wraps(processor_class.__init__)  # type: ignore[misc]  # its signature says what a saved processor holds
         def __init__(self, *args: Any, **options: Any) -> None:
             missing = {name: None for name in names if name not in kept}
             super().__init__(**missing, **dict(zip(kept, args)), **options)
 
-    Seeing.__name__ = kind.__name__  # by which transformers finds its options
+    Seeing.__name__ = processor_class.__name__  # by which transformers finds its options
     return Seeing

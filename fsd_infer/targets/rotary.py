@@ -28,12 +28,12 @@ def rope_lengths(config: Any) -> dict[str, int]:
     lengths: dict[str, int] = {}
     by_type = [options for options in scaling.values() if isinstance(options, Mapping)]  # of each type of layers
     for options in (scaling, *by_type):
-        kind = options.get("rope_type")
+        rope_type = options.get("rope_type")
         length = getattr(config, "max_position_embeddings", None)
-        if kind == "longrope":
+        if rope_type == "longrope":
             length = options.get("original_max_position_embeddings") or length
-        if kind in _CHANGING and length is not None:
-            lengths[kind] = min(int(length), lengths.get(kind, int(length)))
+        if rope_type in _CHANGING and length is not None:
+            lengths[rope_type] = min(int(length), lengths.get(rope_type, int(length)))
     return lengths
 
 
@@ -69,7 +69,8 @@ class DynamicRope:
         """
 
         def by_text(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            return self._angles(module, *_arguments(args, kwargs), prefilled, output)
+            named = dict(zip(("x", "position_ids", "layer_type"), args)) | kwargs
+            return self._angles(module, named.pop("x"), named.pop("position_ids"), named, prefilled, output)
 
         try:
             with hooked(self.modules, by_text):
@@ -108,14 +109,8 @@ class DynamicRope:
 
 
 def _kinds(module: nn.Module) -> set[str]:
-    kinds = getattr(module, "rope_type", "")
-    return set(kinds.values()) if isinstance(kinds, Mapping) else {str(kinds)}
-
-
-def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return a rotary module's input, its positions [B, M] and its other arguments."""
-    named = dict(zip(("x", "position_ids", "layer_type"), args)) | dict(kwargs)
-    return named.pop("x"), named.pop("position_ids"), named
+    rope_types = getattr(module, "rope_type", "")
+    return set(rope_types.values()) if isinstance(rope_types, Mapping) else {str(rope_types)}
 
 
 def _parts(output: Any) -> Sequence[Tensor]:

@@ -169,9 +169,11 @@ class TransformersStack(Stack):
 
     def __call__(self, call: StackInputs) -> Outputs:
         assert call.visible is not None and call.embeds is None, "for targets"
-        masks: Any = {kind: self._for_attention(mask) for kind, mask in call.visible.items()}
+        masks: Any = {layer_type: mask[:, None] for layer_type, mask in call.visible.items()}
+        if self._is_eager:
+            masks = {layer_type: additive(mask, self.model.dtype) for layer_type, mask in masks.items()}
         if len(masks) > 1:  # layers that keep only a state have none
-            masks = {kind: masks.get(ATTENDS.get(kind, kind)) for kind in self._types}
+            masks = {layer_type: masks.get(ATTENDS.get(layer_type, layer_type)) for layer_type in self._types}
         options: dict[str, Any] = {self._cache_argument: call.cache}
         if call.keep and self.takes_keep:
             options["logits_to_keep"] = self.kept(call.keep, call.inputs.device)
@@ -208,11 +210,6 @@ class TransformersStack(Stack):
         with hooked(modules, keep):
             yield outputs
             outputs += [by_module[module] for module in modules]
-
-    def _for_attention(self, mask: Tensor) -> Tensor:
-        """[B, M, S] bool -> [B, 1, M, S] as the model's attention takes it, additive if eager."""
-        mask = mask[:, None]
-        return additive(mask, self.model.dtype) if self._is_eager else mask
 
 
 class HeadStack(Stack):
@@ -265,8 +262,8 @@ def mask_for(layers: nn.ModuleList, mask: Tensor | None, dtype: torch.dtype) -> 
     return mask if mask is None or not is_eager(layers) else additive(mask, dtype)
 
 
-def _takes_keep(kind: type[nn.Module]) -> bool:
-    return "logits_to_keep" in inspect.signature(kind.forward).parameters
+def _takes_keep(module_class: type[nn.Module]) -> bool:
+    return "logits_to_keep" in inspect.signature(module_class.forward).parameters
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def warn_once(message: str) -> None:
 
 def readable_types(reads_blocks: ReadsBlocks | None) -> list[int]:
     """Return ggml's numbers of the tensor types that a backend reads; [] for None."""
-    return [] if reads_blocks is None else [kind for kind in _TYPES if reads_blocks(kind, 64, 256)]
+    return [] if reads_blocks is None else [ggml_type for ggml_type in _TYPES if reads_blocks(ggml_type, 64, 256)]
 
 
 def keep_quantized(layer: Any, weight: QuantizedWeight | GroupedWeight) -> nn.Parameter:

@@ -59,12 +59,12 @@ def _codes_of(layer: nn.Module) -> tuple[Tensor, Tensor, Tensor | None] | None:
     stored = quantized_of(layer)
     if isinstance(stored, GroupedWeight):
         return _grouped(weight, stored.scales, stored.zeros)
-    kind = type(weight).__name__
-    if kind == "Int8Tensor":  # torchao
+    type_name = type(weight).__name__
+    if type_name == "Int8Tensor":  # torchao
         parts = weight.qdata, weight.scale, weight.zero_point if weight.act_quant_kwargs is None else None
-    elif kind == "IntxUnpackedToInt8Tensor":  # torchao
+    elif type_name == "IntxUnpackedToInt8Tensor":  # torchao
         parts = weight.qdata, weight.scale, weight.zero_point if weight.activation_quantization is None else None
-    elif kind == "WeightQBytesTensor" and weight.activation_qtype is None:  # quanto
+    elif type_name == "WeightQBytesTensor" and weight.activation_qtype is None:  # quanto
         parts = weight._data, weight._scale, torch.zeros(1)
     else:
         return _decompressed(layer)

@@ -32,7 +32,7 @@ def _in_nibbles(codes: np.ndarray) -> np.ndarray:
     return (codes.astype(np.uint32) << (4 * np.arange(8, dtype=np.uint32))).sum(1, dtype=np.uint32)
 
 
-def rewritten(kind: int, rows: np.ndarray) -> np.ndarray:
+def rewritten(ggml_type: int, rows: np.ndarray) -> np.ndarray:
     """Return rows as ``read_record`` in native/records.h takes them: those of IQ2_XXS with a nibble per number.
 
     Args:
@@ -44,7 +44,7 @@ def rewritten(kind: int, rows: np.ndarray) -> np.ndarray:
         multiply it, one for 32 numbers each, and the codes; VALUES in native/blocks.h has what the codes stand for, in
         eighths.
     """
-    if kind != IQ2_XXS:
+    if ggml_type != IQ2_XXS:
         return rows
     blocks = rows.reshape(len(rows), -1, 66)
     pairs = np.ascontiguousarray(blocks[..., 2:]).view("<u4").reshape(*blocks.shape[:2], 8, 2)

@@ -106,7 +106,7 @@ class Kernels:
         self._library.fsd_linear_forward(x.data_ptr(), layer, y.data_ptr(), rows, many, team_size())
         return y
 
-    def pack_blocks(self, kind: int, rows: np.ndarray, depth: int, order: Tensor | None) -> Tensor | None:
+    def pack_blocks(self, ggml_type: int, rows: np.ndarray, depth: int, order: Tensor | None) -> Tensor | None:
         """Reorder rows of a GGUF tensor into panels that the products read; None for an unsupported kind or size.
 
         Args:
@@ -118,13 +118,13 @@ class Kernels:
         Raises:
             ValueError: a scale is not finite.
         """
-        size = self.block_bytes(kind, len(rows), depth)
+        size = self.block_bytes(ggml_type, len(rows), depth)
         if not size:
             return None
         panels = zeroed(size)
-        rows = rewritten(kind, rows)
+        rows = rewritten(ggml_type, rows)
         source = rows.ctypes.data, address_of(order), len(rows), depth, panels.data_ptr(), team_size()
-        wrong = self._library.fsd_block_pack(kind, *source)
+        wrong = self._library.fsd_block_pack(ggml_type, *source)
         if wrong:
             raise ValueError(f"{wrong} scales that are not finite numbers")
         return panels
@@ -138,7 +138,8 @@ class Kernels:
         result = torch.empty(*ids.shape, layer.depth, dtype=dtype)
         narrow, threads = dtype == torch.bfloat16, team_size() if ids.numel() > FEW_TOKENS else 1
         if self._library.fsd_rows(layer, ids.data_ptr(), ids.numel(), narrow, result.data_ptr(), threads):
-            raise _no_rows(ids, layer)
+            low, high = int(ids.min()), int(ids.max())
+            raise IndexError(f"token ids from {low} to {high}, but the vocabulary has {layer.columns}.")
         return result
 
     def row_statistics(
@@ -242,8 +243,8 @@ class Kernels:
             raise IndexError(f"tokens {int(ids.min())} to {int(ids.max())} of logits with {p.shape[-1]} columns.")
         q_rows = None if q_rows is None else _checked(q_rows.flatten(), q, first=-1)
         out, of_p, of_q = torch.empty(p.shape[:-1]), (*_rows(p, None), p.shape[-1]), (*_rows(q, q_rows), q.shape[-1])
-        kind, addresses = _KINDS.index(name), (address_of(ids), address_of(weights), out.data_ptr())
-        self._library.fsd_divergence(kind, out.numel(), *of_p, *of_q, *addresses, team_size())
+        number, addresses = _KINDS.index(name), (address_of(ids), address_of(weights), out.data_ptr())
+        self._library.fsd_divergence(number, out.numel(), *of_p, *of_q, *addresses, team_size())
         return out
 
     def stack(self, stack: StackStruct, forward: Forward) -> None:
@@ -310,10 +311,6 @@ def loaded() -> LoadedKernels:
 def kernels() -> Kernels | None:
     """Return the kernels of :func:`loaded`; None if this machine cannot run them."""
     return loaded().kernels
-
-
-def _no_rows(ids: Tensor, layer: Linear) -> IndexError:
-    return IndexError(f"token ids from {int(ids.min())} to {int(ids.max())}, but the vocabulary has {layer.columns}.")
 
 
 def _checked(rows: Tensor | None, of: Tensor, first: int = 0) -> Tensor | None:

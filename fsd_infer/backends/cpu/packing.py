@@ -183,10 +183,10 @@ class PackedEmbedding(_PackedLayer):
 
 
 @cache
-def _packed_class(kind: Any) -> type[nn.Module]:
+def _packed_class(layer_class: Any) -> type[nn.Module]:
     """Return the subclass of a layer's class that computes by a packed weight."""
-    first = PackedEmbedding if issubclass(kind, nn.Embedding) else PackedLinear
-    return type(f"Packed{kind.__name__}", (first, kind), {"__module__": __name__})
+    first = PackedEmbedding if issubclass(layer_class, nn.Embedding) else PackedLinear
+    return type(f"Packed{layer_class.__name__}", (first, layer_class), {"__module__": __name__})
 
 
 def attach(layer: nn.Module, packed: Packed) -> None:
@@ -240,10 +240,10 @@ def packed_products(module: nn.Module) -> list[Packed]:
     return list(dict.fromkeys(packed for packed in packed_weights if packed is not None))
 
 
-def holds_blocks(kind: int, columns: int, depth: int) -> bool:
+def holds_blocks(ggml_type: int, columns: int, depth: int) -> bool:
     """Return whether our kernels take a weight [columns, depth] in such blocks."""
     compiled = kernels()
-    return compiled is not None and compiled.block_bytes(kind, columns, depth) > 0
+    return compiled is not None and compiled.block_bytes(ggml_type, columns, depth) > 0
 
 
 def free_weight(layer: Any) -> None:

@@ -124,7 +124,7 @@ class CpuStack(Stack):
         if mask is None or not isinstance(cache, SlotCache) or not self.takes(mask) or is_hooked(self._hooks):
             return self.fallback(call)
         assert visible is not None
-        masks = [mask] * self.number if len(visible) == 1 else [visible[kind] for kind in self._kinds]
+        masks = [mask] * self.number if len(visible) == 1 else [visible[layer_type] for layer_type in self._kinds]
         x, attended = call.entering(self._decoder)
         native = self.call(x.contiguous(), call.positions, masks, cache, call.capture, attended)
         self.kernels.stack(self.struct, native.forward)
