@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from fsd_core.errors import CheckpointError
-from fsd_core.registry import is_whole
 from fsd_infer.drafters.steps import HEADS, StepDrafter, filled
+from fsd_infer.heads.config import check_integer
 from fsd_infer.heads.kinds import MLP_SPECULATOR
 from fsd_infer.heads.stored_parts import check_sizes_agree, check_uncomputed, flag, our_name
 from fsd_infer.heads.weights import Weights, check_sizes
@@ -98,11 +98,8 @@ class MLPSpeculatorDrafter(StepDrafter):
         weights = Weights(directory, partial(our_name, more={"speculator.": ""}))
         count, shapes, names = config.get("n_predict", 3), weights.shapes, {name: name for name in weights.shapes}
         first = [shapes.get(f"{part}.0.weight", ()) for part in ("emb", "proj", "ln", "head")]
-        if not is_whole(count, 1, _MOST_STEPS):  # a made-up number would be built for hours
-            raise CheckpointError(
-                f"n_predict of the MLP speculator in {directory} must be a whole number from 1 to {_MOST_STEPS}, got "
-                f"{count!r:.60}."
-            )
+        # a made-up number would be built for hours
+        check_integer(f"n_predict of the MLP speculator in {directory}", count, 1, _MOST_STEPS)
         if [len(shape) for shape in first] != [2, 2, 1, 2]:
             raise CheckpointError(f"the MLP speculator in {directory} lacks a tensor of its first step.")
         (vocabulary, width), size = first[0], first[1][1]

@@ -110,18 +110,18 @@ class EagleConfig(PreTrainedConfig):
         if self.layout not in LAYOUTS:
             raise CheckpointError(f"unknown head layout {self.layout!r:.60}; known: {', '.join(LAYOUTS)}.")
         for name, least in _SIZES.items():
-            _check_integer(name, getattr(self, name), least)
+            check_integer(name, getattr(self, name), least)
         self.embed_size = self.embed_size or self.hidden_size
         self.target_hidden_size = self.target_hidden_size or self.hidden_size
         for name in _ALL_OPTIONS - {"fused_layers"}:
             if not isinstance(getattr(self, name), bool):
                 raise CheckpointError(f"head option {name} must be true or false, got {getattr(self, name)!r:.60}.")
         if self.draft_vocab_size is not None:
-            _check_integer("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
+            check_integer("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
         if not isinstance(self.fused_layers, list | tuple):
             raise CheckpointError(f"fused_layers must be a list of layer numbers, got {self.fused_layers!r:.60}.")
         for number in self.fused_layers:
-            _check_integer("a number in fused_layers", number, 0)
+            check_integer("a number in fused_layers", number, 0)
         self.fused_layers = sorted(set(self.fused_layers))
         check_layer(self.layer, self.hidden_size)
         self._check_layout()
@@ -191,7 +191,7 @@ class EagleConfig(PreTrainedConfig):
         own_layer_config = None if layer == "llama" else own_layer(config)
         chosen = own_layer_config or llama
         if intermediate_size is not None:
-            _check_integer("intermediate_size", intermediate_size, 1)
+            check_integer("intermediate_size", intermediate_size, 1)
             if "intermediate_size" not in chosen:  # the family names its MLP's width differently
                 chosen = llama
             chosen["intermediate_size"] = intermediate_size
@@ -232,7 +232,7 @@ def check_layer(layer: Any, hidden_size: int) -> None:
     check_numbers(layer, "the head's layer")
     for name, value in layer.items():
         if name.endswith("size") or name.startswith("num_") or name in ("head_dim", "max_position_embeddings"):
-            _check_integer(f"layer option {name}", value, 1)
+            check_integer(f"layer option {name}", value, 1)
         elif name in ("rms_norm_eps", "layer_norm_eps", "query_pre_attn_scalar", "attention_multiplier"):
             if not is_number(value, 0):
                 raise CheckpointError(f"layer option {name} must be a number from 0, got {value!r:.60}.")
@@ -248,6 +248,7 @@ def check_known(kind: str, names: Iterable[Any], known: set[str]) -> None:
             raise CheckpointError(f"unknown {kind} {name!r:.60}.{hint} Known: {', '.join(sorted(known))}.")
 
 
-def _check_integer(name: str, value: Any, least: int, most: int = MAX_INTEGER) -> None:
+def check_integer(name: str, value: Any, least: int, most: int = MAX_INTEGER) -> None:
+    """Raise CheckpointError, which begins with the name, unless a value is a whole number within these bounds."""
     if not is_whole(value, least, most):
         raise CheckpointError(f"{name} must be a whole number from {least} to {most}, got {value!r:.60}.")

@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from fsd_core.errors import CheckpointError, foreign_errors
-from fsd_core.registry import is_whole
-from fsd_infer.heads.config import MAX_INTEGER, EagleConfig, check_layer
+from fsd_infer.heads.config import MAX_INTEGER, EagleConfig, check_integer, check_layer
 from fsd_infer.heads.layers import LATENT, LAYER_FIELDS, MROPE, layer_of
 from fsd_infer.heads.weights import AGAIN, BOOLEANS, INTEGERS, Weights, is_unused, read_state
 from fsd_infer.targets.weights import weight_rows
@@ -128,10 +127,7 @@ class Options:
 
     def whole(self, name: str, default: int | None = None, least: int = 0, most: int = MAX_INTEGER) -> int:
         value = self.get(name, default)
-        if not is_whole(value, least, most):
-            raise CheckpointError(
-                f"{name} in config.json must be a whole number from {least} to {most}, got {value!r:.60}."
-            )
+        check_integer(f"{name} in config.json", value, least, most)
         return int(value)
 
 
