@@ -67,7 +67,7 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
     """
     tree = parse_tree(tree)
     if isinstance(drafter, Drafter):
-        result, chosen = drafter, tree == AUTO
+        result, auto = drafter, tree == AUTO
     elif not isinstance(drafter, str | os.PathLike | None):
         raise FsdError(
             f"a drafter is a name, a path or a Drafter, got {type(drafter).__name__}. A model object drafts by "
@@ -76,9 +76,10 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
     else:
         name = _default(target) if drafter is None else usable_name(drafter, "drafter")
         result = _load(name, target, None if isinstance(tree, str) else tree)
-        chosen = tree == AUTO or tree is None and is_host(target.device)
-    asked = tree == AUTO and isinstance(_innermost(result), TreeDrafter)
-    return choose_trees(result, target) if asked or chosen and main_of(result) is not None else result
+        auto = tree == AUTO or tree is None and is_host(target.device)
+    # choose_trees() refuses a model that grows no trees; where "auto" is the default, such a model keeps its shape
+    must_grow = tree == AUTO and isinstance(_innermost(result), TreeDrafter)
+    return choose_trees(result, target) if must_grow or auto and main_of(result) is not None else result
 
 
 def check_name(drafter: object) -> None:

@@ -196,8 +196,6 @@ class MemoryDrafter(FreeDrafter):
 
     @classmethod
     def option(cls, text: str, target: Target) -> dict[str, Any]:
-        if issubclass(cls, LookupDrafter):
-            return super().option(text, target)
         return {"keep": True} if text == "keep" else {"corpus": open_corpus(text, target)}
 
     def store_of(self, user: str, stores: dict[str, Store]) -> Store:
@@ -264,6 +262,10 @@ class LookupDrafter(MemoryDrafter):
     @former_keywords(least="min_accept_prob")
     def __init__(self, vocab_size: int, depth: int = 24, nodes: int = 16, min_accept_prob: float = 0.02) -> None:
         super().__init__(vocab_size, depth, nodes, min_accept_prob, store_bytes=0)
+
+    @classmethod
+    def option(cls, text: str, target: Target) -> dict[str, Any]:
+        return super(MemoryDrafter, cls).option(text, target)  # it takes none
 
 
 class MemorySession(FreeSession):
