@@ -52,7 +52,7 @@ class BlockModel(FeatureReader):
         config, positions = self.head.config, cache.slots
         slots = torch.arange(visible.shape[-1], device=visible.device)
         back = positions[..., None] - slots  # how far slot s lies before slot i of the block
-        # by windows of the root, slots from the root on are always near
+        # windows that count from the root include every slot from the root on
         near, more = (back[:, :1], 1) if config.root_windows else (back, 0)
         masks = []
         for window, causal in zip(config.windows, config.causal, strict=True):

@@ -98,7 +98,7 @@ class MLPSpeculatorDrafter(StepDrafter):
         weights = Weights(directory, partial(our_name, more={"speculator.": ""}))
         count, shapes, names = config.get("n_predict", 3), weights.shapes, {name: name for name in weights.shapes}
         first = [shapes.get(f"{part}.0.weight", ()) for part in ("emb", "proj", "ln", "head")]
-        # a made-up number would be built for hours
+        # building a garbled number of steps would take hours
         check_integer(f"n_predict of the MLP speculator in {directory}", count, 1, _MOST_STEPS)
         if [len(shape) for shape in first] != [2, 2, 1, 2]:
             raise CheckpointError(f"the MLP speculator in {directory} lacks a tensor of its first step.")

@@ -97,7 +97,7 @@ class OwnTokensSession(LMSession):
         if self._firsts is None:
             new = [self._read_more(row, tokens) for row, tokens in enumerate(rows)]
         else:
-            # prompts and an answer's token
+            # the prompts and the first token of each answer
             texts = [[first, *row] for first, row in zip(self._firsts, rows, strict=True)]
             new, self._firsts = [translation.read(text[:-1]) + translation.spell(text[-1]) for text in texts], None
         self._take(new)

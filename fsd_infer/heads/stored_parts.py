@@ -30,7 +30,7 @@ DRAFT_IDS, EMBEDDINGS, LM_HEAD, D2T, T2D = "draft_ids", "embed_tokens.weight", "
 SLIDING = "sliding_attention"  # speculators' heads take its rotary options for all layers
 PARTIAL = "partial_rotary_factor"  # copied from targets
 LATENT_PART = ".kv_b_proj."  # of the names of layers with latent attention, which EAGLE-3 heads may have
-# parts of layers that heads have elsewhere, by what tensors' names contain
+# parts of layers that no head has here, by what their tensors' names contain
 _UNREAD = {LATENT_PART: "latent attention", ".experts.": "experts", ".sinks": "attention sinks"}
 # options that change what is computed, and the values that change nothing
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -41,7 +41,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 _LAYER_CONFIG = "transformer_layer_config"
 _OF_TARGET = ("verifier_lm_head.weight", "verifier_norm.weight")  # ends of names of its tensors, which some repeat
 _MODULES = ("model.", "draft_model.")  # around a head
-# beginnings of tensors' names, and ours; the last two are of old speculators
+# prefixes of tensors' names, and ours; the last two are from old versions of speculators
 _RENAMED = {MIDLAYER: FIRST_LAYER, "transformer.": FIRST_LAYER, "fusion_fc.": "fc."}
 
 

@@ -129,7 +129,7 @@ class Weights:
         return times_scales(weight, scale.reshape(shape), spans)
 
     def _checked(self, name: str, tensor: Tensor) -> Tensor:
-        # decoding would be exact, and no draft accepted
+        # with such numbers decoding stays exact, but no draft is ever accepted
         if self.finite and not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{self.files[name]}: {self.stored[name]} holds NaN or infinite numbers. {AGAIN}")
         return tensor

@@ -124,7 +124,7 @@ def try_grammar(maker: str, text: str, options: list[Any], read_log: Callable[[]
         return {"problem": str(error)}
     limits = LLParserLimits(**bounds)
     if problem := LLMatcher(vocabulary, grammar, limits=limits, log_level=ALL_RULES).get_error():
-        # what it says of tokens is left to the target's vocabulary
+        # complaints about tokens are left to the check with the target's vocabulary
         problem = LLMatcher.validate_grammar(grammar) or ("" if "oken" in problem else problem)
         return {"problem": problem} if problem else {"grammar": grammar}
     if (name := endless(rules_of(read_log()))) is not None:

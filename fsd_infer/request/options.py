@@ -53,7 +53,7 @@ _ALTERNATIVES = {
     **dict.fromkeys(_CACHES, "give the whole text as ids"),
     "streamer": "give it as stream_to",
 }
-# whole numbers and their upper bounds: transformers loops that often before it checks
+# whole numbers and their upper bounds: transformers loops over some before it checks them
 _INTEGERS: dict[str, float] = {
     **dict.fromkeys("max_length max_new_tokens min_length min_new_tokens num_beams".split(), math.inf),
     **dict.fromkeys("no_repeat_ngram_size encoder_no_repeat_ngram_size".split(), 2**16),

@@ -37,7 +37,7 @@ QUANTISED = re.compile(
     r"\.(qweight|qzeros|scales|g_idx|SCB|.*(weight|_proj)_(packed|shape|zero_point|g_idx|(global_)?scale(_inv|_2)?)|"
     r".*absmax|.*quant_\w+)$"
 )
-# scales of fp8 activations, keys and values, without which no number is wrong
+# scales to round activations, keys and values to fp8, without which these are only more precise
 ROUNDINGS = re.compile(r".*\.(input|output|activation|[qkv])_scale$")
 # numbers of rotary embeddings
 _ABOVE_0 = {"rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
