@@ -37,9 +37,9 @@ class MtpFiles:
     """The MTP layers in a target's files.
 
     Args:
-        target: of whose files :attr:`names` are MTP tensors.
-        directory: directory of the files.
-        names: names of the tensors.
+        target: whose files hold the tensors.
+        weights: the files of the target.
+        names: names of the MTP tensors in them.
         layout: layout of their names.
 
     Attributes:

@@ -147,7 +147,7 @@ def scale_spans(shape: Sequence[int], scale_shape: Sequence[int], blocks: Sequen
 
     Args:
         shape: of the weight.
-        held: of its scales, as many dimensions: along each one scale for all, for each, or for a block.
+        scale_shape: of its scales, as many dimensions: along each one scale for all, for each, or for a block.
         blocks: sizes of blocks.
     """
     spans = [

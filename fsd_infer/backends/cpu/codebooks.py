@@ -36,7 +36,7 @@ def rewritten(ggml_type: int, rows: np.ndarray) -> np.ndarray:
     """Return rows as ``read_record`` in native/records.h takes them: those of IQ2_XXS with a nibble per number.
 
     Args:
-        kind: ggml's number of the type.
+        ggml_type: ggml's number of the type.
         rows: [out, bytes] uint8, in the file's layout.
 
     Returns:

@@ -107,10 +107,10 @@ class Kernels:
         return y
 
     def pack_blocks(self, ggml_type: int, rows: np.ndarray, depth: int, order: Tensor | None) -> Tensor | None:
-        """Reorder rows of a GGUF tensor into panels that the products read; None for an unsupported kind or size.
+        """Reorder rows of a GGUF tensor into panels that the products read; None for an unsupported type or size.
 
         Args:
-            kind: ggml's number of the tensor type.
+            ggml_type: ggml's number of the tensor type.
             rows: [columns, bytes] uint8, contiguous.
             depth: numbers in a row.
             order: [columns] int64, the row of each column; None: in order.
