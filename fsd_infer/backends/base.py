@@ -45,8 +45,8 @@ class Backend:
             return None, "this device has no backend of its own"
         return self.describe(), f"backend {self.name!r} says no more"
 
-    def reads_blocks(self, kind: int, rows: int, columns: int) -> bool:
-        """Return whether a weight [rows, columns] may stay in the blocks of a GGUF file, of ggml's type ``kind``.
+    def reads_blocks(self, ggml_type: int, rows: int, columns: int) -> bool:
+        """Return whether a weight [rows, columns] may stay in the blocks of a GGUF file, of that ggml type.
 
         Loaders then leave a :class:`fsd_infer.targets.weights.QuantizedWeight` on the layer, and :meth:`prepare` must
         follow before the first forward.

@@ -22,9 +22,9 @@ def choose(device: torch.device | str) -> Backend:
 
 
 @cache
-def _of_type(kind: str) -> Backend:
-    if kind not in BACKENDS:
+def _of_type(device_type: str) -> Backend:
+    if device_type not in BACKENDS:
         return Backend()
-    module, name = BACKENDS[kind]
+    module, name = BACKENDS[device_type]
     backend: Backend = getattr(import_module(module), name)()
     return backend

@@ -169,7 +169,7 @@ class AssistantSession(FeatureSession):
 def _text_model(target: Target) -> Any:
     """Return the part of the decoder that holds the layers; a decoder may also hold a vision tower."""
     layer = target.layers([0])[0]
-    parts = (part for part in target.decoder.modules() if layer in getattr(part, "layers", ()))
+    parts = (module for module in target.decoder.modules() if layer in getattr(module, "layers", ()))
     return next(parts, target.decoder)
 
 
@@ -182,15 +182,16 @@ def _sources(head: Any, target: Target) -> list[KeyValueSource]:
     check_sizes("this Gemma-4 assistant", head.backbone_hidden_size, assistant.vocab_size, target)
     cached_types = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
     sources = []
-    for kind in sorted(set(assistant.layer_types)):
-        last = max((i for i, cached_type in enumerate(cached_types) if cached_type == kind), default=0)
+    for layer_type in sorted(set(assistant.layer_types)):
+        last = max((i for i, cached_type in enumerate(cached_types) if cached_type == layer_type), default=0)
         if last == 0:
-            raise ModelLoadError(f"{refusal}: none of the target's layers but the first keeps keys of {kind}.")
-        ours, theirs = assistant.per_layer_config[assistant.layer_types.index(kind)], config.per_layer_config[last]
-        sizes = [(part.num_key_value_heads, part.head_dim) for part in (ours, theirs)]
+            raise ModelLoadError(f"{refusal}: none of the target's layers but the first keeps keys of {layer_type}.")
+        ours = assistant.per_layer_config[assistant.layer_types.index(layer_type)]
+        sizes = [(layer.num_key_value_heads, layer.head_dim) for layer in (ours, config.per_layer_config[last])]
         if sizes[0] != sizes[1]:
             raise ModelLoadError(
-                f"{refusal}: for {kind} it reads {sizes[0]} key heads and widths, the target has {sizes[1]}."
+                f"{refusal}: for {layer_type} it reads {sizes[0]} key heads and widths, the target has {sizes[1]}."
             )
-        sources.append(KeyValueSource(kind, last, assistant.sliding_window if kind == "sliding_attention" else None))
+        window = assistant.sliding_window if layer_type == "sliding_attention" else None
+        sources.append(KeyValueSource(layer_type, last, window))
     return sources

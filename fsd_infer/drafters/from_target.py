@@ -125,9 +125,9 @@ def with_layers(target: Target, numbers: Sequence[int], name: str) -> Target:
     chosen = [layers[number] for number in numbers]
     layers._modules = {str(index): layer for index, layer in enumerate(chosen)}
     for index, layer in enumerate(chosen):
-        for part in layer.modules():
-            if isinstance(getattr(part, "layer_idx", None), int):
-                part.layer_idx = index
+        for module in layer.modules():
+            if isinstance(getattr(module, "layer_idx", None), int):
+                module.layer_idx = index
     return Target(model, target.tokenizer, name)
 
 
@@ -143,27 +143,27 @@ def with_rounded_weights(target: Target, bits: int, name: str) -> Target:
         raise ModelLoadError(f"{name}: {target.name} is quantised or sharded already; only whole weights are rounded.")
     model = _copy_of(target, name)
     for layer in layer_list(model.get_decoder(), int(target.config.num_hidden_layers)) or []:
-        for path, part in layer.named_modules():
-            if path.rpartition(".")[2] in _ROUTERS or "Router" in type(part).__name__:
+        for path, module in layer.named_modules():
+            if path.rpartition(".")[2] in _ROUTERS or "Router" in type(module).__name__:
                 continue
-            for key, parameter in list(part.named_parameters(recurse=False)):
+            for key, parameter in list(module.named_parameters(recurse=False)):
                 if parameter.dim() >= 2:
-                    weight: Tensor = weight_rows(part, None) if key == "weight" else parameter
-                    replace_parameter(part, key, round_weight(weight.detach(), bits))
+                    weight: Tensor = weight_rows(module, None) if key == "weight" else parameter
+                    replace_parameter(module, key, round_weight(weight.detach(), bits))
     return Target(model, target.tokenizer, name)
 
 
 def _copy_of(target: Target, name: str) -> Any:
     """Copy the model's modules and config, but not its tensors."""
-    if any("_hf_hook" in vars(part) for part in target.model.modules()):
+    if any("_hf_hook" in vars(module) for module in target.model.modules()):
         raise ModelLoadError(f"{name}: {target.name} was placed by accelerate's hooks; load it without device_map.")
     model = _shared(target.model)
     full_config, text_config = target.model.config, target.config
     config = deepcopy(full_config)
     new = {id(full_config): config, id(text_config): config.get_text_config(decoder=True)}
-    for part in model.modules():
-        if id(vars(part).get("config")) in new:
-            vars(part)["config"] = new[id(vars(part)["config"])]
+    for module in model.modules():
+        if id(vars(module).get("config")) in new:
+            vars(module)["config"] = new[id(vars(module)["config"])]
     return model
 
 

@@ -149,9 +149,9 @@ class GraftedSession(DraftSession):
         if shape is not None and prices is not None and not grafted.sampled:
             self.main.shape = replace(shape, prices=prices.given_grafted(grafted))
         main = self._draft_main(roots, seconds)
-        for tree, part in zip((main, grafted), self.drafter.parts, strict=True):
+        for tree, drafter in zip((main, grafted), self.drafter.parts, strict=True):
             if tree.sampled and tree.drawn is None:
-                _warn_sampled(part.name)
+                _warn_sampled(drafter.name)
                 return main
         return self._merge(main, grafted)
 
@@ -193,8 +193,8 @@ class GraftedSession(DraftSession):
             session.follow_beams(frontier, nodes, grown)
 
     def _beam_sessions(self) -> list[DraftSession]:
-        parts = zip(self.parts, self.drafter.parts, strict=True)
-        return [session for session, part in parts if part.drafts_beams]
+        pairs = zip(self.parts, self.drafter.parts, strict=True)
+        return [session for session, drafter in pairs if drafter.drafts_beams]
 
 
 def _union_of_successors(lists: Sequence[Successors], count: int) -> Successors:

@@ -219,8 +219,9 @@ def _config(config: EagleConfig, to: str, target: ExportFacts, dtype: torch.dtyp
 def _llama(config: EagleConfig) -> dict[str, Any]:
     """The decoder layers as a Llama config in the older notation, which all programs read."""
     layer = {name: value for name, value in config.layer.items() if name != "rope_parameters"}
-    kind, layer["rope_theta"], others = _rope(config)
-    layer["rope_scaling"] = {"rope_type": kind, "type": kind, **others} if others or kind != "default" else None
+    rope_type, layer["rope_theta"], others = _rope(config)
+    scaled = bool(others) or rope_type != "default"
+    layer["rope_scaling"] = {"rope_type": rope_type, "type": rope_type, **others} if scaled else None
     defaults = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "num_key_value_heads": layer["num_attention_heads"]}
     if layer["model_type"] == "qwen2":
         layer["model_type"] = "llama"

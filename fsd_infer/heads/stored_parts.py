@@ -209,12 +209,14 @@ def _ropes(config: Mapping[str, Any], rope_of: str | None) -> dict[str, Any]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def plain_layer(config: Mapping[str, Any], kind: str, mrope: bool = True, rope_of: str | None = None) -> dict[str, Any]:
+def plain_layer(
+    config: Mapping[str, Any], model_type: str, mrope: bool = True, rope_of: str | None = None
+) -> dict[str, Any]:
     """Convert a Llama-like config of another program to :attr:`EagleConfig.layer`.
 
     Args:
         config: config of the layers.
-        kind: their model type.
+        model_type: of the layers.
         mrope: whether M-RoPE that the config names holds. Some heads are trained on tokens' positions in the text,
             whatever they copied of their target's config.
         rope_of: the type of layer whose rotary options hold for all where they differ by type.
@@ -231,15 +233,15 @@ def plain_layer(config: Mapping[str, Any], kind: str, mrope: bool = True, rope_o
         if "hidden_size" not in fields:
             raise ValueError("it has no hidden_size")
         size, heads = fields["hidden_size"], fields.get("num_attention_heads", 32)
-        check_layer({"hidden_size": size, "num_attention_heads": heads, "model_type": kind}, size)
+        check_layer({"hidden_size": size, "num_attention_heads": heads, "model_type": model_type}, size)
         derived = {"num_key_value_heads": heads, "head_dim": size // heads}
-        if kind == LATENT:  # its heads share keys, and head_dim is that of their rotary part
+        if model_type == LATENT:  # its heads share keys, and head_dim is that of their rotary part
             fields = {name: fields[name] for name in fields if name not in derived}
             del derived["head_dim"]
-        if kind == config.get("model_type") == "qwen3" and "head_dim" not in config:
+        if model_type == config.get("model_type") == "qwen3" and "head_dim" not in config:
             del derived["head_dim"]  # Qwen3's own default
         fields |= {name: value for name, value in derived.items() if fields.get(name) is None}
-        layer = layer_of(AutoConfig.for_model(kind, **fields))
+        layer = layer_of(AutoConfig.for_model(model_type, **fields))
     layer["rope_parameters"] |= multi if mrope else {}
     check_layer(layer, size)
     return layer

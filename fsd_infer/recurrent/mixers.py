@@ -42,16 +42,17 @@ def read_trees(model: nn.Module) -> bool:
     """
     layers = recurrent_layers(model)
     for name, layer in layers.items():
-        kind = type(layer)
-        if issubclass(kind, TreeReader):
+        layer_class = type(layer)
+        if issubclass(layer_class, TreeReader):
             continue
-        if {method.__name__ for method in _methods(kind)} != {"forward"} or not _is_known(_code_of(kind.forward)):
+        names = {method.__name__ for method in _methods(layer_class)}
+        if names != {"forward"} or not _is_known(_code_of(layer_class.forward)):
             raise ModelLoadError(
-                f"{type(model).__name__} has layers of type {kind.__name__}, which keep a state of their own; "
+                f"{type(model).__name__} has layers of type {layer_class.__name__}, which keep a state of their own; "
                 "verifying a token tree needs their recurrence. Use another target."
             )
         _check_steps(model, layer)
-        layer.__class__ = _reader_of(kind)  # type: ignore[arg-type]
+        layer.__class__ = _reader_of(layer_class)  # type: ignore[arg-type]
         layer._fsd_name = name  # type: ignore[assignment]
     return bool(layers)
 
@@ -81,27 +82,27 @@ class TreeReader:
         return _bare_reader, (type(self).__mro__[2],), vars(self)
 
 
-def _bare_reader(kind: type[nn.Module]) -> Any:
-    return object.__new__(_reader_of(kind))  # type: ignore[arg-type]
+def _bare_reader(layer_class: type[nn.Module]) -> Any:
+    return object.__new__(_reader_of(layer_class))  # type: ignore[arg-type]
 
 
 @cache
-def _reader_of(kind: type[nn.Module]) -> type[nn.Module]:
+def _reader_of(layer_class: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of a layer's class that reads trees from a :class:`.SlotCache`."""
-    inner, argument = _code_of(kind.forward), cache_argument(kind)
+    inner, argument = _code_of(layer_class.forward), cache_argument(layer_class)
     replaced = {name: FUNCTIONS[name] for name in inner.__code__.co_names if name in FUNCTIONS}
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         cache = options.get(argument)
         if not isinstance(cache, SlotCache):
-            return kind.forward(self, hidden_states, *args, **options)
+            return layer_class.forward(self, hidden_states, *args, **options)
         call = _Call(cache.recurrent, self._fsd_name)
         ours = {name: partial(function, call) for name, function in replaced.items()}
         run = FunctionType(inner.__code__, {**inner.__globals__, **ours}, None, inner.__defaults__, inner.__closure__)
         return run(self, hidden_states, *args, **{**options, argument: call, "attention_mask": None})
 
-    members = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (TreeReader, kind), members)
+    members = {"forward": forward, "__module__": layer_class.__module__, "__qualname__": layer_class.__qualname__}
+    return type(layer_class.__name__, (TreeReader, layer_class), members)
 
 
 class _Call:
@@ -231,9 +232,9 @@ def _code_of(function: Callable[..., Any]) -> FunctionType:
     return code
 
 
-def _methods(kind: type) -> Iterator[FunctionType]:
+def _methods(layer_class: type) -> Iterator[FunctionType]:
     """Yield the functions of a class whose code keeps a state."""
-    for base in kind.__mro__:
+    for base in layer_class.__mro__:
         for member in vars(base).values():
             if inspect.isfunction(member) and set(STATE_KEEPERS) & set(_code_of(member).__code__.co_names):
                 yield _code_of(member)

@@ -29,9 +29,9 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
         message: what is wrong.
         param: the field that it is about.
     """
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    where = None if param is None else _bounded(param, LONGEST // 10)
-    return {"error": {"message": _bounded(message), "type": kind, "param": where, "code": status}}
+    error_type = "server_error" if status >= 500 else "invalid_request_error"
+    field = None if param is None else _bounded(param, LONGEST // 10)
+    return {"error": {"message": _bounded(message), "type": error_type, "param": field, "code": status}}
 
 
 def _bounded(text: str, most: int = LONGEST) -> str:

@@ -67,9 +67,11 @@ def read_adapter_config(directory: str | Path, unmerged: bool = False) -> dict[s
     if not isinstance(base, str) or not base:
         raise CheckpointError(f"{path} does not name the base model of the adapter: set base_model_name_or_path.")
     allowed = _READ | _HARMLESS | (_UNMERGED if unmerged else frozenset())
-    kind = str(config.get("peft_type"))
-    if kind in _PROMPTS:
-        raise ModelLoadError(f"{path.parent} is of type {kind}: what it trains is no part of the weights. Use a LoRA.")
+    peft_type = str(config.get("peft_type"))
+    if peft_type in _PROMPTS:
+        raise ModelLoadError(
+            f"{path.parent} is of type {peft_type}: what it trains is no part of the weights. Use a LoRA."
+        )
     odd = [f"{name}={value!r:.60}" for name, value in config.items() if name not in allowed and _is_odd(name, value)]
     if odd:
         raise ModelLoadError(
@@ -173,12 +175,12 @@ def _fill(model: nn.Module, name: str, tensors: Mapping[str, torch.Tensor]) -> N
 
     Raises CheckpointError for tensors without a place, and for places without a tensor.
     """
-    layers = {id(part) for part in lora_layers(model)}
+    layers = {id(module) for module in lora_layers(model)}
     parameters = {
         f"{path}.{key.replace(f'.{name}', '', 1)}".removesuffix(".weight"): parameter
-        for path, part in model.named_modules()
-        if id(part) in layers
-        for key, parameter in part.named_parameters()
+        for path, module in model.named_modules()
+        if id(module) in layers
+        for key, parameter in module.named_parameters()
         if f".{name}." in f".{key}." and not key.startswith("base_layer.")
     }
     named = {key.removeprefix("base_model.model.").removesuffix(".weight"): tensor for key, tensor in tensors.items()}
@@ -194,20 +196,22 @@ def _fill(model: nn.Module, name: str, tensors: Mapping[str, torch.Tensor]) -> N
 
 def lora_layers(model: nn.Module) -> list[Any]:
     """Return peft's layers in a model, which compute unmerged adapters."""
-    return [part for part in model.modules() if hasattr(part, "adapter_layer_names") and hasattr(part, "base_layer")]
+    return [
+        layer for layer in model.modules() if hasattr(layer, "adapter_layer_names") and hasattr(layer, "base_layer")
+    ]
 
 
 def adapter_names(model: nn.Module) -> list[str]:
     """Return the names of a model's unmerged adapters."""
-    return sorted({name for part in lora_layers(model) for name in part._get_available_adapters()})
+    return sorted({name for layer in lora_layers(model) for name in layer._get_available_adapters()})
 
 
 def unmerged_digest(model: nn.Module) -> str:
     """Return 16 hexadecimal digits of a model's active unmerged adapters; "" if none is active."""
     digest, active = hashlib.sha256(), False
-    for part in lora_layers(model):
-        names = [] if part.disable_adapters else part.active_adapters
-        for key, tensor in sorted(part.named_parameters()):
+    for layer in lora_layers(model):
+        names = [] if layer.disable_adapters else layer.active_adapters
+        for key, tensor in sorted(layer.named_parameters()):
             if not key.startswith("base_layer.") and any(f".{name}." in f".{key}." for name in names):
                 digest.update(key.encode() + tensor.detach().to("cpu", torch.float32).numpy().tobytes())
                 active = True
@@ -215,10 +219,10 @@ def unmerged_digest(model: nn.Module) -> str:
 
 
 def _use(model: nn.Module, name: str | None) -> None:
-    for part in lora_layers(model):
+    for layer in lora_layers(model):
         if name is not None:
-            part.set_adapter(name)
-        part.enable_adapters(name is not None)
+            layer.set_adapter(name)
+        layer.enable_adapters(name is not None)
 
 
 @contextmanager
@@ -233,15 +237,15 @@ def adapted(model: nn.Module, name: str) -> Iterator[None]:
             f"no adapter {name!r}: this target has {', '.join(names) or 'none'}. Load adapters by "
             "from_pretrained(..., adapters={name: directory})."
         )
-    before = [(part, part.active_adapters, part.disable_adapters) for part in lora_layers(model)]
+    states = [(layer, layer.active_adapters, layer.disable_adapters) for layer in lora_layers(model)]
     grads = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         _use(model, None if name == "none" else name)
         yield
     finally:
-        for part, active, disabled in before:
-            part.set_adapter(active)
-            part.enable_adapters(not disabled)
+        for layer, active, disabled in states:
+            layer.set_adapter(active)
+            layer.enable_adapters(not disabled)
         for parameter, required in grads:
             parameter.requires_grad_(required)
 

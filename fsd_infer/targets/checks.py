@@ -256,44 +256,46 @@ def _check_prompts_are_causal(config: Any) -> None:
 
 def _check_decoder(model: Any, decoder: Any) -> None:
     """Raise ModelLoadError for a decoder with an LM head of its own, or for a forward that always needs an image."""
-    kind = type(model).__name__
+    model_class = type(model).__name__
     if getattr(decoder, "get_output_embeddings", lambda: None)() is not None:
-        raise ModelLoadError(f"{kind} has a whole causal LM as its decoder. Use that one, or another target.")
+        raise ModelLoadError(f"{model_class} has a whole causal LM as its decoder. Use that one, or another target.")
     image = inspect.signature(model.forward).parameters.get("pixel_values")
     if image is not None and image.default is inspect.Parameter.empty:
         raise ModelLoadError(
-            f"{kind} needs an image at every forward, which decoding does not give. Use another target."
+            f"{model_class} needs an image at every forward, which decoding does not give. Use another target."
         )
 
 
 def check_decodable(model: Any, name: str) -> None:
     """Raise ModelLoadError unless a model has an LM head, a causal decoder that takes positions, and one device."""
     check_image_model(model.config)
-    kind, decoder, config = type(model).__name__, model.get_decoder(), model.config.get_text_config(decoder=True)
+    model_class, decoder, config = type(model).__name__, model.get_decoder(), model.config.get_text_config(decoder=True)
     if model.get_output_embeddings() is None or getattr(model.config, "is_encoder_decoder", False):
-        raise ModelLoadError(f"{kind} has no language-model head, or an encoder: a causal LM is needed as target.")
+        raise ModelLoadError(
+            f"{model_class} has no language-model head, or an encoder: a causal LM is needed as target."
+        )
     _check_windows(decoder, config)
     _check_prompts_are_causal(config)
     if decoder is model or decoder is None:
-        raise ModelLoadError(f"{kind} does not say which module is its decoder (`get_decoder`).")
+        raise ModelLoadError(f"{model_class} does not say which module is its decoder (`get_decoder`).")
     _check_decoder(model, decoder)
     recurrent, types = read_trees(model), set(layer_types(config) or ())
     for layer in read_past_forward(model):
         stay_plain(layer)
     if not recurrent and types & RECURRENT:
         raise ModelLoadError(
-            f"{kind} has layers of type {', '.join(sorted(types & RECURRENT))}, but no code here that knows them: a "
-            "token tree cannot be verified. Use another target."
+            f"{model_class} has layers of type {', '.join(sorted(types & RECURRENT))}, but no code here that knows "
+            "them: a token tree cannot be verified. Use another target."
         )
-    parameters = {name for part in (model, decoder) for name in inspect.signature(part.forward).parameters}
+    parameters = {name for module in (model, decoder) for name in inspect.signature(module.forward).parameters}
     reads = "position_ids" in parameters and cache_argument(type(model)) in parameters
     attends = not recurrent or types - WITHOUT_KEYS
     if attends and not reads or getattr(config, "alibi", False) or _counts_its_cache(decoder):
         raise ModelLoadError(
-            f"{kind} takes no positions or no cache (it keeps a state, or counts its cache); verifying a token tree in "
-            "one forward needs siblings at one position. Use another target."
+            f"{model_class} takes no positions or no cache (it keeps a state, or counts its cache); verifying a token "
+            "tree in one forward needs siblings at one position. Use another target."
         )
-    _check_reading(kind, config)
+    _check_reading(model_class, config)
     _warn_foreign_eos(model, name)
     devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(devices) > 1:
@@ -305,7 +307,7 @@ def check_decodable(model: Any, name: str) -> None:
 
 def _counts_its_cache(decoder: Any) -> bool:
     """Whether its code derives positions from the length of the cache, as Inkling's and GLM-5.3's indexer do."""
-    forwards = [inspect.unwrap(type(part).forward) for part in (decoder, *decoder.modules())]
+    forwards = [inspect.unwrap(type(module).forward) for module in (decoder, *decoder.modules())]
     members = forwards[0].__globals__.values()  # of its module
     module_members = [member for member in members if getattr(member, "__module__", "") == type(decoder).__module__]
     codes = [set(member.__code__.co_names) for member in (*module_members, *forwards) if inspect.isfunction(member)]
@@ -323,25 +325,25 @@ def _warn_foreign_eos(model: Any, name: str) -> None:
         )  # fmt: skip
 
 
-def _check_reading(kind: str, config: Any) -> None:
+def _check_reading(model_class: str, config: Any) -> None:
     """Raise ModelLoadError for a text config whose layers cannot verify a draft tree."""
     if getattr(config, "is_decoder", True) is False and config.model_type not in _CAUSAL_ANYWAY:
         raise ModelLoadError(
-            f"{kind} reads text in both directions, because its config has is_decoder=False: set it if the model was "
-            "trained to continue text, or use another target."
+            f"{model_class} reads text in both directions, because its config has is_decoder=False: set it if the "
+            "model was trained to continue text, or use another target."
         )
     if config._attn_implementation not in ("sdpa", "eager", None):
         raise ModelLoadError(
-            f"{kind} has the attention {config._attn_implementation!r}, which reads no masks of draft trees: load it "
-            'with attn_implementation="sdpa" or "eager".'
+            f"{model_class} has the attention {config._attn_implementation!r}, which reads no masks of draft trees: "
+            'load it with attn_implementation="sdpa" or "eager".'
         )
     if hasattr(config, "altup_num_inputs"):  # Gemma 3n
         raise ModelLoadError(
-            f"{kind}: its hidden states are of several streams, so no single feature enters its LM head. Use another "
-            "target."
+            f"{model_class}: its hidden states are of several streams, so no single feature enters its LM head. Use "
+            "another target."
         )
     if (getattr(config, "n_recurrent_loops", None) or 1) > 1:  # Dory
         raise ModelLoadError(
-            f"{kind} runs layers {config.n_recurrent_loops} times over a text (n_recurrent_loops) and keeps keys and "
-            "values of each time, but a cache here has room for one. Use another target."
+            f"{model_class} runs layers {config.n_recurrent_loops} times over a text (n_recurrent_loops) and keeps "
+            "keys and values of each time, but a cache here has room for one. Use another target."
         )

@@ -113,11 +113,11 @@ class _GGUFReader:
         if count > len(self.data) - self.at:
             raise ValueError("it is cut or malformed")
 
-    def _value(self, kind: int) -> Any:
-        if kind == _STRING:
+    def _value(self, value_type: int) -> Any:
+        if value_type == _STRING:
             return self._strings(1)[0]
-        if kind != _ARRAY:
-            return self._number(_NUMBERS[kind])
+        if value_type != _ARRAY:
+            return self._number(_NUMBERS[value_type])
         of, count = self._numbers("<IQ")
         self._check(count)
         return self._strings(count) if of == _STRING else list(self._numbers(f"<{count}{_NUMBERS[of]}"))

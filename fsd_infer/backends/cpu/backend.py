@@ -42,8 +42,8 @@ class CpuBackend(Backend):
         except KernelsError as error:
             return None, str(error)
 
-    def reads_blocks(self, kind: int, rows: int, columns: int) -> bool:
-        return holds_blocks(kind, rows, columns)
+    def reads_blocks(self, ggml_type: int, rows: int, columns: int) -> bool:
+        return holds_blocks(ggml_type, rows, columns)
 
     def prepare(self, model: nn.Module, release: bool = False, weights: Literal["fp8"] | None = None) -> None:
         devices = {parameter.device.type for parameter in model.parameters()}

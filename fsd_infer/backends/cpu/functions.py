@@ -213,9 +213,9 @@ def accepted_and_expected(path: Tensor, accepted: Tensor, tree: Any) -> Any:
         reached, scores = set(on_path if drafts >= 0 else ()), nodes[0]
         for node, (score, parent, drawn, proposer) in enumerate(zip(*nodes)):
             if node and parent in reached and score != -math.inf and not proposer:
-                kind = 2 * (2 * drawn + (parent != 0))
-                sums[kind] += node in reached
-                sums[kind + 1] += math.exp(score - scores[parent])
+                pair = 2 * (2 * drawn + (parent != 0))
+                sums[pair] += node in reached
+                sums[pair + 1] += math.exp(score - scores[parent])
     return torch.tensor(result)
 
 
