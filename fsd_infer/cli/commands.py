@@ -77,7 +77,7 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def _live_tokens(args: argparse.Namespace, tokenizer: Any) -> Any:
-    """Return what writes --show-accepted as it comes; None without it, or without a terminal that has a cursor."""
+    """Return the live output of --show-accepted; None without the option, or if the terminal has no cursor."""
     if not args.show_accepted or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         return None
     from fsd_infer.cli.report import LiveTokens, use_colour
@@ -119,7 +119,7 @@ def _decoder_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def fuzzy_config(args: argparse.Namespace) -> FuzzyConfig:
-    """Return what the options ask for. Raises FsdError for options that exclude each other or cannot be."""
+    """Return the decoding config that the options ask for. Raises FsdError for options that exclude each other or cannot be."""
     from fsd_infer.decoder import FuzzyConfig
 
     if not 0 <= args.temperature < math.inf:
@@ -142,11 +142,11 @@ def fuzzy_config(args: argparse.Namespace) -> FuzzyConfig:
         rule=args.rule, quality=args.quality, seed=args.seed, guide=_guide(args),
         apply_chat_template=False if args.raw else None,
         max_cache_bytes=args.max_cache_gib, beams=args.beam_options, num_beams=args.num_beams,
-        **picked(args, "max_new_tokens temperature top_p top_k"), **_further(args.options or {}),
+        **picked(args, "max_new_tokens temperature top_p top_k"), **_extra_fields(args.options or {}),
     )  # fmt: skip
 
 
-def _further(options: dict[str, Any]) -> dict[str, Any]:
+def _extra_fields(options: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of --options. Raises FsdError for one that is unknown or has an option of its own."""
     from fsd_infer.request.options import ARGUMENTS, split_options
 

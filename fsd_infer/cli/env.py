@@ -1,4 +1,4 @@
-"""The command `fsd-infer env`: what a report of a fault needs to know about a machine, and what runs where on it."""
+"""The command `fsd-infer env`: what a bug report should say about a machine, and what runs where on it."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def cores_taken(before: CpuTimes, after: CpuTimes) -> float:
 
 
 def free_threads(requested: int, cores: int, taken: float) -> int:
-    """Return how many of the threads asked for find a core, where others take some of ``cores``."""
+    """Return how many of the requested threads find a core if other processes keep ``taken`` of ``cores`` busy."""
     busy = math.ceil(taken - UNNOTICED)
     return requested if busy <= 0 else max(1, min(requested, cores - busy))
 
@@ -89,7 +89,7 @@ class Cores:
         self._last, self._taken, self._requests, self._said = read_times(), 0.0, 0, False
 
     def threads(self, requested: int) -> int:
-        """Return how many threads a request gets that asks for some. Requests side by side share the cores."""
+        """Return how many threads a request gets of those it asks for. Concurrent requests share the cores."""
         if requested < 2 or _mode() == "fixed":
             return requested
         with self._lock:
@@ -105,13 +105,13 @@ class Cores:
             return max(1, free // max(1, self._requests))
 
     def enter(self) -> None:
-        """A request begins. Raises FsdError for an unknown FSD_THREADS."""
+        """Count a request that begins. Raises FsdError for an unknown FSD_THREADS."""
         _mode()
         with self._lock:
             self._requests += 1
 
     def leave(self) -> None:
-        """A request ends."""
+        """Count a request that ends."""
         with self._lock:
             self._requests -= 1
 
@@ -151,7 +151,7 @@ class Team:
             _here.limit = None
 
     def fit_to_free_cores(self) -> None:
-        """Use as many threads as there are cores for. Called before each round."""
+        """Use no more threads than there are free cores. Called before each round."""
         if self._cores is None or self._outer is not None:
             return
         current = torch.get_num_threads()
@@ -172,7 +172,7 @@ _here = threading.local()
 
 
 def team_size() -> int:
-    """Return how many threads a kernel may use that this thread calls."""
+    """Return how many threads a kernel called by this thread may use."""
     limit: int | None = getattr(_here, "limit", None)
     return torch.get_num_threads() if limit is None else min(limit, torch.get_num_threads())
 

@@ -62,7 +62,7 @@ class TreeSession(DraftSession):
         self._stopped: Tensor | None = None  # [] bool, on devices: whether drafting has stopped
 
     def _acceptance_ratios(self) -> AcceptanceRatios | None:
-        """Return what the draws of earlier rounds have taught; None: no nodes are drawn, or rounds may be recorded."""
+        """Return the running ratios learned from earlier draws; None: no nodes are drawn, or rounds may be recorded."""
         request, prices = self.request, self.shape.prices
         if request.draws is not Draws.TREE or prices is None and not is_host(self.device):
             return None
@@ -112,7 +112,7 @@ class TreeSession(DraftSession):
         return self.shape.depth
 
     def _new_drawing(self) -> Drawing | ChainDrawing:
-        """Return what draws nodes in this round."""
+        """Return this round's draws."""
         if self.request.draws is Draws.CHAIN:
             return ChainDrawing(self.request.process, self.request.generator)
         nodes = self.shape.max_nodes

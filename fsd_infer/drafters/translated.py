@@ -107,7 +107,7 @@ class OwnTokensSession(LMSession):
         return [new for token in tokens for new in self.drafter.translation.spell(token)]
 
     def _take(self, rows: list[list[int]]) -> None:
-        """Append the small LM's tokens to the texts, perhaps none: it may be unable to spell the target's."""
+        """Append the small LM's tokens to the texts; there may be none, if it cannot spell the target's."""
         self._grow_to(max(map(len, self._texts)) + max(map(len, rows)))
         for text, row in zip(self._texts, rows, strict=True):
             text += row

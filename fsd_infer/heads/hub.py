@@ -37,7 +37,7 @@ def find_head(source: str | os.PathLike[str], **hub: Any) -> Path | None:
 
 
 def find(source: str | os.PathLike[str], kinds: Container[str], **hub: Any) -> FoundHead | None:
-    """Return the draft head of one of these kinds that ``source`` names; None if it is none.
+    """Return the draft head of one of these kinds that ``source`` names; None if it names another model.
 
     Args:
         source: a directory or hub id. Of a repository, the config is fetched first. If the config is ambiguous, the

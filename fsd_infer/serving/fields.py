@@ -82,7 +82,7 @@ def _texts(value: Any) -> Any:
 
 
 def _one_prompt(value: Any) -> Any:
-    """Some clients send a list of prompts, also of one."""
+    """Unwrap a list of one prompt, which some clients send."""
     if not isinstance(value, list) or not value or not isinstance(value[0], (str, list)):
         return value
     if len(value) > 1:

@@ -103,7 +103,7 @@ def make_jobs(
 
 
 def reader_of(decoder: FuzzyDecoder, request: AnyCompletionRequest) -> Callable[[], CallReader] | None:
-    """Return what makes a reader of tool calls per answer; None if answers may call none. Raises FsdError."""
+    """Return a factory of readers of tool calls, one per answer; None if answers may call none. Raises FsdError."""
     if not isinstance(request, ChatCompletionRequest) or not request.offered:
         return None
     format, names = _format(decoder, request), {tool.name for tool in request.offered}

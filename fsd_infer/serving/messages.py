@@ -10,7 +10,7 @@ _Item = TypeVar("_Item")
 
 
 class _One(FailFast):
-    """Stop at the first wrong item: listing all of them would block the event loop."""
+    """A list that fails at its first wrong item: listing all of them would block the event loop."""
 
     __hash__ = object.__hash__  # unions of types need it
 

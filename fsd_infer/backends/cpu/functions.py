@@ -93,7 +93,7 @@ def draw_rest(rest: sampling.Rest, uniforms: Tensor) -> Any:
 
 
 def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
-    """Compute only the rows that count. Elsewhere choosing rows costs a transfer; on the host it is free."""
+    """Compute only the rows that count: choosing them is free on the host, while it costs a GPU a transfer."""
     compiled = _compiled(logits)
     if compiled is not None and uniforms.dtype == torch.float32:
         return compiled.sample(logits.contiguous(), uniforms, where)

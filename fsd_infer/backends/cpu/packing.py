@@ -95,7 +95,7 @@ class Packed:
 
     @property
     def format(self) -> str:
-        """As of :class:`PackedLayer`."""
+        """See :class:`.PackedLayer`."""
         return "blocks" if self.ggml_type else "bf16" if self.scales is None else "fp8"
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def _packed_class(layer_class: Any) -> type[nn.Module]:
 
 
 def attach(layer: nn.Module, packed: Packed) -> None:
-    """Make a layer compute by a packed weight. Its parameter stays."""
+    """Make a layer compute by a packed weight; its parameter stays."""
     vars(layer).update(packed=packed, own_forward=vars(layer).pop("forward", None))
     layer.__class__ = _packed_class(type(layer))  # type: ignore[arg-type]
 

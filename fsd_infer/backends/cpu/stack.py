@@ -179,7 +179,7 @@ class CpuStack(Stack):
         return StackCall(forward, out, outputs, (x, attended, positions, slots, cosine, sine, keys, values, *masks))
 
     def outputs(self, call: StackCall, capture: Sequence[int] = ()) -> Outputs:
-        """Return what a forward that has run gave."""
+        """Return the outputs of a finished forward."""
         out, norm = call.out, self.norm
         if norm is not None and self._norm_weight is None:
             out = norm(out)
