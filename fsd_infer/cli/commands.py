@@ -119,7 +119,10 @@ def _decoder_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def fuzzy_config(args: argparse.Namespace) -> FuzzyConfig:
-    """Return the decoding config that the options ask for. Raises FsdError for options that exclude each other or cannot be."""
+    """Return the decoding config that the options ask for.
+
+    Raises FsdError for options that exclude each other or have impossible values.
+    """
     from fsd_infer.decoder import FuzzyConfig
 
     if not 0 <= args.temperature < math.inf:
