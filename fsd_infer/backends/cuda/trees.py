@@ -36,7 +36,7 @@ def ancestors(parents: Tensor) -> Tensor:
 
 @triton.jit
 def _slot_masks(LENGTHS, AFTER, OUT, count, extra, used, BLOCK: tl.constexpr):
-    row, slot = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, slot = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = slot - tl.load(LENGTHS + row // count)
     after = tl.load(AFTER + row * extra + place, mask=(place >= 0) & (place < extra), other=0)
     tl.store(OUT + row * used + slot, tl.where(place < 0, 1, after).to(tl.uint8), mask=slot < used)
@@ -46,7 +46,7 @@ def slot_masks(lengths: Tensor, visible_after: Tensor, used: int) -> Tensor:
     """Return :func:`fsd_core.functional.slot_masks`: [B, M, S] bool of lengths [B] and [B, M, E] bool."""
     batch, count, extra = visible_after.shape
     out = torch.empty(batch, count, used, dtype=torch.bool, device=lengths.device)
-    _slot_masks[triton.cdiv(used, 1024), batch * count](
+    _slot_masks[batch * count, triton.cdiv(used, 1024)](
         lengths.contiguous(), visible_after.contiguous().view(torch.uint8), out.view(torch.uint8), count, extra, used,
         BLOCK=1024, num_warps=4,
     )  # fmt: skip
