@@ -21,8 +21,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from benchmarks.few_rows import TILES, product
+from fsd_core.divergence import divergence
 from fsd_core.sampling import Rest
-from fsd_infer.backends.cuda import attention, clipped, kernels, layer, sampled, trees, walk
+from fsd_infer.backends.cuda import attention, clipped, compare, functions, kernels, layer, sampled, trees, walk
 from fsd_infer.rules import RoundInput, RuleInputs
 from fsd_infer.trees.tree import DraftTree
 
@@ -127,7 +128,11 @@ def launch_all(compiler: Compiler, widths: list[int], dtypes: list[torch.dtype],
         sampled.mixed_children(draft, 10, accept, ancestors, ancestors[:, 0], free, (1.0, 1.0), -4.0)
         sampled.sample_rows(draft, accept, ancestors[..., 0])
     clipped.search_clipped(*torch.empty(3, 60, 128256), 24, 1e-5)
-    none = torch.tensor([0])
+    none, tree = torch.tensor([0]), sampled_inputs(torch.empty(1, 60, 128256)).tree
+    functions.keep_nodes(tree.tokens, tree.parents, tree.scores, tree.q_index, tree.tokens, tree.drawn, slots)
+    functions.child_offsets(torch.empty(1, 60, dtype=torch.double), tree.scores, slots)
+    for kind in compare.KINDS[:-3] + compare.KINDS[-2:]:  # residuals are compared above
+        functions.divergence_rows(torch.empty(60, 128256), torch.empty(60, 128256), divergence(kind))
     walk.draw_rest(Rest(torch.empty(1, 1, 128256), none, torch.ones(1), slots), torch.empty(1))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsd_core import functional
 from fsd_core.sampling import Rest
-from fsd_infer.backends.cuda import clipped, kernels, sampled, trees, walk
+from fsd_infer.backends.cuda import clipped, compare, kernels, sampled, trees, walk
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -43,6 +43,43 @@ def ancestors(parents: Tensor) -> Any:
 
 def slot_masks(lengths: Tensor, visible_after: Tensor, used: int) -> Any:
     return trees.slot_masks(lengths, visible_after, used) if visible_after.numel() and used else NotImplemented
+
+
+def divergence_rows(
+    p_logits: Tensor,
+    q_logits: Tensor,
+    measure: Any,
+    draft_ids: Tensor | None = None,
+    q_index: Tensor | None = None,
+) -> Any:
+    """Take the five plain forms, over a reduced vocabulary those that are finite where q is 0."""
+    width = p_logits.shape[-1] if draft_ids is None else draft_ids.shape[0]
+    fits = q_logits.shape[-1] == width and (q_index is not None or p_logits.shape[:-1] == q_logits.shape[:-1])
+    fits &= measure.name in (compare.KINDS if draft_ids is None else compare.OUTSIDE) and p_logits.dim() > 1
+    if not fits or not _takes(p_logits, q_logits):
+        return NotImplemented
+    p, q = (compare.with_totals(x) for x in (p_logits, q_logits))
+    return compare.compare(measure.name, p, q, draft_ids, q_index)
+
+
+def residual_mass(
+    p_logits: Tensor, q_logits: Tensor, weight: Tensor, q_index: Tensor, draft_ids: Tensor | None = None
+) -> Any:
+    if not _takes(p_logits, q_logits):
+        return NotImplemented
+    p, q = (compare.with_totals(x) for x in (p_logits, q_logits))
+    return compare.compare(compare.RESIDUAL, p, q, draft_ids, q_index, weight)
+
+
+def child_offsets(probs: Tensor, uniforms: Tensor, parents: Tensor) -> Any:
+    fits = 0 < probs.shape[1] <= walk.MAX_NODES
+    return trees.child_offsets(probs, uniforms, parents) if fits else NotImplemented
+
+
+def keep_nodes(tokens: Tensor, parents: Tensor, scores: Tensor, *others: Any) -> Any:
+    """``others``: the other arguments, the kept nodes last."""
+    fits = 0 < others[-1].shape[1] <= walk.MAX_NODES and scores.dtype == torch.float32
+    return trees.keep_nodes(tokens, parents, scores, *others) if fits else NotImplemented
 
 
 def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Any:
@@ -81,7 +118,7 @@ def register(device: str) -> None:
     """Let the kernels answer on this type of device."""
     for kernel in (
         row_max, row_stats, row_entropy, topk_logprobs, search_clipped, ancestors, slot_masks, sample_rows,
-        mixed_children, draw_rest, exact_walk,
+        mixed_children, draw_rest, exact_walk, divergence_rows, residual_mass, child_offsets, keep_nodes,
     ):  # fmt: skip
         functional.register(kernel.__name__, device, _where_it_lies(kernel))
 

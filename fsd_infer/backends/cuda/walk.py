@@ -6,7 +6,7 @@ registers. No two programs of a launch write what another one reads. Probabiliti
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fsd_core.sampling import TINY, Rest
+from fsd_infer.backends.cuda.compare import RESIDUAL, compare, with_totals
 from fsd_infer.backends.cuda.kernels import row_pass
 from fsd_infer.backends.cuda.sampled import interval, within
 from fsd_infer.rules.verification import FORKS
@@ -41,7 +42,7 @@ def _faults(OUT, RAW, HIGHEST, Q_HIGHEST, Q_INDEX, parent, node, is_draft, score
 
 @triton.jit
 def _weigh(P, P_HIGHEST, P_TOTAL, Q, Q_TOTAL, INDEX, TOKENS, PARENTS, SCORES, Q_INDEX, DRAWN, RAW, Q_HIGHEST,
-           GAP, LOG_P, LOG_Q, WEIGHT, CHILD, RIGHT, count, columns, rows, drafted, depth, nodes,
+           GAP, LOG_P, LOG_Q, WEIGHT, CHILD, Q_ROW, RIGHT, count, columns, rows, drafted, depth, nodes,
            SAMPLED: tl.constexpr, CHAIN: tl.constexpr, REDUCED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """ln p and ln q of a tree's drafts, the weights of block verification, and each node's drawn child, -1 for none."""
     first, node = tl.program_id(0).to(tl.int64) * count, tl.arange(0, BLOCK)
@@ -77,44 +78,17 @@ def _weigh(P, P_HIGHEST, P_TOTAL, Q, Q_TOTAL, INDEX, TOKENS, PARENTS, SCORES, Q_
         below = (parent[None, :] == node[:, None]) & is_drawn[None, :]
         tl.store(LOG_Q + at, log_q, mask=known)
         tl.store(WEIGHT + at, weight, mask=known)
-        tl.store(CHILD + at, tl.max(tl.where(below, node[None, :], -1), 1), mask=known)
+        child = tl.max(tl.where(below, node[None, :], -1), 1)
+        tl.store(CHILD + at, child, mask=known)
+        tl.store(Q_ROW + at, tl.where(child >= 0, tl.load(Q_INDEX + at, mask=known, other=-1), -1), mask=known)
 
 
 @triton.jit
-def _excess(P, P_TOTAL, Q, Q_TOTAL, IDS, Q_INDEX, CHILD, WEIGHT, PARTS, count, columns, rows, drafted, chunks,
-            REDUCED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """A chunk of q's tokens at a context with a drawn child: Σ (w·p - q)+ and Σ w·p."""
-    node, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if tl.load(CHILD + node) < 0:
-        return
-    row = node // count * rows + tl.load(Q_INDEX + node)
-    entry = chunk * BLOCK + tl.arange(0, BLOCK)
-    inside = entry < drafted
-    token = entry
-    if REDUCED:
-        token = tl.load(IDS + entry, mask=inside, other=0)
-    q = tl.exp(tl.load(Q + row * drafted + entry, mask=inside, other=-float("inf")).to(tl.float32)
-               - tl.load(Q_TOTAL + 2 * row))  # fmt: skip
-    p = tl.exp(tl.load(P + node * columns + token, mask=inside, other=-float("inf")).to(tl.float32)
-               - tl.load(P_TOTAL + 2 * node))  # fmt: skip
-    p = tl.load(WEIGHT + node).to(tl.float32) * p
-    tl.store(PARTS + 2 * (node * chunks + chunk), tl.sum(tl.maximum(p - q, 0.0), 0))
-    tl.store(PARTS + 2 * (node * chunks + chunk) + 1, tl.sum(p, 0))
-
-
-@triton.jit
-def _accept_probs(own, parent, is_draft, at, above, known, Q_INDEX, DRAWN, LOG_Q, WEIGHT, CHILD, PARTS,
-                  chunks, depth, CHAIN: tl.constexpr, REDUCED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _accept_probs(own, parent, is_draft, at, above, known, Q_INDEX, DRAWN, LOG_Q, WEIGHT, CHILD, EXCESS, depth,
+                  CHAIN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Probabilities [N] that nodes follow their parents: see block_accept_probs in fsd_core/sampling.py."""
     child, weight = tl.load(CHILD + at, mask=known, other=-1), tl.load(WEIGHT + at, mask=known, other=1.0)
-    draws = child >= 0
-    excess, of_q = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.float64)
-    for chunk in range(chunks):
-        part = PARTS + 2 * (at * chunks + chunk)
-        excess += tl.load(part, mask=draws, other=0.0)
-        of_q += tl.load(part + 1, mask=draws, other=0.0)
-    if REDUCED:
-        excess += tl.where(draws, tl.maximum(weight - of_q, 0.0), 0.0)
+    draws, excess = child >= 0, tl.load(EXCESS + at, mask=known, other=0.0)
     here = tl.where(draws & (weight < 1), excess / tl.maximum(excess + 1 - weight, _TINY), weight)
     ends_within, ends_below = here, tl.zeros([BLOCK], tl.float64)
     for _ in range(depth):
@@ -132,11 +106,10 @@ def _accept_probs(own, parent, is_draft, at, above, known, Q_INDEX, DRAWN, LOG_Q
 
 
 @triton.jit
-def _walk(TOKENS, PARENTS, SCORES, Q_INDEX, DRAWN, UNIFORMS, GAP, LOG_P, LOG_Q, WEIGHT, CHILD, PARTS,
+def _walk(TOKENS, PARENTS, SCORES, Q_INDEX, DRAWN, UNIFORMS, GAP, LOG_P, LOG_Q, WEIGHT, CHILD, Q_ROW, EXCESS,
           PATH, NEXT, SOURCES, FIRST, GAPS, ACCEPTED, END, OF_END, END_ROW, REFUSED,
-          count, chunks, depth, width, row_stride, stride,
-          SAMPLED: tl.constexpr, CHAIN: tl.constexpr, HAS_DRAWN: tl.constexpr, REDUCED: tl.constexpr,
-          BLOCK: tl.constexpr):  # fmt: skip
+          count, depth, width, row_stride, stride, SAMPLED: tl.constexpr, CHAIN: tl.constexpr,
+          HAS_DRAWN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """The path of a tree, and what is emitted along it but for the last token; what that is drawn from."""
     tree, node = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     first, known = tree * count, node < count
@@ -147,8 +120,8 @@ def _walk(TOKENS, PARENTS, SCORES, Q_INDEX, DRAWN, UNIFORMS, GAP, LOG_P, LOG_Q, 
     is_draft = known & (node > 0) & (score != -float("inf"))
     prob = tl.exp(tl.load(LOG_P + at, mask=known, other=-float("inf")).to(tl.float64))
     if SAMPLED:
-        prob = _accept_probs(prob, parent, is_draft, at, above, known, Q_INDEX, DRAWN, LOG_Q, WEIGHT, CHILD, PARTS,
-                             chunks, depth, CHAIN, REDUCED, BLOCK)  # fmt: skip
+        prob = _accept_probs(prob, parent, is_draft, at, above, known, Q_INDEX, DRAWN, LOG_Q, WEIGHT, CHILD, EXCESS,
+                             depth, CHAIN, BLOCK)  # fmt: skip
     prob = tl.where(is_draft, prob, 0.0)
     # a context's uniform number falls on one of its children or on none
     siblings = (parent[:, None] == parent[None, :]) & is_draft[None, :]
@@ -187,9 +160,9 @@ def _walk(TOKENS, PARENTS, SCORES, Q_INDEX, DRAWN, UNIFORMS, GAP, LOG_P, LOG_Q, 
     tl.store(END + tree, end.to(tl.int64))
     tl.store(REFUSED + at, tl.where(is_draft & (parent == end), token, -1), mask=known)
     if SAMPLED:  # p where nothing was drawn, to which w·p is in proportion
-        draws = tl.load(CHILD + first + end) >= 0
-        tl.store(OF_END + tree, tl.where(draws, tl.load(WEIGHT + first + end), 1.0).to(tl.float32))
-        tl.store(END_ROW + tree, tl.where(draws, tl.load(Q_INDEX + first + end), -1))
+        row = tl.load(Q_ROW + first + end)
+        tl.store(OF_END + tree, tl.where(row >= 0, tl.load(WEIGHT + first + end), 1.0).to(tl.float32))
+        tl.store(END_ROW + tree, row)
 
 
 @triton.jit
@@ -246,75 +219,93 @@ def _draw(P, P_TOTAL, Q, Q_TOTAL, INDEX, NODES, WEIGHT, REFUSED, Q_INDEX, SUMS, 
     tl.store(out, tl.where(found < 0, otherwise, token))
 
 
+class _Weighed(NamedTuple):
+    """The nodes of trees, as the kernels take them.
+
+    Attributes:
+        fields: tokens, parents, scores, rows of q, and which were drawn, [B, N] each.
+        found: what :func:`_weigh` found: gaps, ln p, ln q, weights, drawn children, and rows of q of contexts with one.
+        p, q: logits, and ln Σ exp of their rows; q: None if nothing was drawn.
+        likeliest: [B, N] tokens under p.
+        index: [V] columns of q by token; None: they are equal.
+        faults: as of a verdict.
+        how: arguments that :func:`_weigh` and :func:`_walk` are compiled for.
+    """
+
+    fields: list[Tensor]
+    found: list[Tensor]
+    p: tuple[Tensor, Tensor]
+    q: tuple[Tensor, Tensor] | None
+    likeliest: Tensor
+    index: Tensor | None
+    faults: dict[str, Tensor]
+    how: dict[str, Any]
+
+
 def exact_walk(scores: Tensor, inputs: Any) -> dict[str, Any]:
     """Return :func:`fsd_infer.rules.walk.exact_walk` of a tree with drafts, whose q_scores are of q_logits' shape."""
-    tree, logits, depth = inputs.tree, inputs.round.logits, inputs.tree.max_depth
-    (batch, count, columns), device = scores.shape, scores.device
-    scores, uniforms = scores.contiguous(), inputs.round.uniforms
-    highest, likeliest, p_total, _ = row_pass(scores, 1)
-    raw = highest if inputs.round.scores is logits else row_pass(logits, 1)[0]
-    q, ids, q_total, q_highest, index = None, None, p_total, highest, scores
-    if inputs.sampled:
-        q, ids = tree.q_scores.contiguous(), tree.draft_ids
-        q_total, q_highest = row_pass(q, 1)[2], row_pass(tree.q_logits, 1)[0]
-        index = scores if ids is None else inputs.draft_index
-    rows, drafted = (0, 0) if q is None else q.shape[1:]
-    kind = {"SAMPLED": q is not None, "CHAIN": inputs.is_chain, "REDUCED": ids is not None}
-    block = max(16, triton.next_power_of_2(max(count, depth + 1)))
-    nodes = [x.contiguous() for x in (tree.tokens, tree.parents, tree.scores, tree.q_index)]
-    nodes.append(nodes[0] if tree.drawn is None else tree.drawn.contiguous().view(torch.uint8))
-    gap, log_p, log_q = torch.empty(3, batch, count, device=device)
-    weight, child = torch.empty_like(log_p, dtype=torch.double), torch.empty_like(log_p, dtype=torch.int32)
-    right = torch.empty(4, batch, count, dtype=torch.bool, device=device)
-    p_of, q_of = (scores, highest, p_total), (scores if q is None else q, q_total)
-    _weigh[(batch,)](
-        *p_of, *q_of, index, *nodes, raw, q_highest, gap, log_p, log_q, weight, child, right.view(torch.uint8),
-        count, columns, rows, drafted, depth, batch * count, **kind, BLOCK=block, num_warps=block // 8,
-    )  # fmt: skip
-    chunks, parts = triton.cdiv(drafted, _CHUNK), gap
-    if q is not None:
-        parts = torch.empty(batch, count, chunks, 2, device=device)
-        _excess[batch * count, chunks](
-            scores, p_total, *q_of, nodes[0] if ids is None else ids.contiguous(), nodes[3], child, weight, parts,
-            count, columns, rows, drafted, chunks, REDUCED=kind["REDUCED"], BLOCK=_CHUNK, num_warps=8,
-        )  # fmt: skip
-    path, tokens, sources, first_choices = torch.empty(4, batch, depth + 1, dtype=torch.long, device=device)
+    tree, uniforms, weighed = inputs.tree, inputs.round.uniforms, _weighed(scores, inputs)
+    (batch, count), width, device = tree.tokens.shape, tree.max_depth + 1, scores.device
+    weight, row, excess, ids = weighed.found[3], weighed.found[5], weighed.found[0], tree.draft_ids
+    if weighed.q is not None:
+        excess = compare(RESIDUAL, weighed.p, weighed.q, ids, row, weight)
+    path, tokens, sources, first_choices = torch.empty(4, batch, width, dtype=torch.long, device=device)
     accepted, end, end_row = torch.empty(3, batch, dtype=torch.long, device=device)
     gaps, of_end = torch.empty_like(path, dtype=torch.float32), torch.empty_like(end, dtype=torch.float32)
-    refused = torch.empty_like(nodes[0])
+    refused = torch.empty_like(weighed.fields[0])
     _walk[(batch,)](
-        *nodes, uniforms, gap, log_p, log_q, weight, child, parts,
+        *weighed.fields, uniforms, *weighed.found, excess,
         path, tokens, sources, first_choices, gaps, accepted, end, of_end, end_row, refused,
-        count, chunks, depth, depth + 1, *uniforms.stride()[:2], **kind, HAS_DRAWN=tree.drawn is not None,
-        BLOCK=block, num_warps=block // 8,
+        count, width - 1, width, *uniforms.stride()[:2], HAS_DRAWN=tree.drawn is not None, **weighed.how,
     )  # fmt: skip
-    rest = Rest(scores, end, of_end, refused, q, end_row, None if ids is None else index)
-    _draw_left(rest, p_total, q_total, uniforms, tokens, accepted, likeliest)
-    wrong = right.logical_not_()
-    faults = {"the target's logits": wrong[0], "the drafter's logits": wrong[2]}
-    if raw is not highest:
-        faults["the target's processed logits"] = wrong[1]
-    if inputs.is_chain:
-        faults[FORKS] = wrong[3]
+    q, q_total = weighed.q or (None, None)
+    rest = Rest(weighed.p[0], end, of_end, refused, q, end_row, weighed.index)
+    _draw_left(rest, weighed.p[1], q_total, uniforms, tokens, accepted, weighed.likeliest)
     return {
         "path": path, "accepted": accepted, "tokens": tokens, "sources": sources, "first_choices": first_choices,
         "logprob_gap": gaps, "relaxed": torch.zeros_like(path, dtype=torch.bool),
-        "spent": torch.zeros_like(path, dtype=torch.double), "proposers": tree.proposers, "faults": faults,
+        "spent": torch.zeros_like(path, dtype=torch.double), "proposers": tree.proposers, "faults": weighed.faults,
     }  # fmt: skip
+
+
+def _weighed(scores: Tensor, inputs: Any) -> _Weighed:
+    tree, logits, scores = inputs.tree, inputs.round.logits, scores.contiguous()
+    (batch, count, columns), depth, device = scores.shape, tree.max_depth, scores.device
+    highest, likeliest, p_total, _ = row_pass(scores, 1)
+    raw = highest if inputs.round.scores is logits else row_pass(logits, 1)[0]
+    p, q, q_highest, index = (scores, p_total), None, highest, None
+    if inputs.sampled:
+        q, q_highest, index = with_totals(tree.q_scores), row_pass(tree.q_logits, 1)[0], inputs.draft_index
+    fields = [x.contiguous() for x in (tree.tokens, tree.parents, tree.scores, tree.q_index)]
+    fields.append(fields[0] if tree.drawn is None else tree.drawn.contiguous().view(torch.uint8))
+    found = [*torch.empty(3, batch, count, device=device), torch.empty(batch, count, dtype=torch.double, device=device)]
+    found += [torch.empty_like(fields[0], dtype=torch.int32), torch.empty_like(fields[0])]
+    right = torch.empty(4, batch, count, dtype=torch.bool, device=device)
+    block = max(16, triton.next_power_of_2(max(count, depth + 1)))
+    how = {"SAMPLED": q is not None, "CHAIN": inputs.is_chain, "BLOCK": block, "num_warps": block // 8}
+    rows, drafted = (0, 0) if q is None else q[0].shape[1:]
+    _weigh[(batch,)](
+        scores, highest, p_total, *(q or p), scores if index is None else index, *fields, raw, q_highest, *found,
+        right.view(torch.uint8), count, columns, rows, drafted, depth, batch * count, REDUCED=index is not None, **how,
+    )  # fmt: skip
+    wrong = right.logical_not_()
+    faults = {"the target's logits": wrong[0], "the drafter's logits": wrong[2]}
+    faults |= {"the target's processed logits": wrong[1]} if raw is not highest else {}
+    faults |= {FORKS: wrong[3]} if inputs.is_chain else {}
+    return _Weighed(fields, found, p, q, likeliest, index, faults, how)
 
 
 def draw_rest(rest: Rest, uniforms: Tensor) -> Tensor:
     """Return :func:`fsd_core.sampling.draw_rest`: [B] int64."""
-    rest = rest._replace(p_logits=rest.p_logits.contiguous(), weight=rest.weight.float())
-    columns, q_total, ids, index = rest.p_logits.shape[-1], None, rest.draft_ids, None
-    if rest.q_logits is not None:
-        rest = rest._replace(q_logits=rest.q_logits.contiguous())
-        q_total = row_pass(rest.q_logits, 1)[2]
+    p, p_total = with_totals(rest.p_logits)
+    q, q_total = (None, None) if rest.q_logits is None else with_totals(rest.q_logits)
+    ids, index = rest.draft_ids, None
     if ids is not None:
-        index = torch.full((columns,), -1, device=ids.device)
+        index = torch.full((p.shape[-1],), -1, device=ids.device)
         index.index_copy_(0, ids.long(), torch.arange(len(ids), device=ids.device))
     out = torch.empty_like(rest.nodes, memory_format=torch.contiguous_format)
-    _draw_left(rest._replace(draft_ids=index), row_pass(rest.p_logits, 1)[2], q_total, uniforms[:, None, None], out)
+    rest = rest._replace(p_logits=p, weight=rest.weight.float(), q_logits=q, draft_ids=index)
+    _draw_left(rest, p_total, q_total, uniforms[:, None, None], out)
     return out
 
 
