@@ -24,9 +24,9 @@ from fsd_infer.request.processors import TreeProcessors
 from fsd_infer.rules import Exact, RoundInput, RuleInputs
 from fsd_infer.rules.walk import exact_walk
 from fsd_infer.targets.logit_form import LogitForm
-from fsd_infer.trees.tree import DraftTree
 from tests.kernel_toys import CPU, in_each_set, needs_kernels
 from tests.test_kernels import calls_of_kernels, fitting_model
+from tests.tree_rounds import drawn_tree
 
 pytestmark = pytest.mark.usefixtures("several_threads")
 
@@ -264,22 +264,9 @@ def test_a_sampled_round_walks_as_in_torch(
     drafted: int | None, kind: str, types: tuple[torch.dtype, torch.dtype]
 ) -> None:
     """Trees with padding, contexts without q, processed logits of another type; what is wrong is left to torch."""
-    rows, nodes, columns = 300, 8, 23
-    parents = (torch.rand(rows, nodes) * torch.arange(nodes)).long()
-    parents = (torch.arange(nodes) - 1).clamp_min(0).expand(rows, -1) if kind == "chain" else parents
-    drawn, scores = torch.rand(rows, nodes) < 0.6, -torch.rand(rows, nodes).mul(4).cumsum(1)
-    drawn &= ~((parents[:, :, None] == parents[:, None]) & drawn[:, None]).tril(-1).any(-1)  # one of siblings
-    scores[:, 0], drawn[:, 0] = 0.0, False
-    scores[::3, -2:], drawn[::3, -2:] = -torch.inf, False
-    ids = None if drafted is None else torch.randperm(columns)[:drafted].int()
-    entries = torch.stack([torch.randperm(drafted or columns)[:nodes] for _ in range(rows)])
-    q, index = torch.randn(rows, 4, drafted or columns).mul(2), torch.randint(-1, 4, (rows, nodes))
-    tree = DraftTree(entries if ids is None else ids[entries].long(), parents, scores, q.bfloat16(), index, ids)
-    tree = tree if kind == "likely tokens" else replace(tree, q_scores=q.masked_fill(q > 4, -torch.inf).to(types[1]))
-    tree = replace(tree, drawn=drawn) if kind == "tree" else tree
-    p = torch.randn(rows, nodes, columns).mul(2)
+    tree, p = drawn_tree(kind, drafted, types[1], 300), torch.randn(300, 8, 23).mul(2)
     for processed in (False, True):
-        logits, uniforms = p.to(types[0], copy=True), torch.rand(rows, 9, 3)[:, :nodes]
+        logits, uniforms = p.to(types[0], copy=True), torch.rand(300, 9, 3)[:, :8]
         round = RoundInput(tree, logits, logits.float().div(0.7) if processed else logits, False, uniforms)
         in_torch = exact_walk.__wrapped__  # type: ignore[attr-defined]
         inputs = (RuleInputs(replace(round, tree=replace(tree))) for _ in range(2))
@@ -288,7 +275,7 @@ def test_a_sampled_round_walks_as_in_torch(
         for name in found.keys() - {"proposers"}:
             torch.testing.assert_close(found[name], expected[name], check_dtype=False, equal_nan=True, msg=name)
         assert 0.05 < found["accepted"].float().mean() < 3
-        for wrong in ({"tokens": tree.tokens.int()}, {"drawn": drawn.float()}, {"depth_bound": 1}):
+        for wrong in ({"tokens": tree.tokens.int()}, {"drawn": torch.rand(300, 8)}, {"depth_bound": 1}):
             odd = replace(round, tree=replace(tree, **wrong))
             assert functions.exact_walk(odd.scores, RuleInputs(odd)) is NotImplemented, wrong
         few = replace(round, uniforms=uniforms[:, :2])

@@ -118,6 +118,31 @@ def tree_of(
     return tree if q_logits is None else replace(tree, q_logits=q_logits, q_index=torch.tensor(q_index))
 
 
+def drawn_tree(
+    kind: str, drafted: int | None, q_type: torch.dtype, rows: int, nodes: int = 8, columns: int = 23
+) -> DraftTree:
+    """Random trees with padding and contexts without q, of drawn nodes among others.
+
+    Args:
+        kind: "tree", "chain" or "likely tokens".
+        drafted: ids of the drafter's vocabulary; None: all.
+        q_type: of the logits that nodes are drawn from; the raw ones are in bf16.
+        rows, nodes, columns: B, N and V.
+    """
+    parents = (torch.rand(rows, nodes) * torch.arange(nodes)).long()
+    parents = (torch.arange(nodes) - 1).clamp_min(0).expand(rows, -1) if kind == "chain" else parents
+    drawn, scores = torch.rand(rows, nodes) < 0.6, -torch.rand(rows, nodes).mul(4).cumsum(1)
+    drawn &= ~((parents[:, :, None] == parents[:, None]) & drawn[:, None]).tril(-1).any(-1)  # one of siblings
+    scores[:, 0], drawn[:, 0] = 0.0, False
+    scores[::3, -2:], drawn[::3, -2:] = -torch.inf, False
+    ids = None if drafted is None else torch.randperm(columns)[:drafted].int()
+    entries = torch.stack([torch.randperm(drafted or columns)[:nodes] for _ in range(rows)])
+    q, index = torch.randn(rows, 4, drafted or columns).mul(2), torch.randint(-1, 4, (rows, nodes))
+    tree = DraftTree(entries if ids is None else ids[entries].long(), parents, scores, q.bfloat16(), index, ids)
+    tree = tree if kind == "likely tokens" else replace(tree, q_scores=q.masked_fill(q > 4, -torch.inf).to(q_type))
+    return replace(tree, drawn=drawn) if kind == "tree" else tree
+
+
 def take(tree: DraftTree, rows: Tensor) -> DraftTree:
     """The trees of some rows, in any number."""
     values = {field.name: getattr(tree, field.name) for field in fields(tree) if field.name != "draft_ids"}

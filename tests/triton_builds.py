@@ -21,10 +21,15 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from benchmarks.few_rows import TILES, product
-from fsd_infer.backends.cuda import attention, clipped, kernels, layer, trees
+from fsd_core.divergence import divergence
+from fsd_core.sampling import Rest
+from fsd_infer.backends.cuda import attention, clipped, compare, functions, kernels, layer, sampled, trees, walk
+from fsd_infer.rules import RoundInput, RuleInputs
+from fsd_infer.trees.tree import DraftTree
 
 TYPES = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", torch.uint8: "*u8",
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
+    torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages")
 
@@ -116,7 +121,28 @@ def launch_all(compiler: Compiler, widths: list[int], dtypes: list[torch.dtype],
         trees.slot_masks(lengths, trees.ancestors(slots), 1024)
         kernels.topk_logprobs(torch.empty(10, 32000, dtype=dtype), 10)
         kernels.row_stats(torch.empty(60, 128256, dtype=dtype), torch.ones(60, dtype=torch.bool))
+        for count in (60, 128):
+            walk.exact_walk(logits := torch.empty(1, count, 128256, dtype=dtype), sampled_inputs(logits))
+        draft = torch.empty(1, 10, 32000, dtype=dtype)
+        accept, ancestors, free = torch.empty(1, 10), torch.ones(1, 10, 50, dtype=torch.bool), torch.tensor([60])
+        sampled.mixed_children(draft, 10, accept, ancestors, ancestors[:, 0], free, (1.0, 1.0), -4.0)
+        sampled.sample_rows(draft, accept, ancestors[..., 0])
     clipped.search_clipped(*torch.empty(3, 60, 128256), 24, 1e-5)
+    none, tree = torch.tensor([0]), sampled_inputs(torch.empty(1, 60, 128256)).tree
+    functions.keep_nodes(tree.tokens, tree.parents, tree.scores, tree.q_index, tree.tokens, tree.drawn, slots)
+    functions.child_offsets(torch.empty(1, 60, dtype=torch.double), tree.scores, slots)
+    for kind in compare.KINDS[:-3] + compare.KINDS[-2:]:  # residuals are compared above
+        functions.divergence_rows(torch.empty(60, 128256), torch.empty(60, 128256), divergence(kind))
+    walk.draw_rest(Rest(torch.empty(1, 1, 128256), none, torch.ones(1), slots), torch.empty(1))
+
+
+def sampled_inputs(logits: Tensor) -> RuleInputs:
+    """A tree of some nodes [1, N], of which some may be drawn from 32,000 ids."""
+    numbers = torch.zeros(logits.shape[:2], dtype=torch.long)
+    q, scores = torch.empty(1, 51, 32000), torch.empty(logits.shape[:2])
+    tree = DraftTree(numbers, numbers, scores, q.bfloat16(), numbers, torch.arange(32000), q, drawn=numbers > 0)
+    tree.depth_bound = 6
+    return RuleInputs(RoundInput(tree, logits, logits, False, torch.empty(*numbers.shape, 3)))
 
 
 def main(capability: str, *names: str) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsd_core import functional
-from fsd_infer.backends.cuda import clipped, kernels, trees
+from fsd_core.sampling import Rest
+from fsd_infer.backends.cuda import clipped, compare, kernels, sampled, trees, walk
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -43,12 +45,89 @@ def slot_masks(lengths: Tensor, visible_after: Tensor, used: int) -> Any:
     return trees.slot_masks(lengths, visible_after, used) if visible_after.numel() and used else NotImplemented
 
 
-def _takes(logits: Tensor) -> bool:
-    differentiated = torch.is_grad_enabled() and logits.requires_grad
-    return logits.dtype in _DTYPES and logits.numel() > 0 and not differentiated
+def divergence_rows(
+    p_logits: Tensor,
+    q_logits: Tensor,
+    measure: Any,
+    draft_ids: Tensor | None = None,
+    q_index: Tensor | None = None,
+) -> Any:
+    """Take the five plain forms, over a reduced vocabulary those that are finite where q is 0."""
+    width = p_logits.shape[-1] if draft_ids is None else draft_ids.shape[0]
+    fits = q_logits.shape[-1] == width and (q_index is not None or p_logits.shape[:-1] == q_logits.shape[:-1])
+    fits &= measure.name in (compare.KINDS if draft_ids is None else compare.OUTSIDE) and p_logits.dim() > 1
+    if not fits or not _takes(p_logits, q_logits):
+        return NotImplemented
+    p, q = (compare.with_totals(x) for x in (p_logits, q_logits))
+    return compare.compare(measure.name, p, q, draft_ids, q_index)
+
+
+def residual_mass(
+    p_logits: Tensor, q_logits: Tensor, weight: Tensor, q_index: Tensor, draft_ids: Tensor | None = None
+) -> Any:
+    if not _takes(p_logits, q_logits):
+        return NotImplemented
+    p, q = (compare.with_totals(x) for x in (p_logits, q_logits))
+    return compare.compare(compare.RESIDUAL, p, q, draft_ids, q_index, weight)
+
+
+def child_offsets(probs: Tensor, uniforms: Tensor, parents: Tensor) -> Any:
+    fits = 0 < probs.shape[1] <= walk.MAX_NODES
+    return trees.child_offsets(probs, uniforms, parents) if fits else NotImplemented
+
+
+def keep_nodes(tokens: Tensor, parents: Tensor, scores: Tensor, *others: Any) -> Any:
+    """``others``: the other arguments, the kept nodes last."""
+    fits = 0 < others[-1].shape[1] <= walk.MAX_NODES and scores.dtype == torch.float32
+    return trees.keep_nodes(tokens, parents, scores, *others) if fits else NotImplemented
+
+
+def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Any:
+    return sampled.sample_rows(logits, uniforms, where) if _takes(logits) else NotImplemented
+
+
+def mixed_children(scores: Tensor, width: int, accept_log_probs: Tensor, *others: Any) -> Any:
+    takes = _takes(scores) and width <= kernels.MAX_LIKELY and accept_log_probs.dtype == torch.float32
+    return sampled.mixed_children(scores, width, accept_log_probs, *others) if takes else NotImplemented
+
+
+def draw_rest(rest: Rest, uniforms: Tensor) -> Any:
+    of_q = () if rest.q_logits is None or not rest.q_logits.shape[1] else (rest.q_logits,)
+    rest = rest if of_q else rest._replace(q_logits=None, q_index=None, draft_ids=None)
+    return walk.draw_rest(rest, uniforms) if _takes(rest.p_logits, *of_q) else NotImplemented
+
+
+def exact_walk(scores: Tensor, inputs: Any) -> Any:
+    """Take trees with drafts, and q over one vocabulary."""
+    tree, logits = inputs.tree, [scores, inputs.round.logits]
+    if tree.sampled:
+        logits += [tree.q_scores, tree.q_logits]
+    fits = 1 < scores.shape[1] <= walk.MAX_NODES and tree.scores.dtype == inputs.round.uniforms.dtype == torch.float32
+    if not fits or not _takes(*logits) or tree.sampled and tree.q_scores.shape != tree.q_logits.shape:
+        return NotImplemented
+    return walk.exact_walk(scores, inputs)
+
+
+def _takes(*logits: Tensor) -> bool:
+    """Whether kernels read these logits, of which none are under autograd and none are empty."""
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in logits)
+    return all(x.dtype in _DTYPES and x.numel() > 0 for x in logits) and not differentiated
 
 
 def register(device: str) -> None:
     """Let the kernels answer on this type of device."""
-    for kernel in (row_max, row_stats, row_entropy, topk_logprobs, search_clipped, ancestors, slot_masks):
-        functional.register(kernel.__name__, device, kernel)
+    for kernel in (
+        row_max, row_stats, row_entropy, topk_logprobs, search_clipped, ancestors, slot_masks, sample_rows,
+        mixed_children, draw_rest, exact_walk, divergence_rows, residual_mass, child_offsets, keep_nodes,
+    ):  # fmt: skip
+        functional.register(kernel.__name__, device, _where_it_lies(kernel))
+
+
+def _where_it_lies(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a kernel run on its first tensor's device: Triton launches on the current one."""
+
+    def on_device(first: Any, *others: Any, **named: Any) -> Any:
+        with torch.cuda.device_of(first if isinstance(first, Tensor) else first[0]):
+            return kernel(first, *others, **named)
+
+    return on_device

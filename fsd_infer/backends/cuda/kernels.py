@@ -19,6 +19,7 @@ _MIN = tl.constexpr(-(2**63))
 @triton.jit
 def _keys(x, ids):
     """Return numbers and ids as sortable int64: the number above, the id below, counted down."""
+    x = tl.where(x == 0, 0.0, x)  # -0.0 equals it
     bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
@@ -36,7 +37,7 @@ def _read(
     X, WHERE, KEYS, SUMS, columns, stride, CHUNKS, COUNT: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr
 ):
     """A chunk of a row: its COUNT largest keys, its maximum, Σ e^(x - max) and Σ (x - max) e^(x - max)."""
-    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if CHOSEN:
         if tl.load(WHERE + row) == 0:
             return
@@ -90,6 +91,30 @@ def _join(WHERE, KEYS, SUMS, VALUES, IDS, TOTALS, chunks, COUNT: tl.constexpr, C
         keys = tl.where(keys == best, _MIN, keys)
 
 
+def read_chunks(logits: Tensor, count: int, where: Tensor | None) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Read rows [..., V] in chunks; ``count`` and ``where`` as of :func:`row_pass`.
+
+    Returns:
+        The rows [R, V], each contiguous; of their chunks the largest keys [R, C, count], and the largest number, Σ e^x
+        and Σ x·e^x relative to it, [R, C, 3]; the size of a chunk.
+    """
+    shape = logits.shape[:-1]
+    flat = logits.reshape(-1, logits.shape[-1])
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    number, columns = flat.shape
+    block = min(_CHUNK, max(64, triton.next_power_of_2(columns)))
+    chunks = triton.cdiv(columns, block)
+    keys = torch.empty(number, chunks, count, dtype=torch.int64, device=flat.device)
+    sums = torch.empty(number, chunks, 3, dtype=torch.float32, device=flat.device)
+    chosen = sums if where is None else where.expand(shape).contiguous().view(torch.uint8)
+    if number:
+        _read[number, chunks](
+            flat, chosen, keys, sums, columns, flat.stride(0), chunks,
+            COUNT=count, BLOCK=block, CHOSEN=where is not None, num_warps=4,
+        )  # fmt: skip
+    return flat, keys, sums, block
+
+
 def row_pass(
     logits: Tensor, count: int, where: Tensor | None = None, log_probs: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -105,23 +130,14 @@ def row_pass(
         The largest numbers [..., count] in fp32, falling, and their tokens in int64; each row's ln Σ exp and the
         entropy of its softmax in nats, [...] in fp32. A row with a NaN has NaN first.
     """
-    shape = logits.shape[:-1]
-    flat = logits.reshape(-1, logits.shape[-1])
-    flat = flat if flat.stride(1) == 1 else flat.contiguous()
-    number, columns = flat.shape
-    block = min(_CHUNK, max(64, triton.next_power_of_2(columns)))
-    chunks = triton.cdiv(columns, block)
-    keys = torch.empty(number, chunks, count, dtype=torch.int64, device=flat.device)
-    sums = torch.empty(number, chunks, 3, dtype=torch.float32, device=flat.device)
-    values = torch.empty(*shape, count, dtype=torch.float32, device=flat.device)
-    ids = torch.empty(*shape, count, dtype=torch.int64, device=flat.device)
-    totals = torch.empty(*shape, 2, dtype=torch.float32, device=flat.device)
+    shape, device = logits.shape[:-1], logits.device
+    flat, keys, sums, _ = read_chunks(logits, count, where)
+    number, chunks = sums.shape[:2]
+    values = torch.empty(*shape, count, dtype=torch.float32, device=device)
+    ids = torch.empty(*shape, count, dtype=torch.int64, device=device)
+    totals = torch.empty(*shape, 2, dtype=torch.float32, device=device)
     chosen = ids if where is None else where.expand(shape).contiguous().view(torch.uint8)
     if number:
-        _read[chunks, number](
-            flat, chosen, keys, sums, columns, flat.stride(0), chunks,
-            COUNT=count, BLOCK=block, CHOSEN=where is not None, num_warps=4,
-        )  # fmt: skip
         _join[(number,)](
             chosen, keys, sums, values, ids, totals, chunks,
             COUNT=count, CHUNKS=triton.next_power_of_2(chunks), BLOCK=triton.next_power_of_2(chunks * count),

@@ -158,7 +158,7 @@ def rotate_and_store(
 
 @triton.jit
 def _silu_mul(X, OUT, columns, BLOCK: tl.constexpr):
-    row, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     gate = tl.load(X + row * 2 * columns + column, mask=inside, other=0.0)
     up = tl.load(X + row * 2 * columns + columns + column, mask=inside, other=0.0).to(tl.float32)
@@ -172,5 +172,5 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, columns)
-    _silu_mul[triton.cdiv(columns, 1024), rows](gate_up, out, columns, BLOCK=1024, num_warps=4)
+    _silu_mul[rows, triton.cdiv(columns, 1024)](gate_up, out, columns, BLOCK=1024, num_warps=4)
     return out

@@ -1,0 +1,349 @@
+"""The walk over trees above temperature 0 where rules keep the target's distribution, in Triton: ten launches.
+
+Those over the vocabulary have a program per chunk of a row, the others one per tree, which holds its nodes in
+registers. No two programs of a launch write what another one reads. Probabilities of nodes are in fp64, as in torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fsd_core.sampling import TINY, Rest
+from fsd_infer.backends.cuda.compare import RESIDUAL, compare, with_totals
+from fsd_infer.backends.cuda.kernels import row_pass
+from fsd_infer.backends.cuda.sampled import interval, within
+from fsd_infer.rules.verification import FORKS
+
+MAX_NODES = 128  # of a tree: programs hold matrices of nodes
+_CHUNK = 4096  # numbers of a program over the vocabulary
+_TINY = tl.constexpr(TINY)
+
+
+@triton.jit
+def _faults(OUT, RAW, HIGHEST, Q_HIGHEST, Q_INDEX, parent, node, is_draft, score, at, known, tree, rows, nodes,
+            SAMPLED: tl.constexpr):  # fmt: skip
+    """Whether largest numbers of a tree's raw, processed and drafter's logits are infinite or NaN; and its forks."""
+    tl.store(OUT + at, tl.abs(tl.load(RAW + at, mask=known, other=0.0)) < float("inf"), mask=known)
+    tl.store(OUT + nodes + at, tl.abs(tl.load(HIGHEST + at, mask=known, other=0.0)) < float("inf"), mask=known)
+    is_right = score == score
+    if SAMPLED:
+        row = tl.load(Q_INDEX + at, mask=known, other=-1)
+        largest = tl.load(Q_HIGHEST + tree * rows + tl.maximum(row, 0), mask=known, other=0.0)
+        is_right = (row < 0) | (tl.abs(largest) < float("inf"))
+    tl.store(OUT + 2 * nodes + at, is_right, mask=known)
+    children = tl.sum(((parent[None, :] == node[:, None]) & is_draft[None, :]).to(tl.int32), 1)
+    tl.store(OUT + 3 * nodes + at, children <= 1, mask=known)
+
+
+@triton.jit
+def _weigh(P, P_HIGHEST, P_TOTAL, Q, Q_TOTAL, INDEX, TOKENS, PARENTS, SCORES, Q_INDEX, DRAWN, RAW, Q_HIGHEST,
+           GAP, LOG_P, LOG_Q, WEIGHT, CHILD, Q_ROW, RIGHT, count, columns, rows, drafted, depth, nodes,
+           SAMPLED: tl.constexpr, CHAIN: tl.constexpr, REDUCED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """ln p and ln q of a tree's drafts, the weights of block verification, and each node's drawn child, -1 for none."""
+    first, node = tl.program_id(0).to(tl.int64) * count, tl.arange(0, BLOCK)
+    known, at = node < count, first + node
+    parent = tl.load(PARENTS + at, mask=known, other=0).to(tl.int32)
+    above = first + parent
+    token = tl.load(TOKENS + at, mask=known, other=0)
+    score = tl.load(SCORES + at, mask=known, other=0.0)
+    is_draft = known & (node > 0) & (score != -float("inf"))
+    _faults(RIGHT, RAW, P_HIGHEST, Q_HIGHEST, Q_INDEX, parent, node, is_draft, score, at, known,
+            tl.program_id(0).to(tl.int64), rows, nodes, SAMPLED)  # fmt: skip
+    highest = tl.load(P_HIGHEST + above, mask=known, other=0.0)
+    own = tl.load(P + above * columns + token, mask=is_draft, other=0.0).to(tl.float32)
+    gap = tl.where(is_draft, tl.maximum(highest - own, 0.0), float("inf"))
+    log_p = highest - tl.load(P_TOTAL + 2 * above, mask=known, other=0.0) - gap
+    tl.store(GAP + at, gap, mask=known)
+    tl.store(LOG_P + at, log_p, mask=known)
+    if SAMPLED:
+        row = tl.load(Q_INDEX + above, mask=known, other=-1)
+        is_drawn = is_draft & (row >= 0)
+        if not CHAIN:
+            is_drawn = is_drawn & (tl.load(DRAWN + at, mask=known, other=0) != 0)
+        row = tl.program_id(0).to(tl.int64) * rows + tl.maximum(row, 0)
+        entry = token
+        if REDUCED:
+            entry = tl.load(INDEX + token, mask=is_draft, other=-1)
+        log_q = tl.load(Q + row * drafted + entry, mask=is_draft & (entry >= 0), other=-float("inf")).to(tl.float32)
+        log_q = tl.where(entry >= 0, log_q - tl.load(Q_TOTAL + 2 * row, mask=known, other=0.0), -float("inf"))
+        ratio = tl.exp(log_p.to(tl.float64) - log_q.to(tl.float64))
+        weight = tl.full([BLOCK], 1.0, tl.float64)
+        for _ in range(depth):
+            weight = tl.where(is_drawn, tl.minimum(tl.gather(weight, parent, 0) * ratio, 1.0), 1.0)
+        below = (parent[None, :] == node[:, None]) & is_drawn[None, :]
+        tl.store(LOG_Q + at, log_q, mask=known)
+        tl.store(WEIGHT + at, weight, mask=known)
+        child = tl.max(tl.where(below, node[None, :], -1), 1)
+        tl.store(CHILD + at, child, mask=known)
+        tl.store(Q_ROW + at, tl.where(child >= 0, tl.load(Q_INDEX + at, mask=known, other=-1), -1), mask=known)
+
+
+@triton.jit
+def _accept_probs(own, parent, is_draft, at, above, known, Q_INDEX, DRAWN, LOG_Q, WEIGHT, CHILD, EXCESS, depth,
+                  CHAIN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Probabilities [N] that nodes follow their parents: see block_accept_probs in fsd_core/sampling.py."""
+    child, weight = tl.load(CHILD + at, mask=known, other=-1), tl.load(WEIGHT + at, mask=known, other=1.0)
+    draws, excess = child >= 0, tl.load(EXCESS + at, mask=known, other=0.0)
+    here = tl.where(draws & (weight < 1), excess / tl.maximum(excess + 1 - weight, _TINY), weight)
+    ends_within, ends_below = here, tl.zeros([BLOCK], tl.float64)
+    for _ in range(depth):
+        ends_below = tl.where(draws, tl.gather(ends_within, tl.maximum(child, 0), 0), 0.0)
+        ends_within = ends_below + (1 - ends_below) * here
+    goes_on = tl.gather(tl.minimum(ends_below / tl.maximum(ends_within, _TINY), 1.0), parent, 0)
+    log_q = tl.load(LOG_Q + at, mask=known, other=0.0).to(tl.float64)
+    rest = tl.maximum(tl.load(WEIGHT + above, mask=known, other=1.0) * own - tl.exp(log_q), 0.0)
+    rest = tl.minimum(rest / tl.maximum(tl.gather(excess, parent, 0), _TINY), 1.0)
+    is_drawn = is_draft & (tl.load(Q_INDEX + above, mask=known, other=-1) >= 0)
+    if not CHAIN:
+        is_drawn = is_drawn & (tl.load(DRAWN + at, mask=known, other=0) != 0)
+    below_draw = tl.load(CHILD + above, mask=known, other=-1) >= 0
+    return tl.where(is_drawn, goes_on, tl.where(below_draw, (1 - goes_on) * rest, own))
+
+
+@triton.jit
+def _walk(TOKENS, PARENTS, SCORES, Q_INDEX, DRAWN, UNIFORMS, GAP, LOG_P, LOG_Q, WEIGHT, CHILD, Q_ROW, EXCESS,
+          PATH, NEXT, SOURCES, FIRST, GAPS, ACCEPTED, END, OF_END, END_ROW, REFUSED,
+          count, depth, width, row_stride, stride, SAMPLED: tl.constexpr, CHAIN: tl.constexpr,
+          HAS_DRAWN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The path of a tree, and what is emitted along it but for the last token; what that is drawn from."""
+    tree, node = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    first, known = tree * count, node < count
+    at = first + node
+    parent = tl.load(PARENTS + at, mask=known, other=0).to(tl.int32)
+    above, token = first + parent, tl.load(TOKENS + at, mask=known, other=0)
+    score = tl.load(SCORES + at, mask=known, other=-float("inf"))
+    is_draft = known & (node > 0) & (score != -float("inf"))
+    prob = tl.exp(tl.load(LOG_P + at, mask=known, other=-float("inf")).to(tl.float64))
+    if SAMPLED:
+        prob = _accept_probs(prob, parent, is_draft, at, above, known, Q_INDEX, DRAWN, LOG_Q, WEIGHT, CHILD, EXCESS,
+                             depth, CHAIN, BLOCK)  # fmt: skip
+    prob = tl.where(is_draft, prob, 0.0)
+    # a context's uniform number falls on one of its children or on none
+    siblings = (parent[:, None] == parent[None, :]) & is_draft[None, :]
+    before = tl.sum(tl.where(siblings & (node[None, :] < node[:, None]), prob[None, :], 0.0), 1)
+    uniform = tl.load(UNIFORMS + tree * row_stride + parent * stride, mask=known, other=0.0)
+    offset = uniform.to(tl.float64) - before
+    follows = (offset >= 0) & (offset < prob)
+    reached = node == 0
+    for _ in range(depth):
+        reached = (node == 0) | (follows & (tl.gather(reached.to(tl.int32), parent, 0) > 0))
+    step = tl.cumsum(reached.to(tl.int32), 0) - 1
+    accepted, end = tl.sum(reached.to(tl.int32), 0) - 1, tl.max(tl.where(reached, node, 0), 0)
+    # the best child that was not drawn, the first of equals
+    is_child = (parent[None, :] == node[:, None]) & is_draft[None, :]
+    if HAS_DRAWN:
+        is_child = is_child & (tl.load(DRAWN + at, mask=known, other=0) == 0)[None, :]
+    of_children = tl.where(is_child, score[None, :], -float("inf"))
+    is_best = is_child & (of_children == tl.max(of_children, 1)[:, None])
+    choice = tl.min(tl.where(is_best, node[None, :], BLOCK), 1)
+    is_chosen = choice < BLOCK
+    gap = tl.load(GAP + first + choice, mask=known & is_chosen, other=float("nan"))
+    # each step of the path is one node's; the rest is padding
+    start, padding = tree * width, tl.arange(0, BLOCK)
+    tl.store(PATH + start + step, node.to(tl.int64), mask=reached)
+    tl.store(NEXT + start + step - 1, token, mask=reached & (node > 0))
+    tl.store(SOURCES + start + step, (step < accepted).to(tl.int64), mask=reached)
+    tl.store(FIRST + start + step, tl.where(is_chosen, choice, -1).to(tl.int64), mask=reached)
+    tl.store(GAPS + start + step, gap, mask=reached)
+    is_padding, none = (padding > accepted) & (padding < width), tl.zeros([BLOCK], tl.int64)
+    tl.store(PATH + start + padding, none + end, mask=is_padding)
+    tl.store(NEXT + start + padding, none, mask=is_padding)
+    tl.store(SOURCES + start + padding, none, mask=is_padding)
+    tl.store(FIRST + start + padding, none - 1, mask=is_padding)
+    tl.store(GAPS + start + padding, none.to(tl.float32) + float("nan"), mask=is_padding)
+    tl.store(ACCEPTED + tree, accepted.to(tl.int64))
+    tl.store(END + tree, end.to(tl.int64))
+    tl.store(REFUSED + at, tl.where(is_draft & (parent == end), token, -1), mask=known)
+    if SAMPLED:  # p where nothing was drawn, to which w·p is in proportion
+        row = tl.load(Q_ROW + first + end)
+        tl.store(OF_END + tree, tl.where(row >= 0, tl.load(WEIGHT + first + end), 1.0).to(tl.float32))
+        tl.store(END_ROW + tree, row)
+
+
+@triton.jit
+def _left(P, P_TOTAL, Q, Q_TOTAL, INDEX, NODES, WEIGHT, REFUSED, Q_INDEX, tree, ids, count, columns, rows, drafted,
+          refusals, SAMPLED: tl.constexpr, REDUCED: tl.constexpr):  # fmt: skip
+    """(w·p - q)+ of some tokens without the refused ones, at a tree's context: see Rest in fsd_core/sampling.py."""
+    node, inside = tree * count + tl.load(NODES + tree), ids < columns
+    p = tl.load(P + node * columns + ids, mask=inside, other=-float("inf")).to(tl.float32)
+    left = tl.exp(p - tl.load(P_TOTAL + 2 * node))
+    if SAMPLED:
+        row = tl.load(Q_INDEX + tree)
+        entry = ids.to(tl.int64)
+        if REDUCED:
+            entry = tl.load(INDEX + ids, mask=inside, other=-1)
+        has_q = inside & (entry >= 0) & (row >= 0)
+        row = tree * rows + tl.maximum(row, 0)
+        q = tl.load(Q + row * drafted + entry, mask=has_q, other=-float("inf")).to(tl.float32)
+        q = tl.where(has_q, tl.exp(q - tl.load(Q_TOTAL + 2 * row)), 0.0)
+        left = tl.maximum(tl.load(WEIGHT + tree) * left - q, 0.0)
+    for refusal in range(refusals):
+        left = tl.where(ids == tl.load(REFUSED + tree * refusals + refusal), 0.0, left)
+    return left
+
+
+@triton.jit
+def _left_sums(P, P_TOTAL, Q, Q_TOTAL, INDEX, NODES, WEIGHT, REFUSED, Q_INDEX, SUMS, count, columns, rows, drafted,
+               refusals, chunks, SAMPLED: tl.constexpr, REDUCED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    tree, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = chunk * BLOCK + tl.arange(0, BLOCK)
+    left = _left(P, P_TOTAL, Q, Q_TOTAL, INDEX, NODES, WEIGHT, REFUSED, Q_INDEX, tree, ids,
+                 count, columns, rows, drafted, refusals, SAMPLED, REDUCED)  # fmt: skip
+    tl.store(SUMS + tree * chunks + chunk, tl.sum(left, 0))
+
+
+@triton.jit
+def _draw(P, P_TOTAL, Q, Q_TOTAL, INDEX, NODES, WEIGHT, REFUSED, Q_INDEX, SUMS, UNIFORMS, OUT, PLACES, OTHERWISE,
+          count, columns, rows, drafted, refusals, chunks, row_stride, stride, width,
+          SAMPLED: tl.constexpr, REDUCED: tl.constexpr, OF_WALK: tl.constexpr, CHUNKS: tl.constexpr,
+          BLOCK: tl.constexpr):  # fmt: skip
+    """Draw a token of what is left, in one of whose chunks it lies. If nothing is left: V, or p's likeliest token."""
+    tree, places, place = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS), tl.arange(0, BLOCK)
+    sums = tl.load(SUMS + tree * chunks + places, mask=places < chunks, other=0.0).to(tl.float64)
+    node, out, otherwise = tl.load(NODES + tree), OUT + tree, columns.to(tl.int64)
+    uniforms = UNIFORMS + tree * row_stride
+    if OF_WALK:
+        uniforms += node * stride
+        out = OUT + tree * width + tl.load(PLACES + tree)
+        otherwise = tl.load(OTHERWISE + tree * count + node)
+    found, share = interval(sums, tl.load(uniforms), places, CHUNKS)
+    start = tl.maximum(found, 0) * BLOCK
+    left = _left(P, P_TOTAL, Q, Q_TOTAL, INDEX, NODES, WEIGHT, REFUSED, Q_INDEX, tree, start + place,
+                 count, columns, rows, drafted, refusals, SAMPLED, REDUCED)  # fmt: skip
+    token = (start + within(left, share, place, BLOCK)).to(tl.int64)
+    tl.store(out, tl.where(found < 0, otherwise, token))
+
+
+class _Weighed(NamedTuple):
+    """The nodes of trees, as the kernels take them.
+
+    Attributes:
+        fields: tokens, parents, scores, rows of q, and which were drawn, [B, N] each.
+        found: what :func:`_weigh` found: gaps, ln p, ln q, weights, drawn children, and rows of q of contexts with one.
+        p, q: logits, and ln Σ exp of their rows; q: None if nothing was drawn.
+        likeliest: [B, N] tokens under p.
+        index: [V] columns of q by token; None: they are equal.
+        faults: as of a verdict.
+        how: arguments that :func:`_weigh` and :func:`_walk` are compiled for.
+    """
+
+    fields: list[Tensor]
+    found: list[Tensor]
+    p: tuple[Tensor, Tensor]
+    q: tuple[Tensor, Tensor] | None
+    likeliest: Tensor
+    index: Tensor | None
+    faults: dict[str, Tensor]
+    how: dict[str, Any]
+
+
+def exact_walk(scores: Tensor, inputs: Any) -> dict[str, Any]:
+    """Return :func:`fsd_infer.rules.walk.exact_walk` of a tree with drafts, whose q_scores are of q_logits' shape."""
+    tree, uniforms, weighed = inputs.tree, inputs.round.uniforms, _weighed(scores, inputs)
+    (batch, count), width, device = tree.tokens.shape, tree.max_depth + 1, scores.device
+    weight, row, excess, ids = weighed.found[3], weighed.found[5], weighed.found[0], tree.draft_ids
+    if weighed.q is not None:
+        excess = compare(RESIDUAL, weighed.p, weighed.q, ids, row, weight)
+    path, tokens, sources, first_choices = torch.empty(4, batch, width, dtype=torch.long, device=device)
+    accepted, end, end_row = torch.empty(3, batch, dtype=torch.long, device=device)
+    gaps, of_end = torch.empty_like(path, dtype=torch.float32), torch.empty_like(end, dtype=torch.float32)
+    refused = torch.empty_like(weighed.fields[0])
+    _walk[(batch,)](
+        *weighed.fields, uniforms, *weighed.found, excess,
+        path, tokens, sources, first_choices, gaps, accepted, end, of_end, end_row, refused,
+        count, width - 1, width, *uniforms.stride()[:2], HAS_DRAWN=tree.drawn is not None, **weighed.how,
+    )  # fmt: skip
+    q, q_total = weighed.q or (None, None)
+    rest = Rest(weighed.p[0], end, of_end, refused, q, end_row, weighed.index)
+    _draw_left(rest, weighed.p[1], q_total, uniforms, tokens, accepted, weighed.likeliest)
+    return {
+        "path": path, "accepted": accepted, "tokens": tokens, "sources": sources, "first_choices": first_choices,
+        "logprob_gap": gaps, "relaxed": torch.zeros_like(path, dtype=torch.bool),
+        "spent": torch.zeros_like(path, dtype=torch.double), "proposers": tree.proposers, "faults": weighed.faults,
+    }  # fmt: skip
+
+
+def _weighed(scores: Tensor, inputs: Any) -> _Weighed:
+    tree, logits, scores = inputs.tree, inputs.round.logits, scores.contiguous()
+    (batch, count, columns), depth, device = scores.shape, tree.max_depth, scores.device
+    highest, likeliest, p_total, _ = row_pass(scores, 1)
+    raw = highest if inputs.round.scores is logits else row_pass(logits, 1)[0]
+    p, q, q_highest, index = (scores, p_total), None, highest, None
+    if inputs.sampled:
+        q, q_highest, index = with_totals(tree.q_scores), row_pass(tree.q_logits, 1)[0], inputs.draft_index
+    fields = [x.contiguous() for x in (tree.tokens, tree.parents, tree.scores, tree.q_index)]
+    fields.append(fields[0] if tree.drawn is None else tree.drawn.contiguous().view(torch.uint8))
+    found = [*torch.empty(3, batch, count, device=device), torch.empty(batch, count, dtype=torch.double, device=device)]
+    found += [torch.empty_like(fields[0], dtype=torch.int32), torch.empty_like(fields[0])]
+    right = torch.empty(4, batch, count, dtype=torch.bool, device=device)
+    block = max(16, triton.next_power_of_2(max(count, depth + 1)))
+    how = {"SAMPLED": q is not None, "CHAIN": inputs.is_chain, "BLOCK": block, "num_warps": block // 8}
+    rows, drafted = (0, 0) if q is None else q[0].shape[1:]
+    _weigh[(batch,)](
+        scores, highest, p_total, *(q or p), scores if index is None else index, *fields, raw, q_highest, *found,
+        right.view(torch.uint8), count, columns, rows, drafted, depth, batch * count, REDUCED=index is not None, **how,
+    )  # fmt: skip
+    wrong = right.logical_not_()
+    faults = {"the target's logits": wrong[0], "the drafter's logits": wrong[2]}
+    faults |= {"the target's processed logits": wrong[1]} if raw is not highest else {}
+    faults |= {FORKS: wrong[3]} if inputs.is_chain else {}
+    return _Weighed(fields, found, p, q, likeliest, index, faults, how)
+
+
+def draw_rest(rest: Rest, uniforms: Tensor) -> Tensor:
+    """Return :func:`fsd_core.sampling.draw_rest`: [B] int64."""
+    p, p_total = with_totals(rest.p_logits)
+    q, q_total = (None, None) if rest.q_logits is None else with_totals(rest.q_logits)
+    ids, index = rest.draft_ids, None
+    if ids is not None:
+        index = torch.full((p.shape[-1],), -1, device=ids.device)
+        index.index_copy_(0, ids.long(), torch.arange(len(ids), device=ids.device))
+    out = torch.empty_like(rest.nodes, memory_format=torch.contiguous_format)
+    rest = rest._replace(p_logits=p, weight=rest.weight.float(), q_logits=q, draft_ids=index)
+    _draw_left(rest, p_total, q_total, uniforms[:, None, None], out)
+    return out
+
+
+def _draw_left(
+    rest: Rest,
+    p_total: Tensor,
+    q_total: Tensor | None,
+    uniforms: Tensor,
+    out: Tensor,
+    places: Tensor | None = None,
+    likeliest: Tensor | None = None,
+) -> None:
+    """Draw a token of each row. Logits are contiguous; ``rest.draft_ids`` are the columns of q by token, [V].
+
+    Args:
+        rest: what is left of p.
+        p_total, q_total: ln Σ exp of rows, as :func:`.row_pass` returns them.
+        uniforms: [B, N, ·], of which the column 1 of the rest's nodes counts; or [B, 1, 1].
+        out: [B] for the tokens, V where nothing is left; or [B, K].
+        places: [B] where in the latter.
+        likeliest: [B, N] tokens for contexts where nothing is left.
+    """
+    p, q = rest.p_logits, rest.q_logits if rest.q_index is not None else None
+    (batch, count, columns), (rows, drafted) = p.shape, (0, 0) if q is None else q.shape[1:]
+    chunks = triton.cdiv(columns, _CHUNK)
+    sums = torch.empty(batch, chunks, device=p.device)
+    refused = rest.refused.contiguous()
+    given = (
+        p, p_total, p if q is None else q, p_total if q is None else q_total,
+        p if rest.draft_ids is None else rest.draft_ids, rest.nodes.contiguous(), rest.weight.contiguous(), refused,
+        rest.nodes if rest.q_index is None else rest.q_index.contiguous(), sums,
+    )  # fmt: skip
+    sizes = count, columns, rows, drafted, refused.shape[1], chunks
+    kind = {"SAMPLED": q is not None, "REDUCED": rest.draft_ids is not None, "BLOCK": _CHUNK, "num_warps": 8}
+    _left_sums[batch, chunks](*given, *sizes, **kind)
+    of_walk = places is not None
+    _draw[(batch,)](
+        *given, uniforms[..., 1] if of_walk else uniforms, out, places if of_walk else out,
+        likeliest if of_walk else out, *sizes, *uniforms.stride()[:2], out.shape[-1],
+        OF_WALK=of_walk, CHUNKS=triton.next_power_of_2(chunks), **kind,
+    )  # fmt: skip
