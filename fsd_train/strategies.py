@@ -113,11 +113,11 @@ def shard_target(target: Target, mesh: DeviceMesh) -> None:
 
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's state dict with gathered tensors. All ranks must call it, because they exchange shards."""
-    partitioned = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
-    if partitioned:  # DeepSpeed, stage 3
+    zero3_parameters = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
+    if zero3_parameters:  # DeepSpeed, stage 3
         import deepspeed
 
-        with deepspeed.zero.GatheredParameters(partitioned):
+        with deepspeed.zero.GatheredParameters(zero3_parameters):
             return {name: value.detach().clone() for name, value in module.state_dict().items()}
     if isinstance(module, FSDPModule):
         module.reshard()  # after a forward without a backward it stays whole

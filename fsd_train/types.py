@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse.typing import extend_base_type
 
 
-def _number(name: str, base: type, wanted: str, fits: Callable[[Any], bool]) -> Any:
+def _number(name: str, base: type, expected: str, fits: Callable[[Any], bool]) -> Any:
     """Return a type of numbers that fit; of any other value it says what was ``wanted``."""
 
     def check(_: type, value: Any) -> None:
@@ -20,7 +20,7 @@ def _number(name: str, base: type, wanted: str, fits: Callable[[Any], bool]) -> 
         except (TypeError, ValueError, OverflowError):
             valid = False
         if not valid:
-            raise ValueError(f"expected {wanted}, got {'null' if value is None else value}")
+            raise ValueError(f"expected {expected}, got {'null' if value is None else value}")
 
     return extend_base_type(name, base, check, register_key=(name, base))
 
@@ -79,12 +79,12 @@ def in_words(message: str) -> str:
     if _KEYED.match(message):
         return f"{key}.{in_words(message)}"
     reasons = re.split(r"(?:^| )- ", message.partition(" Given value type: ")[0])
-    own = [reason for reason in reasons if reason and not reason.startswith(_OF_TYPE)]
-    if own:
-        reason = re.sub(r"^Not of type \w+: ", "", own[0]).rstrip(".")
+    specific = [reason for reason in reasons if reason and not reason.startswith(_OF_TYPE)]
+    if specific:
+        reason = re.sub(r"^Not of type \w+: ", "", specific[0]).rstrip(".")
         return f"{key}{'.' if re.match(r'[a-z_.]+: ', reason) else ': '}{reason}."
-    kinds = [f"one of {words}" if words else _KINDS.get(kind, _CLASS) for kind, words in _KIND.findall(message)]
+    expected = [f"one of {words}" if words else _KINDS.get(kind, _CLASS) for kind, words in _KIND.findall(message)]
     value = _VALUE.search(message)
-    if not kinds or value is None:
+    if not expected or value is None:
         return message
-    return f"{key}: expected {' or '.join(dict.fromkeys(kinds))}, got {value[1]}."
+    return f"{key}: expected {' or '.join(dict.fromkeys(expected))}, got {value[1]}."

@@ -37,20 +37,20 @@ def check(store: FeatureStore, target: Target, rows: list[list[int]]) -> None:
 
 def test_interrupted_caching_goes_on(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = sequences()
-    forward, done = module.forward_packed, list[int]()
+    forward, done = module.target_features, list[int]()
 
     def fail_later(*args: Any) -> Any:
         if sum(done) > 80:
             raise KeyboardInterrupt
-        done.extend(args[3].lengths)
+        done.extend(args[2].lengths)
         return forward(*args)
 
-    monkeypatch.setattr(module, "forward_packed", fail_later)
+    monkeypatch.setattr(module, "target_features", fail_later)
     with pytest.raises(KeyboardInterrupt):
         cache_features(target, rows, tmp_path, shard_tokens=60, batch_tokens=20, progress=False)
     first = (tmp_path / "shard-00000.safetensors").stat().st_mtime_ns
     assert FeatureStore(tmp_path).tokens == sum(done) < sum(map(len, rows))  # of an unfinished shard, too
-    monkeypatch.setattr(module, "forward_packed", forward)
+    monkeypatch.setattr(module, "target_features", forward)
     check(cache_features(target, rows, tmp_path, shard_tokens=60, progress=False), target, rows)
     assert (tmp_path / "shard-00000.safetensors").stat().st_mtime_ns == first
 

@@ -140,7 +140,7 @@ def test_a_plans_rows_are_what_is_supervised(steps: int, share: float) -> None:
     rows, roots = plan.rows, plan.roots.tolist()
     assert rows.position.tolist() == wanted[0].nonzero().squeeze(1).tolist()
     assert rows.position_index.diff().min() >= 0
-    assert rows.ends == [int((rows.position_index < number).sum()) for number in range(len(rows.position) + 1)]
+    assert rows.offsets == [int((rows.position_index < number).sum()) for number in range(len(rows.position) + 1)]
     outputs = [(i, 0) for i in range(length)]  # (position, step) of unroll's
     outputs += [(root + s, s) for s in range(1, steps) for root in roots]
     found = list(zip(rows.position[rows.position_index].tolist(), rows.step.tolist()))

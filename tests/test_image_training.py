@@ -106,7 +106,7 @@ def test_rows_are_read_as_decoding_reads_prompts(family: str, tmp_path: Path) ->
     first = two.index(decoder.tokenizer.eos_token_id, rows.prompt_length(4)) + 1  # the end of the first answer
     short = read(ImageReader.of(decoder.target), tmp_path, [made["paths in two turns"][0]], max_length=first + 9)
     assert short.texts[0].tolist() == two[:first], "a row that is cut within its second image ends before it"
-    assert len(short.seen[0].sources) == 1 and short.keys[0] != rows.keys[4]
+    assert len(short.images[0].sources) == 1 and short.keys[0] != rows.keys[4]
 
 
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "generation markers"])
@@ -195,8 +195,8 @@ def test_later_turns_show_the_images_so_far(tmp_path: Path) -> None:
         said += [{"role": "assistant", "content": "it is the mat"}, turn]
         (job,) = plan.jobs
         ids, expected = encode_with_images(decoder.target, said)
-        assert job.seen is not None and expected is not None and job.prompt_ids == ids
-        found = reader.image_input(job.prompt_ids, job.seen)
+        assert job.images is not None and expected is not None and job.prompt_ids == ids
+        found = reader.image_input(job.prompt_ids, job.images)
         assert found is not None and all(torch.equal(found.inputs[name], x) for name, x in expected.inputs.items())
 
 

@@ -211,11 +211,11 @@ class DecodedTau(Curves):
 
     def _target(self, pl_module: Any) -> Target:
         """Return the module's target if it has its layers, else the whole one, loaded once."""
-        own: Target = pl_module.target
-        if not any(parameter.is_meta for parameter in own.model.parameters()):
-            return own
+        target: Target = pl_module.target
+        if not any(parameter.is_meta for parameter in target.model.parameters()):
+            return target
         if self._full is None:
-            self._full = pl_module.whole_target(own.dtype, pl_module.device)
+            self._full = pl_module.whole_target(target.dtype, pl_module.device)
             FuzzyDecoder(self._full, NoDrafter(self._full.vocab_size)).prepare()
         return self._full
 
@@ -223,8 +223,10 @@ class DecodedTau(Curves):
         """Return the prompts with the numbers of their rows. Raises DataError if none fits the context."""
         rows = trainer.datamodule.validation_set
         room = math.inf if target.max_positions is None else target.max_positions - self.max_new_tokens
-        lengths = [(number, rows.prompt_length(number)) for number in range(len(rows))]
-        fitting = [(number, rows.texts[number][:first].tolist()) for number, first in lengths if 0 < first <= room]
+        prompt_lengths = [(number, rows.prompt_length(number)) for number in range(len(rows))]
+        fitting = [
+            (number, rows.texts[number][:length].tolist()) for number, length in prompt_lengths if 0 < length <= room
+        ]
         if not fitting:
             raise DataError(
                 f"no validation prompt leaves room for {self.max_new_tokens} tokens in the context of {target.name}. "

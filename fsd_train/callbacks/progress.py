@@ -32,14 +32,14 @@ class RunProgress(ProgressBar):
 
     def __init__(self) -> None:
         super().__init__()
-        self._shown = True
+        self._enabled = True
         self._bar: Any = None
 
     def disable(self) -> None:
-        self._shown = False
+        self._enabled = False
 
     def enable(self) -> None:
-        self._shown = True
+        self._enabled = True
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         tqdm.write(" ".join(map(str, args)), file=sys.stderr)
@@ -48,7 +48,7 @@ class RunProgress(ProgressBar):
         lively = sys.stderr.isatty()
         self._bar = tqdm(
             total=int(total) if 0 < total < math.inf else None, initial=initial, unit=unit, desc=name,
-            disable=not self._shown, dynamic_ncols=True, smoothing=0.1, mininterval=0.5 if lively else 30.0,
+            disable=not self._enabled, dynamic_ncols=True, smoothing=0.1, mininterval=0.5 if lively else 30.0,
         )  # fmt: skip
 
     def _close(self) -> None:
@@ -126,11 +126,11 @@ def _data(trainer: Trainer) -> str:
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     rows, held = getattr(data, "train_set", None), getattr(data, "validation_set", None)
     steps, epochs = trainer.estimated_stepping_batches, _epochs(trainer)
-    counted = "" if rows is None else f"{len(rows)} answers ({rows.answer_tokens} tokens); "
-    held_out = f"{len(held)} held out; " if held is not None else ""
-    many = "until stopped" if steps == math.inf else f"{steps:.0f} steps, {epochs:.2g} epochs"
-    begun = f", {trainer.global_step} done" if trainer.global_step else ""
-    return f"{counted}{held_out}{trainer.num_training_batches} batches per epoch; {many}{begun}"
+    rows_text = "" if rows is None else f"{len(rows)} answers ({rows.answer_tokens} tokens); "
+    held_out_text = f"{len(held)} held out; " if held is not None else ""
+    length_text = "until stopped" if steps == math.inf else f"{steps:.0f} steps, {epochs:.2g} epochs"
+    done_text = f", {trainer.global_step} done" if trainer.global_step else ""
+    return f"{rows_text}{held_out_text}{trainer.num_training_batches} batches per epoch; {length_text}{done_text}"
 
 
 def _epochs(trainer: Trainer) -> float:
@@ -154,19 +154,23 @@ def advice(trainer: Trainer) -> list[str]:
         warnings.append("the learning rate is 0, so nothing is trained. Raise model.optimizer's lr.")
     epochs = _epochs(trainer)
     if MAX_EPOCHS < epochs < math.inf:
-        enough = max(1, round(steps * MAX_EPOCHS / epochs))
+        steps_enough = max(1, round(steps * MAX_EPOCHS / epochs))
         warnings.append(
-            f"the run has {epochs:.0f} epochs. Lower trainer.max_steps to about {enough} for {MAX_EPOCHS}, or add "
-            "answers."
+            f"the run has {epochs:.0f} epochs. Lower trainer.max_steps to about {steps_enough} for {MAX_EPOCHS}, or "
+            "add answers."
         )
-    following = [callback for callback in trainer.callbacks if str(getattr(callback, "monitor", "")).startswith("val_")]  # type: ignore[attr-defined]
+    monitors = [callback for callback in trainer.callbacks if str(getattr(callback, "monitor", "")).startswith("val_")]  # type: ignore[attr-defined]
     batches = steps * trainer.accumulate_grad_batches
-    known = trainer.num_val_batches  # empty before the first validation
-    comes = trainer.enable_validation and (not known or sum(known) > 0) and batches >= (trainer.val_check_batch or 0)
-    if following and not comes:
-        named = ", ".join(f"{type(callback).__name__} of {callback.monitor}" for callback in following)
+    val_batches = trainer.num_val_batches  # empty before the first validation
+    validates = (
+        trainer.enable_validation
+        and (not val_batches or sum(val_batches) > 0)
+        and batches >= (trainer.val_check_batch or 0)
+    )
+    if monitors and not validates:
+        names = ", ".join(f"{type(callback).__name__} of {callback.monitor}" for callback in monitors)
         warnings.append(
-            f"no validation comes in this run, and without it {named} does nothing. Hold out rows, and see to "
+            f"no validation comes in this run, and without it {names} does nothing. Hold out rows, and see to "
             "trainer.limit_val_batches and trainer.val_check_interval."
         )
     return warnings

@@ -49,12 +49,12 @@ class RunDirectory(Callback):
         self.best = [Path(f"{path}.ckpt") for path in best]
         self.overwrite = overwrite
         self._stale: list[Path] = []
-        self._asked = self._is_over = False  # to end, by a signal to this process; after the last step
+        self._end_requested = self._has_ended = False  # to end, by a signal to this process; after the last step
         self._before = -1  # optimizer steps before the last batch
-        self._callers = signal.getsignal(signal.SIGTERM)  # Lightning's handler would call it, too
-        self._said: set[str] = set()  # of damaged checkpoints
-        self._held: list[int] = []  # descriptors of the directories, locked
-        self._found = self._written()  # before the choice of a checkpoint
+        self._sigterm_handler = signal.getsignal(signal.SIGTERM)  # Lightning's handler would call it, too
+        self._reported: set[str] = set()  # of damaged checkpoints
+        self._locks: list[int] = []  # descriptors of the directories, locked
+        self._times_at_start = self._modification_times()  # before the choice of a checkpoint
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -77,8 +77,8 @@ class RunDirectory(Callback):
                 return str(path)
             except CheckpointError as error:
                 problems.append(error)
-                if str(error) not in self._said:
-                    self._said.add(str(error))
+                if str(error) not in self._reported:
+                    self._reported.add(str(error))
                     log.warning("%s", error)
         if problems:
             raise problems[0]
@@ -106,28 +106,28 @@ class RunDirectory(Callback):
                 return ckpt_path
             log.info("no checkpoint in %s: training starts from the beginning", self.names)
         checkpoints = self.checkpoints
-        begin = None if ckpt_path is None else Path(ckpt_path)
-        step = -1 if begin is None or not begin.exists() else _step(begin)
-        stale = [path for path in checkpoints if (begin is None or not _same(path, begin)) and _step(path) > step]
-        heads = [path for path in self.heads if begin is None and path.exists()]
+        start = None if ckpt_path is None else Path(ckpt_path)
+        step = -1 if start is None or not start.exists() else _step(start)
+        stale = [path for path in checkpoints if (start is None or not _same(path, start)) and _step(path) > step]
+        heads = [path for path in self.heads if start is None and path.exists()]
         if self.overwrite:
             self._stale = [*stale, *heads]
         elif heads and not checkpoints and all(trains_again(path, settings) for path in heads):
             log.info("%s is of a run that was killed before its first checkpoint: it starts again", heads[0])
-        elif begin is None and (checkpoints or heads):
-            there = (
+        elif start is None and (checkpoints or heads):
+            place = (
                 f"{checkpoints[0].parent} (newest checkpoint: {checkpoints[0].name})" if checkpoints else str(heads[0])
             )
-            first = "Resume it with --ckpt_path auto" if checkpoints else "It has no checkpoint to resume"
-            other = ", ".join(self._differing(settings)) if checkpoints else ""
-            run = f"a run with another {other}" if other else "a run"
+            advice = "Resume it with --ckpt_path auto" if checkpoints else "It has no checkpoint to resume"
+            differing_names = ", ".join(self._differing(settings)) if checkpoints else ""
+            run = f"a run with another {differing_names}" if differing_names else "a run"
             raise DataError(
-                f"{run} is in {there} already. {first}, replace it with --overwrite true, or choose other directories."
+                f"{run} is in {place} already. {advice}, replace it with --overwrite true, or choose other directories."
             )
-        elif stale and begin is not None:
+        elif stale and start is not None:
             raise DataError(
-                f"{stale[0]} is newer than {begin}, or another run's. Resume the newest with --ckpt_path auto, or "
-                f"{begin.name} and remove newer ones with --overwrite true."
+                f"{stale[0]} is newer than {start}, or another run's. Resume the newest with --ckpt_path auto, or "
+                f"{start.name} and remove newer ones with --overwrite true."
             )
         return ckpt_path
 
@@ -141,43 +141,44 @@ class RunDirectory(Callback):
     def check_writable(self, trainer: Trainer) -> None:
         """Raise DataError unless the run can write to all of its directories, and a head's can be replaced."""
         loggers = [Path(logger.save_dir) for logger in trainer.loggers if logger.save_dir is not None]
-        others = [*self.directories, Path(trainer.default_root_dir), *loggers]
-        self._check_heads(others)
-        for path in [*others, *self.heads]:
-            there = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
-            if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-                raise DataError(f"{path} cannot be written: {there} is {'read-only' if there.is_dir() else 'a file'}.")
+        directories = [*self.directories, Path(trainer.default_root_dir), *loggers]
+        self._check_heads(directories)
+        for path in [*directories, *self.heads]:
+            existing = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
+            if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+                reason = "read-only" if existing.is_dir() else "a file"
+                raise DataError(f"{path} cannot be written: {existing} is {reason}.")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and trainer.is_global_zero:
             for directory in self.directories:
-                self._hold(directory)
-            if self._written() != self._found:
+                self._lock(directory)
+            if self._modification_times() != self._times_at_start:
                 raise DataError(f"another run wrote to {self.names} as this one began. Give the command again.")
             for head in self.heads:
                 recover_directory(head)
         for callback in callbacks_of(trainer, DecodedTau):
-            callback.is_asked, callback.end_run = (lambda: self._asked), self._end_if_asked
+            callback.is_asked, callback.end_run = (lambda: self._end_requested), self._end_if_asked
 
-    def _written(self) -> dict[Path, int]:
+    def _modification_times(self) -> dict[Path, int]:
         """Return the checkpoints and heads that are there, and when they were written [ns]."""
         paths = [*(path for place in self.directories for path in place.glob("*.ckpt")), *self.heads]
         return {path: path.stat().st_mtime_ns for path in paths if path.exists()}
 
-    def _hold(self, directory: Path) -> None:
+    def _lock(self, directory: Path) -> None:
         """Lock a directory until the run ends, and remove what killed runs left of checkpoints that they were writing.
 
         Where nothing can be locked these stay: they may be another run's. Raises DataError if another run holds it.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        self._held.append(os.open(directory, os.O_RDONLY))
-        if lock_for_run(self._held[-1], directory, "Wait for it, or choose another directory."):
+        self._locks.append(os.open(directory, os.O_RDONLY))
+        if lock_for_run(self._locks[-1], directory, "Wait for it, or choose another directory."):
             for partial in directory.glob(".*.ckpt.*.partial"):
                 partial.unlink(missing_ok=True)
 
-    def _let_go(self) -> None:
-        while self._held:
-            os.close(self._held.pop())
+    def _unlock(self) -> None:
+        while self._locks:
+            os.close(self._locks.pop())
 
     def _check_heads(self, others: Sequence[Path]) -> None:
         """Raise DataError for a head's directory that holds a model, or another of the run's directories."""
@@ -193,7 +194,7 @@ class RunDirectory(Callback):
             for path in self._stale:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         self._stale = []
-        self._asked |= trainer.received_sigterm  # before the first step
+        self._end_requested |= trainer.received_sigterm  # before the first step
         if threading.current_thread() is threading.main_thread():
             # Lightning's handler of SIGTERM ends between accumulated batches, and with several processes it waits for
             # the others within the handler, forever
@@ -202,14 +203,14 @@ class RunDirectory(Callback):
                     signal.signal(number, self._interrupt)
 
     def _interrupt(self, number: int, frame: Any) -> None:
-        if number == signal.SIGTERM and callable(self._callers):
-            self._callers(number, frame)
-        if self._asked or self._is_over:
+        if number == signal.SIGTERM and callable(self._sigterm_handler):
+            self._sigterm_handler(number, frame)
+        if self._end_requested or self._has_ended:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
-            self._asked = True  # after the last step too, where answers may be decoded
+            self._end_requested = True  # after the last step too, where answers may be decoded
             return
-        self._asked = True
+        self._end_requested = True
         log.info("ending after this step (Ctrl-C once more: at once, without a checkpoint)")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -226,7 +227,7 @@ class RunDirectory(Callback):
         """Save and raise KeyboardInterrupt if a process got a signal, in all processes after the same batch."""
         if trainer.global_step == self._before:  # between accumulated batches, whose gradient would be lost
             return
-        if not trainer.strategy.reduce_boolean_decision(self._asked, all=False):
+        if not trainer.strategy.reduce_boolean_decision(self._end_requested, all=False):
             return
         if trainer.validating:  # the checkpoint is one of before the validation, which then comes again as a whole
             for callback in callbacks_of(trainer, WeightAveraging):
@@ -243,15 +244,15 @@ class RunDirectory(Callback):
         raise KeyboardInterrupt
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._is_over = True
+        self._has_ended = True
         self._restore_signals()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._let_go()
+        self._unlock()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._restore_signals()
-        self._let_go()
+        self._unlock()
         if isinstance(exception, KeyboardInterrupt) and trainer.is_global_zero:
             newest, heads = self.checkpoints[:1], [path for path in self.heads if path.exists()]
             settings: Any = pl_module.settings

@@ -33,7 +33,7 @@ class StopOnNonFinite(Callback):
 
     def __init__(self) -> None:
         self._batch: Any = None
-        self._seen: list[tuple[Tensor, list[Any]]] = []  # loss and rows of the batches since the last step
+        self._step_batches: list[tuple[Tensor, list[Any]]] = []  # loss and rows of the batches since the last step
         self._unread: _Verdict | None = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -41,13 +41,13 @@ class StopOnNonFinite(Callback):
         self._batch = batch
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self._seen.append((loss.detach(), list(self._batch["ids"])))
+        self._step_batches.append((loss.detach(), list(self._batch["ids"])))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self.check_finite(trainer)
-        seen, self._seen = self._seen, []
+        batches, self._step_batches = self._step_batches, []
         gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
-        values = torch.stack([loss.float() for loss, _ in seen] + [torch.zeros((), device=pl_module.device)])
+        values = torch.stack([loss.float() for loss, _ in batches] + [torch.zeros((), device=pl_module.device)])
         # a gradient scaler (fp16) skips steps with infinite gradients itself
         if gradients and getattr(trainer.precision_plugin, "scaler", None) is None:
             norm = torch.nn.utils.get_total_norm(gradients)
@@ -59,7 +59,7 @@ class StopOnNonFinite(Callback):
         event = torch.cuda.Event() if values.is_cuda else None
         if event is not None:
             event.record()
-        self._unread = _Verdict(trainer.global_step, host, [rows for _, rows in seen], event)
+        self._unread = _Verdict(trainer.global_step, host, [rows for _, rows in batches], event)
         if event is None:
             self.check_finite(trainer)
 
@@ -73,11 +73,11 @@ class StopOnNonFinite(Callback):
         *losses, norm, finite = verdict.values.tolist()
         if finite == 1.0:
             return
-        seen = [{"loss": str(loss), "ids": ids} for loss, ids in zip(losses, verdict.rows)]  # NaN is no JSON
-        bad = [entry for loss, entry in zip(losses, seen) if not math.isfinite(loss)]
+        batches = [{"loss": str(loss), "ids": ids} for loss, ids in zip(losses, verdict.rows)]  # NaN is no JSON
+        bad = [entry for loss, entry in zip(losses, batches) if not math.isfinite(loss)]
         what = f"loss is {bad[0]['loss']}" if bad else "loss or the gradient is not finite on another rank"
         if not bad and not math.isfinite(norm):
-            what, bad = "gradient is not finite", seen
+            what, bad = "gradient is not finite", batches
         path = Path(trainer.log_dir or trainer.default_root_dir)
         path = path / f"non-finite-step-{verdict.step}-rank-{trainer.global_rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -57,18 +57,18 @@ def main(args: argparse.Namespace) -> int:
     )  # fmt: skip
     conclude(check, target.tokenizer, Path(args.output) / LISTING)
     rows.check_lengths(target.fixed_positions)
-    chosen = [number for number in range(len(rows)) if rows.answer_share(number) >= args.min_answer_share]
-    sequences = [rows.texts[number] for number in chosen]
-    images = {
-        index: (seen.digest, partial(rows.image_inputs, number))
-        for index, number in enumerate(chosen)
-        if (seen := rows.seen[number]) is not None
+    kept = [number for number in range(len(rows)) if rows.answer_share(number) >= args.min_answer_share]
+    sequences = [rows.texts[number] for number in kept]
+    image_inputs = {
+        index: (images.digest, partial(rows.image_inputs, number))
+        for index, number in enumerate(kept)
+        if (images := rows.images[number]) is not None
     }
     tokens = sum(map(len, sequences))
     size = tokens * token_bytes(target)
     print(f"{len(sequences)} of {len(rows)} sequences, {tokens} tokens, {size / 1e9:.2f} GB", file=sys.stderr)
     store = cache_features(
-        target, sequences, args.output, images=images, batch_tokens=args.batch_tokens, max_tokens=args.max_tokens
+        target, sequences, args.output, images=image_inputs, batch_tokens=args.batch_tokens, max_tokens=args.max_tokens
     )
     print(f"{args.output}: {len(store)} sequences, {store.tokens} tokens", file=sys.stderr)
     return 0

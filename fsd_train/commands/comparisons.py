@@ -37,17 +37,17 @@ def other_target(args: argparse.Namespace, target: Target) -> tuple[str, dict[st
     """Return name and options of the head's training target if it differs and is available."""
     if args.trained_on is not None:
         return args.trained_on, {}
-    given = dict(args.target_kwargs or {})
+    target_kwargs = dict(args.target_kwargs or {})
     options = options_of(read_config(Path(args.head)))
     name = options.get("target")
     if isinstance(name, str) and (is_builtin(name) or os.path.isdir(name)):
         kwargs = dict(options.get("target_kwargs") or {})
-        same = name == args.target or os.path.realpath(name) == os.path.realpath(args.target)
-        return None if same and kwargs == given else (name, kwargs)
-    if target.precision and trained_precision(args.head) == "" and given.pop("quantization_config", None):
-        return args.target, given
+        is_same = name == args.target or os.path.realpath(name) == os.path.realpath(args.target)
+        return None if is_same and kwargs == target_kwargs else (name, kwargs)
+    if target.precision and trained_precision(args.head) == "" and target_kwargs.pop("quantization_config", None):
+        return args.target, target_kwargs
     adapter = adapter_of(args.target)
-    return None if adapter is None else (base_of(adapter), given)
+    return None if adapter is None else (base_of(adapter), target_kwargs)
 
 
 def check_precision(head: str | Path, target: Target) -> Finding:
@@ -55,32 +55,32 @@ def check_precision(head: str | Path, target: Target) -> Finding:
     trained, ours = trained_precision(head), target.precision or PLAIN
     if trained is None:
         return Finding("precision", None, f"the head does not name its training target; this one has {ours}")
-    same = trained == target.precision
-    says = f"trained for {trained or PLAIN}" + ("" if same else f", used with {ours}")
-    return Finding("precision", same or None, says)
+    is_same = trained == target.precision
+    says = f"trained for {trained or PLAIN}" + ("" if is_same else f", used with {ours}")
+    return Finding("precision", is_same or None, says)
 
 
-def check_cost(mine: Doctor, other: Doctor) -> Finding:
+def check_cost(ours: Doctor, theirs: Doctor) -> Finding:
     """Compare the agreement with this target to that with the training target."""
     steps = range(2)
-    here, there = ([doctor.feeding.agreement(at_step(step)) for step in steps] for doctor in (mine, other))
-    lost = there[0] - here[0]
-    shown = [f"{a:.1%} ({b:.1%})" for a, b in zip(here, there, strict=True)]
-    says = f"first and second drafts agree in {' and '.join(shown)}, in brackets with {other.target.name}"
-    if lost <= LOST:
+    here, there = ([doctor.feeding.agreement(at_step(step)) for step in steps] for doctor in (ours, theirs))
+    loss = there[0] - here[0]
+    agreements = [f"{a:.1%} ({b:.1%})" for a, b in zip(here, there, strict=True)]
+    says = f"first and second drafts agree in {' and '.join(agreements)}, in brackets with {theirs.target.name}"
+    if loss <= LOST:
         return Finding("what it costs", True, says)
     fix = "continue the training with this target: fsd-train fit --model.initial_head DIR"
     return Finding("what it costs", None, says, fix)
 
 
-def compare_targets(args: argparse.Namespace, mine: Doctor, rows: Sequence[dict[str, Any]]) -> list[Finding]:
+def compare_targets(args: argparse.Namespace, doctor: Doctor, rows: Sequence[dict[str, Any]]) -> list[Finding]:
     """Return the lines of doctor's table on the training target."""
-    found = [check_precision(args.head, mine.target)]
-    named = other_target(args, mine.target)
-    if named is not None:
-        other = Target.from_pretrained(named[0], dtype=mine.target.dtype, **named[1])
-        found.append(check_cost(mine, type(mine)(other, mine.head, rows, mine.max_length)))
-    return found
+    findings = [check_precision(args.head, doctor.target)]
+    training_target = other_target(args, doctor.target)
+    if training_target is not None:
+        other = Target.from_pretrained(training_target[0], dtype=doctor.target.dtype, **training_target[1])
+        findings.append(check_cost(doctor, type(doctor)(other, doctor.head, rows, doctor.max_length)))
+    return findings
 
 
 # with a server, for --url ---------------------------------------------------------------------------------------------
@@ -101,29 +101,29 @@ def check_engine(
         accepted: our acceptance by position.
     """
     before = acceptance_counts(server.url)
-    same, silent = 0, 0
+    equal, without_ids = 0, 0
     try:
         model = server.models()[0]["id"]
         for prompt, answer in zip(prompts, answers, strict=True):
             body = {"model": model, "prompt": list(prompt), "max_tokens": len(answer), "temperature": 0.0, **UNSHAPED}
             ids = _ids(server.complete(body, EXTENSIONS))
-            silent += ids is None
-            same += ids in (list(answer), list(answer[:-1]))  # some servers omit the end token
+            without_ids += ids is None
+            equal += ids in (list(answer), list(answer[:-1]))  # some servers omit the end token
     except FsdError as error:
         return [Finding("engine", False, str(error).rstrip("."), "start the server, or omit --url")]
     return [
-        _compare_answers(same, silent, len(prompts)),
+        _compare_answers(equal, without_ids, len(prompts)),
         _compare_acceptance(server.url, before, acceptance_counts(server.url), accepted),
     ]
 
 
-def _compare_answers(same: int, silent: int, asked: int) -> Finding:
+def _compare_answers(equal: int, without_ids: int, total: int) -> Finding:
     check = "engine's answers"
-    if silent:
-        return Finding(check, None, f"{silent} of {asked} came without token ids, so there is nothing to compare")
-    fine = same >= 0.8 * asked  # rounding changes a few
+    if without_ids:
+        return Finding(check, None, f"{without_ids} of {total} came without token ids, so there is nothing to compare")
+    fine = equal >= 0.8 * total  # rounding changes a few
     fix = "the server has another target, dtype or template: start it with this target"
-    return Finding(check, fine, f"{same} of {asked} equal ours", "" if fine else fix)
+    return Finding(check, fine, f"{equal} of {total} equal ours", "" if fine else fix)
 
 
 def _compare_acceptance(url: str, before: Counts | None, after: Counts | None, ours: Sequence[float]) -> Finding:
@@ -150,12 +150,12 @@ def acceptance_counts(url: str) -> Counts | None:
         text = requests.get(f"{parts.scheme}://{parts.netloc}/metrics", timeout=10).text
     except requests.RequestException:
         return None
-    drafts, places = _DRAFTS.findall(text), _POSITION.findall(text)
-    if not drafts or not places:
+    drafts, by_position = _DRAFTS.findall(text), _POSITION.findall(text)
+    if not drafts or not by_position:
         return None
-    counts = [0.0] * (1 + max(int(place) for place, _ in places))
-    for place, count in places:
-        counts[int(place)] += float(count)
+    counts = [0.0] * (1 + max(int(position) for position, _ in by_position))
+    for position, count in by_position:
+        counts[int(position)] += float(count)
     return sum(map(float, drafts)), counts
 
 

@@ -35,10 +35,10 @@ from fsd_train.data.row_encoding import check_id, encode_row
 def main(args: argparse.Namespace) -> int:
     """Run `fsd-train doctor`. The exit status is 1 if a check fails."""
     with reserved(args.json, "the findings' file", args.overwrite) as record:
-        return _conclude(_examined(args), record)
+        return _report(_run_checks(args), record)
 
 
-def _examined(args: argparse.Namespace) -> list[Finding]:
+def _run_checks(args: argparse.Namespace) -> list[Finding]:
     """Return what the checks that the options ask for find."""
     dtype = parse_dtype(args.dtype)
     server = Server(args.url) if args.url else None
@@ -49,7 +49,7 @@ def _examined(args: argparse.Namespace) -> list[Finding]:
         from fsd_train.commands.overfit import overfit
 
         return overfit(args, target)
-    findings, doctor = _begun(args, target)
+    findings, doctor = _load_head(args, target)
     if doctor is None:
         return findings
     if args.features:
@@ -63,10 +63,10 @@ def _examined(args: argparse.Namespace) -> list[Finding]:
     return findings
 
 
-def _begun(args: argparse.Namespace, target: Target) -> tuple[list[Finding], Doctor | None]:
+def _load_head(args: argparse.Namespace, target: Target) -> tuple[list[Finding], Doctor | None]:
     """Load the head. Return the first findings, and what makes the others; None: the head cannot run."""
-    of_mtp, directory = mtp_place(args.head)
-    if not of_mtp:
+    is_mtp, directory = mtp_place(args.head)
+    if not is_mtp:
         head = EagleHead.from_pretrained(args.head, target, dtype=torch.float32)
         rows = some_rows(args, target)
         doctor = Doctor(target, head, rows, args.max_length)
@@ -79,7 +79,7 @@ def _begun(args: argparse.Namespace, target: Target) -> tuple[list[Finding], Doc
     return [*findings, *doctor.check_rows()], doctor
 
 
-def _conclude(findings: Sequence[Finding], record: Path | None) -> int:
+def _report(findings: Sequence[Finding], record: Path | None) -> int:
     """Print the table, write the findings, and return the exit status."""
     print(show(findings))
     if record is not None:

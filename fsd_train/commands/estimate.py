@@ -67,32 +67,32 @@ def estimate(recipe: Recipe) -> list[Line]:
     Raises DataError if they are missing, or if the disk has no room for the features.
     """
     facts = facts_of(recipe.model["target"])
-    given = recipe.data["features"]
-    cache = Path(given) if given and not (Path(given) / "index.json").is_file() else None  # still to be made
-    data = AnswersDataModule(**{**recipe.data, "features": None if cache else given})
+    features = recipe.data["features"]
+    cache = Path(features) if features and not (Path(features) / "index.json").is_file() else None  # still to be made
+    data = AnswersDataModule(**{**recipe.data, "features": None if cache else features})
     data.setup()
     assert data.train_set is not None
     tokens = sum(data.train_set.lengths)
     lines = [("rows", f"{len(data.train_set)}, {tokens} tokens", "of the recipe's files")]
     module, step = _train(recipe, data)
     if cache is not None:
-        each = token_bytes(module.target)
+        bytes_per_token = token_bytes(module.target)
         parent = next(parent for parent in cache.absolute().parents if parent.is_dir())
-        check_disk(parent, tokens * each)
-        lines.append(("disk for features", size(tokens * each), f"{each} B a token"))
+        check_disk(parent, tokens * bytes_per_token)
+        lines.append(("disk for features", size(tokens * bytes_per_token), f"{bytes_per_token} B a token"))
     length = min(data.max_length, max(data.train_set.lengths))
     answered = round(data.batch_tokens * data.train_set.answer_tokens / tokens)
     batch = BatchSize(data.batch_tokens, length, module.unroll_steps, answered)
-    parts = step_memory(facts, module.head, batch, module.device.type, cached=given is not None)
+    parts = step_memory(facts, module.head, batch, module.device.type, cached=features is not None)
     lines += [(f"memory: {part.name}", size(part.bytes), part.how) for part in parts]
     lines.append(("memory per device", size(sum(part.bytes for part in parts)), "together"))
     target: Target = module.target
     if any(parameter.is_meta for parameter in target.model.parameters()):
         target = module.whole_target(target.dtype)
     if cache is not None:
-        rate = _forward_seconds(target, data)
-        lines.append(("time to cache features", _time(rate * tokens), f"{1 / rate:.0f} tokens/s"))
-        step = max(step - rate * data.batch_tokens, 0.2 * step)  # the step was measured with the target in it
+        per_token = _forward_seconds(target, data)
+        lines.append(("time to cache features", _time(per_token * tokens), f"{1 / per_token:.0f} tokens/s"))
+        step = max(step - per_token * data.batch_tokens, 0.2 * step)  # the step was measured with the target in it
     epochs = recipe.steps * recipe.accumulated * data.batch_tokens / max(tokens, 1)
     limit = Timer(recipe.trainer.get("max_time")).time_remaining()
     total = min(recipe.steps * recipe.accumulated * step, float("inf") if limit is None else limit)
@@ -104,10 +104,10 @@ def _train(recipe: Recipe, data: AnswersDataModule) -> tuple[Any, float]:
     """Train a few batches; return the module and the mean seconds of a batch, except the first."""
     module: Any = recipe.build()
     clock = _Clock()
-    kept = {name: recipe.trainer[name] for name in ("accelerator", "precision") if name in recipe.trainer}
+    options = {name: recipe.trainer[name] for name in ("accelerator", "precision") if name in recipe.trainer}
     with tempfile.TemporaryDirectory() as scratch, quiet(), run_errors():
         Trainer(
-            **kept, devices=1, max_steps=1 + _STEPS, limit_val_batches=0, logger=False, callbacks=[clock],
+            **options, devices=1, max_steps=1 + _STEPS, limit_val_batches=0, logger=False, callbacks=[clock],
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             use_distributed_sampler=False, default_root_dir=scratch,
         ).fit(module, data)  # fmt: skip

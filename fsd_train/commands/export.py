@@ -44,8 +44,8 @@ from fsd_train.models.start import choose_draft_ids
 
 def module_class(options: Mapping[str, Any]) -> type[DistillationModule]:
     """Return the class of a checkpoint's module, which only its options tell."""
-    told_by: dict[str, type[DistillationModule]] = {"drafter": LMModule, "new": MtpModule, "blocks": BlockModule}
-    return next((kind for option, kind in told_by.items() if option in options), EagleModule)
+    kind_by_option: dict[str, type[DistillationModule]] = {"drafter": LMModule, "new": MtpModule, "blocks": BlockModule}
+    return next((kind for option, kind in kind_by_option.items() if option in options), EagleModule)
 
 
 def load_module(checkpoint: str | Path, target_kwargs: dict[str, Any] | None = None) -> DistillationModule:
@@ -54,19 +54,19 @@ def load_module(checkpoint: str | Path, target_kwargs: dict[str, Any] | None = N
     Raises CheckpointError if it is missing, truncated or foreign, or holds NaN.
     """
     state = read_checkpoint(checkpoint)
-    if bad := [name for name, value in state["state_dict"].items() if not bool(value.isfinite().all())]:
+    if non_finite := [name for name, value in state["state_dict"].items() if not bool(value.isfinite().all())]:
         raise CheckpointError(
-            f"{checkpoint} holds NaN or infinity in {len(bad)} tensors, first {bad[0]!r}: training went wrong. Give an "
-            "earlier checkpoint."
+            f"{checkpoint} holds NaN or infinity in {len(non_finite)} tensors, first {non_finite[0]!r}: training went "
+            "wrong. Give an earlier checkpoint."
         )
     options = state["hyper_parameters"]
     kind = module_class(options)
-    given = {name: options[name] for name in kind.of_weights if name in options}
-    if "head" in given:
-        given["head"] = kind.head_options_class(**given["head"])
-    given["target_kwargs"] = {**(options.get("target_kwargs") or {}), **(target_kwargs or {})}
+    weight_options = {name: options[name] for name in kind.of_weights if name in options}
+    if "head" in weight_options:
+        weight_options["head"] = kind.head_options_class(**weight_options["head"])
+    weight_options["target_kwargs"] = {**(options.get("target_kwargs") or {}), **(target_kwargs or {})}
     # every kind allows a loss without feature term; the loss does not affect weights
-    module = kind(options["target"], loss="kl_pq", **given)
+    module = kind(options["target"], loss="kl_pq", **weight_options)
     if isinstance(module, MtpModule) and module.new:  # it would copy a layer of the target, which has none here
         module.head = module.new_head().float()
     module.configure_model()
@@ -111,12 +111,12 @@ def main(args: argparse.Namespace) -> int:
             raise DataError(f"{args.source} holds no EAGLE head, which alone takes --draft-vocab-size. Omit it.")
         _choose_ids(module.head, module.target, args, module.always_drafted())
     if args.to == "target" and isinstance(module, MtpModule):
-        with TemporaryDirectory() as place:
-            directory = module.export(place)
+        with TemporaryDirectory() as draft:
+            directory = module.export(draft)
             return _into_target(directory, args.target or module.target_name, args)
     if args.to is None or args.to == "speculators" and isinstance(module, (MtpModule, BlockModule)):
-        with _written(args) as place:
-            module.export(place, {"checkpoint": Path(args.source).name})
+        with _replacing_output(args) as draft:
+            module.export(draft, {"checkpoint": Path(args.source).name})
         return 0
     if isinstance(module, (MtpModule, BlockModule)):
         raise DataError(f"{args.source} holds no EAGLE head. Omit --to, or give --to speculators.")
@@ -136,10 +136,10 @@ def _check_output(args: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _written(args: argparse.Namespace) -> Iterator[Path]:
+def _replacing_output(args: argparse.Namespace) -> Iterator[Path]:
     """Yield where to write the export, which then replaces the output, and print the output's name."""
-    with replacing_directory(Path(args.output)) as place:
-        yield place
+    with replacing_directory(Path(args.output)) as draft:
+        yield draft
     print(args.output, file=sys.stderr)
 
 
@@ -174,8 +174,8 @@ def _export_head(source: Path, args: argparse.Namespace) -> int:
     if args.to is not None:
         return _export_to(head, name, args)
     head.config.target = target.fingerprint()
-    with _written(args) as place:
-        head.save_pretrained(place, torch.bfloat16)
+    with _replacing_output(args) as draft:
+        head.save_pretrained(draft, torch.bfloat16)
     return 0
 
 
@@ -196,27 +196,27 @@ def _into_target(layer: Path, name: str, args: argparse.Namespace) -> int:
         raise DataError(f"{output} is a source of the export. Give another directory.")
     if directory.resolve().is_relative_to(output.resolve()):
         raise DataError(f"{output} holds the target, which the export would remove. Give another directory.")
-    with _written(args) as place:
-        stitch_mtp(layer, directory, place)
+    with _replacing_output(args) as draft:
+        stitch_mtp(layer, directory, draft)
     return 0
 
 
 def _directory_of(name: str) -> Path:
     """The directory of a target's safetensors; those of the Hub are fetched."""
-    place = Path(resolve_target(name))
-    if not place.exists() and is_hub_id(name):
-        place = Path(snapshot_download(name, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5"]))
-    if not place.is_dir() or not has_weights(place):
+    directory = Path(resolve_target(name))
+    if not directory.exists() and is_hub_id(name):
+        directory = Path(snapshot_download(name, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5"]))
+    if not directory.is_dir() or not has_weights(directory):
         raise DataError(f"{name} has no safetensors that an MTP layer could go into. Give the target's checkpoint.")
-    return place
+    return directory
 
 
 def _export_to(head: EagleHead, name: str, args: argparse.Namespace) -> int:
     if args.to == "target":
         raise DataError("an EAGLE head has no place in its target's checkpoint. Give another --to.")
-    with _written(args) as place:
-        remarks = export_head(head, place, args.to, target_facts(name))
-        remarks = [remark.replace(str(place), str(args.output)) for remark in remarks]
+    with _replacing_output(args) as draft:
+        remarks = export_head(head, draft, args.to, target_facts(name))
+        remarks = [remark.replace(str(draft), str(args.output)) for remark in remarks]
         for remark in remarks:
             print(f"{args.to}: {remark}", file=sys.stderr)
     return 0

@@ -51,7 +51,7 @@ class CheckedRow:
         return self.ids[0, : int(self.mask[0].int().argmax())].tolist()
 
 
-def _same(values: Tensor) -> Tensor:
+def _unchanged(values: Tensor) -> Tensor:
     return values
 
 
@@ -82,8 +82,8 @@ class Variant:
     what: str
     fix: str
     layers: list[int] | None = None
-    features: Shift = _same
-    tokens: Shift = _same
+    features: Shift = _unchanged
+    tokens: Shift = _unchanged
     readout: Callable[[Any, Tensor], Tensor] = _readout
     final: int | None = None
     change: Callable[[Any], AbstractContextManager[Any]] = nullcontext
@@ -139,21 +139,21 @@ class Feeding:
 
         N counts the positions of all rows at which the chain step is supervised.
         """
-        found, wanted = [], []
+        drafted, expected = [], []
         step = variant.step
         for row in self.rows:
             tokens, inputs = variant.tokens(row.ids), self.inputs(row.features, variant)
             embeds = self.head.embed(tokens.roll(-1, 1), self.target).to(dtype)
-            text, roots = TextMask((tokens.shape[1],), tokens.device), torch.arange(tokens.shape[1])
-            outputs = unroll(self.head, embeds, inputs.to(dtype), text, step + 1, roots)[step]
-            where = supervised(row.mask[0], step + 1)[step].nonzero().squeeze(1)
-            read = variant.readout(self.head, outputs[0, where - step])
-            found.append(torch.cat([self._logits(part).argmax(-1) for part in read.split(_CHUNK)]))
-            final = row.features[0, where + 1, : self.target.hidden_size]
-            wanted.append(torch.cat([self.target.lm_logits(part).argmax(-1) for part in final.split(_CHUNK)]))
-        return torch.cat(found), torch.cat(wanted)
+            mask, roots = TextMask((tokens.shape[1],), tokens.device), torch.arange(tokens.shape[1])
+            outputs = unroll(self.head, embeds, inputs.to(dtype), mask, step + 1, roots)[step]
+            positions = supervised(row.mask[0], step + 1)[step].nonzero().squeeze(1)
+            hidden = variant.readout(self.head, outputs[0, positions - step])
+            drafted.append(torch.cat([self._logits(part).argmax(-1) for part in hidden.split(_CHUNK)]))
+            final = row.features[0, positions + 1, : self.target.hidden_size]
+            expected.append(torch.cat([self.target.lm_logits(part).argmax(-1) for part in final.split(_CHUNK)]))
+        return torch.cat(drafted), torch.cat(expected)
 
-    def before(self) -> Tensor:
+    def previous_tokens(self) -> Tensor:
         """Return the tokens [N] before those that :meth:`drafted` returns at the first step."""
         return torch.cat([row.ids[0, supervised(row.mask[0], 1)[0].nonzero().squeeze(1) + 1] for row in self.rows])
 
@@ -166,9 +166,9 @@ class Feeding:
             inputs = torch.cat([raw, inputs[..., self.target.hidden_size :]], -1)
         return variant.features(inputs)
 
-    def _logits(self, read: Tensor) -> Tensor:
-        own = self.head.lm_head
-        logits: Tensor = LMHead.of(self.target, self.head.draft_ids)(read) if own is None else own(read)
+    def _logits(self, hidden: Tensor) -> Tensor:
+        lm_head = self.head.lm_head
+        logits: Tensor = LMHead.of(self.target, self.head.draft_ids)(hidden) if lm_head is None else lm_head(hidden)
         return logits
 
     def ids(self, entries: Tensor) -> Tensor:
@@ -177,40 +177,44 @@ class Feeding:
     def agreement(self, variant: Variant) -> float:
         """Return the share of supervised positions at which head and target have the same most likely token."""
         with variant.change(self.head):
-            found, wanted = self.drafted(variant)
-        return float((self.ids(found) == wanted).float().mean())
+            drafted, expected = self.drafted(variant)
+        return float((self.ids(drafted) == expected).float().mean())
 
     def positions(self) -> int:
         return sum(int(supervised(row.mask[0], 1).sum()) for row in self.rows)
 
     def variants(self) -> list[Variant]:
         """Return the variants that some heads were trained with."""
-        config, own = self.head.config, self.head.config.fused_layers
-        found = other_positions()
-        for move in (-1, 1):
-            moved = [number + move for number in own]
-            if own and moved[0] >= 0 and moved[-1] < self.layers:
-                fix = f"set fused_layers {moved} in config.json: programs number layers differently by one"
-                found.append(Variant("feature layers", f"layers {moved} instead of {own}", fix, layers=moved))
+        config, fused_layers = self.head.config, self.head.config.fused_layers
+        variants = other_positions()
+        for offset in (-1, 1):
+            shifted = [number + offset for number in fused_layers]
+            if fused_layers and shifted[0] >= 0 and shifted[-1] < self.layers:
+                fix = f"set fused_layers {shifted} in config.json: programs number layers differently by one"
+                variants.append(
+                    Variant("feature layers", f"layers {shifted} instead of {fused_layers}", fix, layers=shifted)
+                )
         final = getattr(self.target.decoder, "norm", None)
         if self.head.norm is None and final is not None:
-            found.append(
+            variants.append(
                 Variant("norms", "the target's final norm after it", "set final_norm and copy the norm's weight",
                         readout=lambda head, x: final(x.to(self.target.dtype)).to(x.dtype))
             )  # fmt: skip
         if self.head.eagle3 and not config.norm_output and self.head.norm is not None:
-            found.append(Variant("norms", "no norm before the LM head", "remove the norm", readout=lambda head, x: x))
+            variants.append(
+                Variant("norms", "no norm before the LM head", "remove the norm", readout=lambda head, x: x)
+            )
         if self.head.eagle3:
-            found.append(
+            variants.append(
                 Variant("norms", f"norm_output {str(not config.norm_output).lower()}",
                         "change norm_output in config.json", change=_other_feedback, step=1)
             )  # fmt: skip
         else:
-            found.append(
+            variants.append(
                 Variant("norms", "features from before the target's final norm", "use the inputs of the LM head",
                         final=self.layers - 1)
             )  # fmt: skip
-        return found
+        return variants
 
 
 def _other_feedback(head: EagleHead) -> AbstractContextManager[None]:

@@ -170,8 +170,8 @@ def main(argv: Sequence[str]) -> int:
         with run_errors(), interrupts(cli.trainer):
             if argv[0] == "fit":
                 path = cli.prepare_run()
-                found = cli.config.get("ckpt_path") in (None, AUTO)
-                if path is not None and found and _is_complete(path, cli.trainer):
+                is_automatic = cli.config.get("ckpt_path") in (None, AUTO)
+                if path is not None and is_automatic and _is_complete(path, cli.trainer):
                     return 0
                 cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=path)
                 if cli.trainer.global_step == 0:

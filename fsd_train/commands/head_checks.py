@@ -47,17 +47,17 @@ class Doctor:
         self.target, self.head = target, head.to(target.device)
         self.max_length = min(max_length, target.fixed_positions or max_length)
         count = int(target.config.num_hidden_layers)
-        near = {n + d for n in head.config.fused_layers for d in (-1, 0, 1)} | {count - 1}
-        target.capture_layers([number for number in sorted(near) if 0 <= number < count])
+        layers = {n + d for n in head.config.fused_layers for d in (-1, 0, 1)} | {count - 1}
+        target.capture_layers([number for number in sorted(layers) if 0 <= number < count])
         self.rows: list[CheckedRow] = []
         self.feeding = self.feeding_kind(target, self.head, self.rows)
         for index, values in enumerate(rows, start=1):
             for ids, mask in encode_row(values, target.tokenizer, f"row {index}"):
-                wanted = torch.tensor([mask])
-                if len(ids) <= self.max_length and bool(supervised(wanted[0], 1).any()):
+                loss_mask = torch.tensor([mask])
+                if len(ids) <= self.max_length and bool(supervised(loss_mask[0], 1).any()):
                     check_id(max(ids), f"row {index}", target.vocab_size)
-                    given = torch.tensor([ids], device=target.device)
-                    self.rows.append(CheckedRow(values, given, wanted.to(target.device), target.features(given)))
+                    tokens = torch.tensor([ids], device=target.device)
+                    self.rows.append(CheckedRow(values, tokens, loss_mask.to(target.device), target.features(tokens)))
         if not self.rows:
             raise DataError(
                 f"no row of up to {self.max_length} tokens has an answer of two or more. Give rows of answers, as for "
@@ -73,8 +73,8 @@ class Doctor:
         prompts = [pair for pair in pairs if pair is not None]  # ids of the row, and those of decoding
         differing = [pair for pair in prompts if pair[0] != pair[1]]
         if differing:
-            given, ours = map(self._text, differing[0])
-            says = f"{len(differing)} of {len(prompts)} prompts differ in ids from decoding: {given!r}, here {ours!r}"
+            theirs, ours = map(self._text, differing[0])
+            says = f"{len(differing)} of {len(prompts)} prompts differ in ids from decoding: {theirs!r}, here {ours!r}"
             fix = "regenerate the answers with this target's tokenizer and template (fsd-train regenerate)"
             template = Finding("template", False, says, fix)
         elif prompts:
@@ -99,10 +99,10 @@ class Doctor:
         worst: dict[str, tuple[float, Finding]] = {}
         for variant in self.feeding.variants():
             other = self.feeding.agreement(variant)
-            mine = own[variant.step]
+            agreement = own[variant.step]
             error = math.sqrt(2 * max(other * (1 - other), 1e-4) / self.feeding.positions())
-            if other - mine > max(_CLEAR, 3 * error) and mine < variant.below * other:
-                says = f"agrees with the target in {mine:.0%} of the drafts, with {variant.what} in {other:.0%}"
+            if other - agreement > max(_CLEAR, 3 * error) and agreement < variant.below * other:
+                says = f"agrees with the target in {agreement:.0%} of the drafts, with {variant.what} in {other:.0%}"
                 finding = Finding(variant.check, False, says, variant.fix)
                 if variant.check not in worst or other > worst[variant.check][0]:
                     worst[variant.check] = other, finding
@@ -125,11 +125,13 @@ class Doctor:
         positions where the head drafts it. Only positions after another token are evidence, since what the last token
         decides, or one answer repeats, goes together under any map.
         """
-        before, (found, wanted) = self.feeding.before(), self.feeding.drafted()
-        own = self.feeding.ids(found) == wanted
-        renamed = _paired(found, wanted, lambda *what: _alike(*what) - 1)
-        proven = _paired(found, wanted, lambda *what: _alike(*what) - _alike(before, *what)) & ~own
-        contexts = torch.stack([before, found, wanted])[:, proven].unique(dim=1).shape[1]
+        before, (drafted, expected) = self.feeding.previous_tokens(), self.feeding.drafted()
+        own = self.feeding.ids(drafted) == expected
+        renamed = _is_one_to_one(drafted, expected, lambda *what: _count_equal(*what) - 1)
+        proven = (
+            _is_one_to_one(drafted, expected, lambda *what: _count_equal(*what) - _count_equal(before, *what)) & ~own
+        )
+        contexts = torch.stack([before, drafted, expected])[:, proven].unique(dim=1).shape[1]
         other, mine = float(renamed.float().mean()), float(own.float().mean())
         if contexts < _RENAMED or other - mine <= _CLEAR or mine >= 0.7 * other:
             return None
@@ -184,9 +186,9 @@ class Doctor:
         if not rows:
             return Finding("cached features", None, f"{directory} has none of these rows")
         self.target.capture_layers(store.layers)
-        held = torch.cat([store.get(sequence_key(row.ids[0].cpu())).float() for row in rows])
-        fresh = torch.cat([self.target.features(row.ids)[0] for row in rows]).float().cpu()
-        gap = float((fresh - held).norm() / held.norm()) if fresh.shape == held.shape else math.inf
+        cached = torch.cat([store.get(sequence_key(row.ids[0].cpu())).float() for row in rows])
+        computed = torch.cat([self.target.features(row.ids)[0] for row in rows]).float().cpu()
+        gap = float((computed - cached).norm() / cached.norm()) if computed.shape == cached.shape else math.inf
         says = f"differ by {gap:.1%} from the target's"
         fix = "cache them again with this target, in its precision"
         return Finding("cached features", gap < 0.05, says, "" if gap < 0.05 else fix)
@@ -201,9 +203,9 @@ class Doctor:
         Returns:
             (findings, acceptance by position, answers)
         """
-        asked = [row.prompt() for row in self.rows[:prompts]]
+        prompt_ids = [row.prompt() for row in self.rows[:prompts]]
         drafter = self.drafter(TreeShape(STEPS, 1, STEPS + 1))
-        output = FuzzyDecoder(self.target, drafter).generate(asked, max_new_tokens=tokens, temperature=0)
+        output = FuzzyDecoder(self.target, drafter).generate(prompt_ids, max_new_tokens=tokens, temperature=0)
         accepted = accepted_shares([run for record in output.records for run in runs_of(record.sources)], STEPS)
         says = "accepted by position: " + " ".join(f"{share:.0%}" for share in accepted)
         mistakes = Finding("drafts", None, drafts_text(output.stats.drafts.summary()))
@@ -219,16 +221,16 @@ def refuse_images(values: Mapping[str, Any]) -> None:
         )
 
 
-def _alike(*what: torch.Tensor) -> torch.Tensor:
+def _count_equal(*what: torch.Tensor) -> torch.Tensor:
     """Return for each position [N] the number of positions with the same values of all ``what`` [N]."""
     _, places, counts = torch.stack(what).unique(dim=1, return_inverse=True, return_counts=True)
     return counts[places]
 
 
-def _paired(found: torch.Tensor, wanted: torch.Tensor, others: Callable[..., torch.Tensor]) -> torch.Tensor:
+def _is_one_to_one(drafted: torch.Tensor, expected: torch.Tensor, others: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Return where [N] most ``others`` with this draft want this id, and the reverse: one-to-one, as a map is."""
-    pairs = others(found, wanted)
-    return (pairs > 0.5 * others(found)) & (pairs > 0.5 * others(wanted))
+    pairs = others(drafted, expected)
+    return (pairs > 0.5 * others(drafted)) & (pairs > 0.5 * others(expected))
 
 
 def runs_of(sources: Sequence[int]) -> list[int]:

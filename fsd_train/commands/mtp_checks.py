@@ -116,13 +116,13 @@ def _check_values(head: MtpHead) -> Finding:
     }
     broken = [name for name, value in state.items() if not bool(value.isfinite().all())]
     empty = [name for name, value in state.items() if value.dim() > 1 and not bool(value.any())]
-    found = [("not finite", broken), ("zeros alone", empty)]
+    problems = [("not finite", broken), ("zeros alone", empty)]
     if broken or empty:
-        says = "; ".join(f"{what}: {', '.join(names[:_SHOWN])}" for what, names in found if names)
+        says = "; ".join(f"{what}: {', '.join(names[:_SHOWN])}" for what, names in problems if names)
         return Finding("values", False, says, _ANEW)
-    own = sorted({name.partition(".")[0] for tables in head.tables for name in tables})
-    says = f"own tables: {', '.join(own)}" if own else "embeddings and LM head are the target's"
-    return Finding("values", None if own else True, f"finite; {says}")
+    own_tables = sorted({name.partition(".")[0] for tables in head.tables for name in tables})
+    says = f"own tables: {', '.join(own_tables)}" if own_tables else "embeddings and LM head are the target's"
+    return Finding("values", None if own_tables else True, f"finite; {says}")
 
 
 class MtpFeeding(Feeding):
@@ -130,13 +130,13 @@ class MtpFeeding(Feeding):
 
     head: Any
 
-    def _logits(self, read: Tensor) -> Tensor:
-        own = self.head.tables[0].get(LM_HEAD)
-        return super()._logits(read) if own is None else read @ own.to(read.dtype).T
+    def _logits(self, hidden: Tensor) -> Tensor:
+        lm_head = self.head.tables[0].get(LM_HEAD)
+        return super()._logits(hidden) if lm_head is None else hidden @ lm_head.to(hidden.dtype).T
 
     def variants(self) -> list[Variant]:
         other = "embedding" if self.head.layers[0].state_first else "state"
-        found = [
+        variants = [
             *other_positions(),
             Variant("norms", "states from before the target's final norm", "train on the inputs of the LM head",
                     final=self.layers - 1),
@@ -151,12 +151,12 @@ class MtpFeeding(Feeding):
         ]  # fmt: skip
         norm = self.head.layers[0].norm
         if isinstance(norm, nn.Identity):
-            return found
+            return variants
         read = Variant("norms", "no norm after the layer", "set the norm after the layer to ones",
                        readout=lambda head, x: x, change=_without_norm)  # fmt: skip
         recycled = Variant("norms", "its own outputs from before its norm in the next step", "train it on normed ones",
                            readout=lambda head, x: norm(x), change=_without_norm, step=1)  # fmt: skip
-        return [*found, read, recycled]
+        return [*variants, read, recycled]
 
 
 def _exchanged_halves(head: Any) -> AbstractContextManager[None]:

@@ -61,25 +61,25 @@ def overfit(args: argparse.Namespace, target: Target) -> list[Finding]:
         DataError: no prompt has an answer that is long enough.
         FsdError: the training fails.
     """
-    prompt, answer, row = _answered(target, prompt_rows(args), args.max_new_tokens)
+    prompt, answer, row = _generate_answer(target, prompt_rows(args), args.max_new_tokens)
     with tempfile.TemporaryDirectory(prefix="fsd-overfit-") as name:
         directory = Path(name)
         write_text(directory / "answer.jsonl", json.dumps(row, ensure_ascii=False) + "\n")
         findings = _check_encoding(target, row, prompt, answer)
         if any(finding.ok is False for finding in findings):
             return findings
-        learnt = _train(args, directory, len(prompt) + len(answer))
-        says = f"{learnt:.0%} of first drafts agree with the answer at the end"
+        agreement = _train(args, directory, len(prompt) + len(answer))
+        says = f"{agreement:.0%} of first drafts agree with the answer at the end"
         fix = "give it more seconds (--overfit 300), or a higher learning rate in the recipe"
-        findings.append(Finding("training", learnt >= LEARNT, says, "" if learnt >= LEARNT else fix))
+        findings.append(Finding("training", agreement >= LEARNT, says, "" if agreement >= LEARNT else fix))
         head = EagleHead.from_pretrained(directory / "head", target, dtype=torch.float32)
-        elsewhere = _check_in_vllm(args.target, directory, prompt, answer)
+        in_vllm = _check_in_vllm(args.target, directory, prompt, answer)
     doctor = Doctor(target, head, [row], len(prompt) + len(answer) + 1)
     dtype = parse_dtype(args.dtype) or torch.bfloat16
-    return [*findings, *_check_head(doctor, learnt, len(answer), dtype), *elsewhere]
+    return [*findings, *_check_head(doctor, agreement, len(answer), dtype), *in_vllm]
 
 
-def _answered(
+def _generate_answer(
     target: Target, rows: Sequence[dict[str, Any]], tokens: int
 ) -> tuple[list[int], list[int], dict[str, Any]]:
     """Return the ids of a prompt as decoding encodes it, of the target's greedy answer, and the row for training."""
@@ -145,14 +145,14 @@ def _check_mask(ids: list[int], mask: list[int], answer: list[int], before: int)
         answer: ids of decoding.
         before: tokens of the prompt that the mask covers.
     """
-    kept = common_length(ids, answer)
-    missed = mask[: min(kept, len(answer) - 1)].count(0)
+    matching = common_length(ids, answer)
+    missed = mask[: min(matching, len(answer) - 1)].count(0)
     if missed or before:
-        says = f"{missed} of the answer's first {kept} tokens are not learnt, {before} of the prompt's are"
+        says = f"{missed} of the answer's first {matching} tokens are not learnt, {before} of the prompt's are"
         fix = "let the template's {% generation %} markers enclose the answer and its end token"
         return Finding("loss mask", False, says, fix)
-    says = f"{kept} of {len(answer)} answer tokens are the same when the text is encoded again"
-    return Finding("loss mask", True if kept >= len(answer) - 1 else None, says)
+    says = f"{matching} of {len(answer)} answer tokens are the same when the text is encoded again"
+    return Finding("loss mask", True if matching >= len(answer) - 1 else None, says)
 
 
 def _train(args: argparse.Namespace, directory: Path, tokens: int) -> float:

@@ -125,16 +125,16 @@ def upload(
 ) -> str:
     """Commit files, card and results to a repository, created if missing; return the commit's address."""
     config = json.dumps(without_paths(read_config(directory)), indent=2).encode()
-    added = [CommitOperationAdd(file, config if file == CONFIG else str(directory / file)) for file in files]
-    added.append(CommitOperationAdd("README.md", str(card).encode()))
-    added.append(CommitOperationAdd(RESULTS, json.dumps(jsonable(results), indent=2).encode()))
+    operations = [CommitOperationAdd(file, config if file == CONFIG else str(directory / file)) for file in files]
+    operations.append(CommitOperationAdd("README.md", str(card).encode()))
+    operations.append(CommitOperationAdd(RESULTS, json.dumps(jsonable(results), indent=2).encode()))
     if args.curve:
-        added.append(CommitOperationAdd(CURVE, args.curve))
+        operations.append(CommitOperationAdd(CURVE, args.curve))
     with hub_errors(repository, args.revision):
         api = HfApi()
         api.create_repo(repository, private=args.private or None, exist_ok=True)
         message = f"Draft head for {card.data.get('base_model') or 'speculative decoding'}"
-        return str(api.create_commit(repository, added, commit_message=message, revision=args.revision).commit_url)
+        return str(api.create_commit(repository, operations, commit_message=message, revision=args.revision).commit_url)
 
 
 def without_paths(value: Any) -> Any:
@@ -159,8 +159,8 @@ def measured(head: EagleHead, target: Target, args: argparse.Namespace) -> dict[
         raise DataError(f"{source} holds no prompts. Give others as --prompts.")
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
     decoder = FuzzyDecoder(target, EagleDrafter(head, target, shape))
-    asked: list[Any] = [row.messages for row in rows]
-    tau = decoder.generate(asked, **options).stats.acceptance_length
+    conversations: list[Any] = [row.messages for row in rows]
+    tau = decoder.generate(conversations, **options).stats.acceptance_length
     if not tau >= MIN_TAU:
         raise CheckpointError(
             f"{args.directory} has an acceptance length of {tau:.2f} with {target.name}, where 1 means no draft. "
@@ -192,20 +192,20 @@ def group_of(name: str, decoder: FuzzyDecoder, prompts: Sequence[Any], options: 
     return {"name": name, "prompts": len(prompts), "accepted": accepted, "tau": taus}
 
 
-def results_of(found: dict[str, Any], name: str, revision: str | None) -> dict[str, Any]:
+def results_of(measurement: dict[str, Any], name: str, revision: str | None) -> dict[str, Any]:
     """Return the card's measurement for programs, without the shape of classes or paths."""
-    facts = environment([])
-    where = {key: facts[key] for key in ("fsd_infer", "torch", "transformers", "cpu", "gpu", "date")}
+    machine_facts = environment([])
+    machine = {key: machine_facts[key] for key in ("fsd_infer", "torch", "transformers", "cpu", "gpu", "date")}
     return {
         "target": name,
         "revision": revision,
         "rule": "exact",
         "temperature": 0.0,
-        "prompts": found["prompts"],
-        "max_new_tokens": found["tokens"],
-        "tree": {"shape": str(found["shape"]), "tau": found["tau"]},
-        "chains": {"drafts": DRAFTS, "groups": found["groups"]},
-        "environment": where,
+        "prompts": measurement["prompts"],
+        "max_new_tokens": measurement["tokens"],
+        "tree": {"shape": str(measurement["shape"]), "tau": measurement["tau"]},
+        "chains": {"drafts": DRAFTS, "groups": measurement["groups"]},
+        "environment": machine,
     }
 
 
@@ -229,7 +229,9 @@ def template_of(tokenizer: Any) -> str:
     return f"the target's own, sha256 {hashlib.sha256(template.encode()).hexdigest()[:8]}{thinking}"
 
 
-def card_of(head: EagleHead, target: Target, ours: bool, found: dict[str, Any], args: argparse.Namespace) -> ModelCard:
+def card_of(
+    head: EagleHead, target: Target, ours: bool, measurement: dict[str, Any], args: argparse.Namespace
+) -> ModelCard:
     """Write the card: the Hub's metadata, training record, measurement and usage."""
     config, record = head.config, without_paths(record_of(head.config.training))
     base, revision = base_of(target.name)
@@ -262,5 +264,5 @@ def card_of(head: EagleHead, target: Target, ours: bool, found: dict[str, Any], 
         curve=CURVE if args.curve else None,
         template=template_of(target.tokenizer),
         obstacles={engine: obstacle(config, engine, layers) for engine in ("vllm", "sglang")},
-        **found,
+        **measurement,
     )

@@ -53,12 +53,16 @@ SECTIONS = {"": "", "trainer": "trainer", "data": "data", "model": "model.EagleM
 def _fields(path: Path, name: str) -> frozenset[str]:
     """Return the arguments of a class: those of its ``__init__``, or a dataclass's fields."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    (made,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-    for node in made.body:
+    (definition,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    for node in definition.body:
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-            return frozenset(one.arg for one in [*node.args.args, *node.args.kwonlyargs] if one.arg != "self")
+            return frozenset(
+                argument.arg for argument in [*node.args.args, *node.args.kwonlyargs] if argument.arg != "self"
+            )
     return frozenset(
-        node.target.id for node in made.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        node.target.id
+        for node in definition.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     )
 
 
@@ -86,17 +90,17 @@ def check(words: Sequence[str]) -> None:
 
     What else is wrong, the full reader says. Of a module of the user's own it alone knows the keys.
     """
-    given = list(_values(words, "-c", "--config"))
-    recipes = {path: read_yaml(path) for path in map(find_recipe, given)}
-    named = [each for recipe in recipes.values() if (each := _named(recipe))]
-    kind = ["EagleModule", *named, *_values(words, "--model", "--model.class_path")][-1]
+    paths = list(_values(words, "-c", "--config"))
+    recipes = {path: read_yaml(path) for path in map(find_recipe, paths)}
+    classes = [model_class for recipe in recipes.values() if (model_class := _model_class(recipe))]
+    kind = ["EagleModule", *classes, *_values(words, "--model", "--model.class_path")][-1]
     for section, key in _unknown(_options(words), kind):
-        raise FsdError(_said(section, key, "--"))
-    if not given and not any(word.startswith(("--model", "--help", "-h", "--print_config")) for word in words):
+        raise FsdError(_unknown_key_message(section, key, "--"))
+    if not paths and not any(word.startswith(("--model", "--help", "-h", "--print_config")) for word in words):
         raise FsdError("give a recipe: --config FILE. `fsd-train new-recipe` writes one for your target.")
     for path, recipe in recipes.items():
         for section, key in _unknown(recipe, kind):
-            raise FsdError(f"{path}: {_said(section, key)}")
+            raise FsdError(f"{path}: {_unknown_key_message(section, key)}")
 
 
 def _options(words: Sequence[str]) -> dict[str, Any]:
@@ -105,9 +109,9 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         keys = word.partition("=")[0].removesuffix("+").removeprefix("--").split(".")
         if word.startswith("--") and keys[-1] not in OF_PARSER:
-            place = result
+            section = result
             for key in keys:
-                place = place if key == "init_args" else place.setdefault(key, {})
+                section = section if key == "init_args" else section.setdefault(key, {})
     return result
 
 
@@ -119,7 +123,7 @@ def _values(words: Sequence[str], *options: str) -> Iterator[str]:
             yield value if equals else following
 
 
-def _named(recipe: Mapping[str, Any]) -> str | None:
+def _model_class(recipe: Mapping[str, Any]) -> str | None:
     """Return the class that a recipe names for its model."""
     model = recipe.get("model")
     return str(model["class_path"]) if isinstance(model, Mapping) and "class_path" in model else None
@@ -164,7 +168,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 def _unknown(recipe: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str]]:
     """Yield (section, key) of keys that are unknown; ``kind``: the model's class where the recipe names none."""
     model = recipe.get("model")
-    model, kind = model if isinstance(model, Mapping) else {}, _named(recipe) or kind
+    model, kind = model if isinstance(model, Mapping) else {}, _model_class(recipe) or kind
     kind = "" if _is_own(kind) else kind.rpartition(".")[2]
     options = model.get("init_args", {}) if "class_path" in model else model
     options = options if isinstance(options, Mapping) else {}
@@ -178,23 +182,23 @@ def _unknown(recipe: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str]]:
             yield from ((named, str(key)) for key in values if key not in known)
 
 
-def _said(section: str, key: str, dashes: str = "") -> str:
+def _unknown_key_message(section: str, key: str, dashes: str = "") -> str:
     """Return an error about an unknown key, with the section to which it belongs or the key that was meant."""
-    named = f"{dashes}{section}.{key}" if section else f"{dashes}{key}"
-    for other, where in SECTIONS.items():
-        if key in (keys_of(where) or ()) and other != section:
-            place = f"in the section {other}" if other else "at the top level"
-            return f"there is no {named}: {key} stands {place}."
+    full_key = f"{dashes}{section}.{key}" if section else f"{dashes}{key}"
+    for other, keys_section in SECTIONS.items():
+        if key in (keys_of(keys_section) or ()) and other != section:
+            location = f"in the section {other}" if other else "at the top level"
+            return f"there is no {full_key}: {key} stands {location}."
     if key in ELSEWHERE:
-        return f"there is no {named}: here it is {ELSEWHERE[key]}."
-    known = meant = keys_of(SECTIONS[section]) or frozenset()
+        return f"there is no {full_key}: here it is {ELSEWHERE[key]}."
+    known = similar = keys_of(SECTIONS[section]) or frozenset()
     if section == "model":
-        kinds = {one: keys_of(f"model.{one}") or frozenset() for one in MODELS}
-        if owners := [one for one, keys in kinds.items() if key in keys]:
-            return f"there is no {named} of this module: it belongs to {' and '.join(owners)} (model.class_path)."
-        meant = frozenset().union(*kinds.values())
+        keys_by_module = {name: keys_of(f"model.{name}") or frozenset() for name in MODELS}
+        if modules := [name for name, keys in keys_by_module.items() if key in keys]:
+            return f"there is no {full_key} of this module: it belongs to {' and '.join(modules)} (model.class_path)."
+        similar = frozenset().union(*keys_by_module.values())
     listed = ", ".join(sorted(known))
-    return f"there is no {named}.{did_you_mean(key, meant) or f' Known: {listed}.'}"
+    return f"there is no {full_key}.{did_you_mean(key, similar) or f' Known: {listed}.'}"
 
 
 def class_of(path: str) -> Any:

@@ -90,12 +90,12 @@ class AnswerFile:
         meta = read_json(self.meta_path, "Choose another --output.")
         if not isinstance(meta, dict):
             raise FsdError(f"{self.meta_path} holds no settings of a run. Choose another --output.")
-        wanted = json.loads(json.dumps(self.settings))  # JSON turns tuples into lists
-        differing = sorted(key for key in {*meta, *wanted} if meta.get(key) != wanted.get(key))
-        if _same_length(meta, wanted):
+        settings = json.loads(json.dumps(self.settings))  # JSON turns tuples into lists
+        differing = sorted(key for key in {*meta, *settings} if meta.get(key) != settings.get(key))
+        if _same_total(meta, settings):
             differing.remove("max_prompt_tokens")  # it follows from max_new_tokens
         if differing:
-            what = ", ".join(f"{key} was {meta.get(key)!r}, now {wanted.get(key)!r}" for key in differing)
+            what = ", ".join(f"{key} was {meta.get(key)!r}, now {settings.get(key)!r}" for key in differing)
             raise FsdError(f"{self.path} was begun with other settings: {what}. Give those, or another --output.")
 
     def _cut_torn_line(self) -> None:
@@ -103,8 +103,8 @@ class AnswerFile:
             size = file.seek(0, os.SEEK_END)
             if size:
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                    whole = content.rfind(b"\n") + 1
-                file.truncate(whole)
+                    end = content.rfind(b"\n") + 1
+                file.truncate(end)
 
     def _done(self) -> set[str]:
         done: set[str] = set()
@@ -178,7 +178,7 @@ def run(args: argparse.Namespace) -> Counter[str]:
     if not plan.read:
         raise DataError(f"{', '.join(map(str, args.prompts))}: there is no prompt to answer.")
     check.name_unread({TOOLS} & {*fields_of(backend.tokenizer)})
-    _say_what_is_left_out(plan, args)
+    _report_skipped(plan, args)
     window = context_of(args.target)
     longest = max((len(job.prompt_ids) for job in plan.jobs), default=0)
     if window is not None and longest + args.max_new_tokens > window:
@@ -221,14 +221,14 @@ def resolve(args: argparse.Namespace) -> None:
     args.max_prompt_tokens = args.max_prompt_tokens or max(1, length - args.max_new_tokens)
 
 
-def _same_length(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
+def _same_total(before: dict[str, Any], now: dict[str, Any]) -> bool:
     """Whether two runs divide the same length of text differently between prompt and answer."""
     names = ("max_new_tokens", "max_prompt_tokens")
-    theirs, ours = ([one[name] for name in names if isinstance(one.get(name), int)] for one in (found, wanted))
-    return theirs != ours and len(theirs) == len(ours) == 2 and sum(theirs) == sum(ours)
+    old, new = ([settings[name] for name in names if isinstance(settings.get(name), int)] for settings in (before, now))
+    return old != new and len(old) == len(new) == 2 and sum(old) == sum(new)
 
 
-def _say_what_is_left_out(plan: PromptSchedule, args: argparse.Namespace) -> None:
+def _report_skipped(plan: PromptSchedule, args: argparse.Namespace) -> None:
     if not plan.too_long:
         return
     if plan.too_long == plan.read:
@@ -306,5 +306,5 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     digests: dict[str, list[str]] = {}
     for path in args.prompts:
         digests.setdefault(Path(path).name, []).append(rows_digest(path))
-    settings["prompts"] = {name: found[0] if len(found) == 1 else found for name, found in digests.items()}
+    settings["prompts"] = {name: files[0] if len(files) == 1 else files for name, files in digests.items()}
     return settings

@@ -42,19 +42,21 @@ def expanded(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     written = [_without_short_keys(recipe) for recipe in recipes]
     _move(recipes, written)
-    given: dict[str, Any] = {key: value for recipe in recipes for key, value in recipe.items() if key in WRITTEN_OUT}
+    short_options: dict[str, Any] = {
+        key: value for recipe in recipes for key, value in recipe.items() if key in WRITTEN_OUT
+    }
     defaults: dict[str, Any] = {"trainer": {}}
-    if "output_dir" in given:
-        run, every = _text(given, "output_dir"), _whole(given, "save_steps", SAVE_STEPS)
+    if "output_dir" in short_options:
+        run, every = _text(short_options, "output_dir"), _whole(short_options, "save_steps", SAVE_STEPS)
         batches = [trainer[ACCUMULATE] for recipe in written if (trainer := recipe.get("trainer", {})).get(ACCUMULATE)]
         defaults["trainer"] = _run_options(run, every, _whole({ACCUMULATE: [1, *batches][-1]}, ACCUMULATE))
         first = next(index for index, recipe in enumerate(recipes) if "output_dir" in recipe)
         for trainer in [recipe.get("trainer", {}) for recipe in written[: first + 1]]:
             if "callbacks" in trainer:
-                trainer["callbacks"] = _joined(defaults["trainer"]["callbacks"], trainer["callbacks"])
-    elif "save_steps" in given:
+                trainer["callbacks"] = _merge_callbacks(defaults["trainer"]["callbacks"], trainer["callbacks"])
+    elif "save_steps" in short_options:
         raise FsdError("save_steps needs output_dir: give both, or a ModelCheckpoint in trainer.callbacks.")
-    if "warmup_ratio" in given:
+    if "warmup_ratio" in short_options:
         defaults["model"] = {"lr_scheduler": {"class_path": SCHEDULE}}
     layers = [defaults, *written]
     # the parser would give each callback the arguments of what stands at its place in an earlier list
@@ -71,31 +73,31 @@ def written_out(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         FsdError: a value of the wrong type, or none.
     """
-    words, given, modules = list[list[str]](), dict[str, Any](), list[str]()
+    words, short_options, modules = list[list[str]](), dict[str, Any](), list[str]()
     recipes: dict[int, dict[str, Any]] = {}  # by place in words
-    rest = iter(argv)
-    for word in rest:
+    remaining = iter(argv)
+    for word in remaining:
         option, equals, value = word.partition("=")
         if option == "--strict":
             words.append(["--data.strict=true"])
         elif option in ("-c", "--config"):
-            named = value if equals else _following(option, rest)
-            recipes[len(words)] = read_yaml(found := find_recipe(named))
-            words.append(["--config", str(found) if os.path.isfile(found) else named])
+            named = value if equals else _option_value(option, remaining)
+            recipes[len(words)] = read_yaml(path := find_recipe(named))
+            words.append(["--config", str(path) if os.path.isfile(path) else named])
         elif option in ("--import", "--import+"):  # modules add up either way
-            modules.append(value if equals else _following(option, rest))
+            modules.append(value if equals else _option_value(option, remaining))
         elif option[:2] == "--" and option[2:] in SHORT:
-            given[option[2:]] = _value(option[2:], value if equals else _following(option, rest))
+            short_options[option[2:]] = _value(option[2:], value if equals else _option_value(option, remaining))
         else:
             words.append([word])
     for recipe in recipes.values():
         modules += _modules(recipe.get("import"))
-    if given or len(recipes) > 1 or any(recipe.keys() & WRITTEN_OUT for recipe in recipes.values()):
-        defaults, *layers, last, _ = expanded([*recipes.values(), given, _accumulated(argv)])
-        for place, layer, recipe in zip(recipes, layers, recipes.values()):
-            words[place] = _config(layer) if layer != recipe else words[place]
-        place = max(recipes, default=-1) + 1
-        words = [_config(defaults), *words[:place], _config(last), *words[place:]]
+    if short_options or len(recipes) > 1 or any(recipe.keys() & WRITTEN_OUT for recipe in recipes.values()):
+        defaults, *layers, last, _ = expanded([*recipes.values(), short_options, _accumulated(argv)])
+        for index, layer, recipe in zip(recipes, layers, recipes.values()):
+            words[index] = _config(layer) if layer != recipe else words[index]
+        index = max(recipes, default=-1) + 1
+        words = [_config(defaults), *words[:index], _config(last), *words[index:]]
     return [word for part in words for word in part], modules
 
 
@@ -105,7 +107,7 @@ def _config(layer: Mapping[str, Any]) -> list[str]:
     return ["--config", yaml.safe_dump(filled, allow_unicode=True, sort_keys=False)] if filled else []
 
 
-def _following(option: str, rest: Iterator[str]) -> str:
+def _option_value(option: str, rest: Iterator[str]) -> str:
     value = next(rest, "")
     if not value or value.startswith("--"):
         raise FsdError(f"{option} needs a value.")
@@ -121,12 +123,12 @@ def _value(key: str, text: str) -> Any:
 
 def _accumulated(argv: Sequence[str]) -> dict[str, Any]:
     """Return the last ``--trainer.accumulate_grad_batches`` as a recipe has it, {} if there is none."""
-    found: dict[str, Any] = {}
+    recipe: dict[str, Any] = {}
     for word, following in zip(argv, [*argv[1:], ""]):
         option, equals, value = word.partition("=")
         if option == f"--trainer.{ACCUMULATE}":
-            found = {"trainer": {ACCUMULATE: _value(ACCUMULATE, value if equals else following)}}
-    return found
+            recipe = {"trainer": {ACCUMULATE: _value(ACCUMULATE, value if equals else following)}}
+    return recipe
 
 
 def _modules(named: Any) -> list[str]:
@@ -156,8 +158,8 @@ def _without_short_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
 def _run_options(run: str, every: int, batches: int) -> dict[str, Any]:
     """Return the trainer's options for a run that writes to a directory."""
     logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": run, "name": "logs"}}
-    own = {"val_check_interval": every * batches, "default_root_dir": run, "logger": logger}
-    return {**TRAINER, **own, "callbacks": _callbacks(run, every)}
+    run_options = {"val_check_interval": every * batches, "default_root_dir": run, "logger": logger}
+    return {**TRAINER, **run_options, "callbacks": _callbacks(run, every)}
 
 
 def _callbacks(run: str, every: int) -> list[dict[str, Any]]:
@@ -178,14 +180,14 @@ def _callbacks(run: str, every: int) -> list[dict[str, Any]]:
     ]
 
 
-def _joined(defaults: list[dict[str, Any]], own: list[Any]) -> list[Any]:
+def _merge_callbacks(defaults: list[dict[str, Any]], given: list[Any]) -> list[Any]:
     """Return the callbacks of defaults whose class is not among ``own``, then these."""
 
     def kind(callback: Any) -> str:
         named = callback.get("class_path") if isinstance(callback, Mapping) else callback
         return str(named).rpartition(".")[2]
 
-    return [*(default for default in defaults if kind(default) not in set(map(kind, own))), *own]
+    return [*(default for default in defaults if kind(default) not in set(map(kind, given))), *given]
 
 
 # directories of a run that moves ------------------------------------------------------------------------------------
@@ -196,30 +198,32 @@ def _move(recipes: Sequence[Mapping[str, Any]], written: list[dict[str, Any]]) -
     runs = set[str]()
     for index, recipe in enumerate(recipes):
         if "output_dir" in recipe:
-            run, stays = _text(recipe, "output_dir"), list[str]()
+            run, unmoved = _text(recipe, "output_dir"), list[str]()
             for earlier in written[:index]:
                 if "trainer" in earlier:
-                    earlier["trainer"] = _moved(earlier["trainer"], runs, run, stays)
-            if stays:
-                log.warning("output_dir is now %s, but these stay where the recipe has them: %s", run, ", ".join(stays))
+                    earlier["trainer"] = _move_paths(earlier["trainer"], runs, run, unmoved)
+            if unmoved:
+                log.warning(
+                    "output_dir is now %s, but these stay where the recipe has them: %s", run, ", ".join(unmoved)
+                )
             runs.add(run)
         if isinstance(root := written[index].get("trainer", {}).get("default_root_dir"), str):
             runs.add(root)
 
 
-def _moved(value: Any, runs: set[str], run: str, stays: list[str], key: str = "") -> Any:
+def _move_paths(value: Any, runs: set[str], run: str, unmoved: list[str], key: str = "") -> Any:
     """Return options with the paths in any of ``runs`` in ``run`` instead; add other paths of PLACES to ``stays``."""
     if isinstance(value, Mapping):
-        return {name: _moved(item, runs, run, stays, str(name)) for name, item in value.items()}
+        return {name: _move_paths(item, runs, run, unmoved, str(name)) for name, item in value.items()}
     if isinstance(value, list):
-        return [_moved(item, runs, run, stays) for item in value]
+        return [_move_paths(item, runs, run, unmoved) for item in value]
     if key not in PLACES or not isinstance(value, str):
         return value
     for old in runs:
         if Path(value).is_relative_to(old):
             return str(Path(run) / Path(value).relative_to(old))
     if not Path(value).is_relative_to(run):
-        stays.append(f"{key} {value}")
+        unmoved.append(f"{key} {value}")
     return value
 
 

@@ -95,7 +95,7 @@ def choose(facts: TrainingFacts) -> Choices:
     unroll_steps = 3 if small else 5
     batch_tokens = 2048
     while not small and batch_tokens < TOKENS_PER_STEP:
-        if _kept_width(facts) * 2 * batch_tokens * unroll_steps > ACTIVATION_BUDGET:
+        if _activation_bytes(facts) * 2 * batch_tokens * unroll_steps > ACTIVATION_BUDGET:
             break
         batch_tokens *= 2
     if facts.vocab_size <= 16384:
@@ -139,10 +139,10 @@ def covering_vocabulary(counts: Tensor) -> tuple[int | None, float]:
     ranked = counts.sort(descending=True).values.double()
     total = max(float(ranked.sum()), 1.0)
     shares = {size: float(ranked[:size].sum()) / total for size in DRAFT_VOCABULARIES if size < len(counts)}
-    enough = [size for size, share in shares.items() if share >= COVERAGE]
-    if not enough and len(counts) > HUGE:
-        enough = [DRAFT_VOCABULARIES[-1]]
-    return (enough[0], shares[enough[0]]) if enough else (None, 1.0)
+    sufficient = [size for size, share in shares.items() if share >= COVERAGE]
+    if not sufficient and len(counts) > HUGE:
+        sufficient = [DRAFT_VOCABULARIES[-1]]
+    return (sufficient[0], shares[sufficient[0]]) if sufficient else (None, 1.0)
 
 
 def _is_text(files: Sequence[str]) -> bool:
@@ -165,18 +165,18 @@ def fit_to_data(facts: TrainingFacts, choices: Choices, files: Sequence[str]) ->
     data.setup()
     assert data.train_set is not None
     lengths = sorted(data.train_set.lengths)
-    usual = lengths[int(0.99 * (len(lengths) - 1))]
+    percentile = lengths[int(0.99 * (len(lengths) - 1))]
     size, share = covering_vocabulary(data.answer_counts(facts.vocab_size))
     return replace(
         choices,
         draft_vocab_size=size,
         coverage=share,
         tokenizer=tokenizer,
-        max_length=min(choices.max_length, -(-usual // 64) * 64, facts.positions or choices.max_length),
+        max_length=min(choices.max_length, -(-percentile // 64) * 64, facts.positions or choices.max_length),
     )
 
 
-def _kept_width(facts: TrainingFacts) -> int:
+def _activation_bytes(facts: TrainingFacts) -> int:
     """Return the bytes that backward keeps of a token in a run of the head: 36 H + 9 A + 8 I.
 
     A is the width of queries, keys and values. Counted under bf16 autocast on layers of Qwen3-0.6B, Gemma-3-1B and
@@ -228,17 +228,20 @@ def step_memory(
     tables = {id(part.weight): part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings())}
     loaded = sum(weight.numel() for weight in tables.values()) if cached else facts.parameters
     h, chunk, tokens, steps = facts.hidden_size, default_chunk_size(device, drafted), batch.tokens, batch.steps
-    width, answered = _kept_width(facts), tokens if batch.answered is None else batch.answered
+    width, answered = _activation_bytes(facts), tokens if batch.answered is None else batch.answered
     states = f"18 B x {count_text(weights)} (fp32 weights, gradients, 2 moments; bf16 copy)"
-    activations, kept = float(width * (tokens + (steps - 1) * answered)), f"{width} B x {tokens} tokens x {steps} steps"
+    activations, formula = (
+        float(width * (tokens + (steps - 1) * answered)),
+        f"{width} B x {tokens} tokens x {steps} steps",
+    )
     if answered < tokens:
-        kept = f"{width} B x ({tokens} + {steps - 1} x {answered}) tokens"
+        formula = f"{width} B x ({tokens} + {steps - 1} x {answered}) tokens"
     rows = MemoryItem("target's rows", 2.0 * drafted * h, f"2 B x {drafted} x {h}")
     parts = [
         MemoryItem("target", 2.0 * loaded, f"2 B x {count_text(loaded)} weights (bf16)", shared=True),
         MemoryItem("head", 18.0 * weights, states, shared=True),
         *([rows] if drafted < facts.vocab_size else []),
-        MemoryItem("activations", activations, kept),
+        MemoryItem("activations", activations, formula),
         MemoryItem("logits", 1.3 * 4 * chunk * drafted, f"1.3 x 4 B x {chunk} rows x {drafted}"),
     ]
     if device != "cuda":

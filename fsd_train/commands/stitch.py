@@ -40,9 +40,9 @@ def stitch_mtp(source: Path, target: Path, output: Path) -> None:
         ModelLoadError: a family without a layout for MTP layers, or a layer that does not fit.
         CheckpointError: damaged files.
     """
-    whole = _without_weights(target)
-    layer, weights = _own_tensors(source, whole), Weights(target, expands=False)
-    old = set(mtp_names(weights.shapes, len(whole.decoder.layers)))  # type: ignore[arg-type]
+    model = _without_weights(target)
+    layer, weights = _layer_tensors(source, model), Weights(target, expands=False)
+    old_layer = set(mtp_names(weights.shapes, len(model.decoder.layers)))  # type: ignore[arg-type]
     output.mkdir(parents=True, exist_ok=True)
     for file in sorted(target.iterdir()):
         if file.is_file() and file.suffix not in _WEIGHTS and file.name not in (CONFIG, INDEX):
@@ -50,20 +50,20 @@ def stitch_mtp(source: Path, target: Path, output: Path) -> None:
     files: dict[Path, set[str]] = {}
     for name, file in weights.files.items():
         files.setdefault(file, set()).add(name)
-    places = {name: file.name for name, file in weights.files.items() if name not in old}
+    file_names = {name: file.name for name, file in weights.files.items() if name not in old_layer}
     for file, names in files.items():
         if file.name == SINGLE:
-            places |= dict.fromkeys(layer, SINGLE)
-            _save({**_others(file, old), **layer}, output / SINGLE)
-        elif names & old:
-            if names - old:
-                _save(_others(file, old), output / file.name)
+            file_names |= dict.fromkeys(layer, SINGLE)
+            _save({**_tensors_except(file, old_layer), **layer}, output / SINGLE)
+        elif names & old_layer:
+            if names - old_layer:
+                _save(_tensors_except(file, old_layer), output / file.name)
         else:
             _copy(file, output / file.name)
-    if SINGLE not in places.values():
+    if SINGLE not in file_names.values():
         _save(layer, output / SHARD)
-        _write_index(target / INDEX, output / INDEX, {**places, **dict.fromkeys(layer, SHARD)})
-    config = _counted(read_json(target / CONFIG, AGAIN), layer, str(whole.config.model_type))
+        _write_index(target / INDEX, output / INDEX, {**file_names, **dict.fromkeys(layer, SHARD)})
+    config = _with_mtp_layer(read_json(target / CONFIG, AGAIN), layer, str(model.config.model_type))
     write_json(output / CONFIG, config, indent=2)
 
 
@@ -79,7 +79,7 @@ def _without_weights(directory: Path) -> Target:
     return Target(model, name=str(directory))
 
 
-def _own_tensors(source: Path, target: Target) -> dict[str, Tensor]:
+def _layer_tensors(source: Path, target: Target) -> dict[str, Tensor]:
     """Return the layer's tensors by their names in the target's checkpoint."""
     files = find_mtp(target, source)
     assert files is not None, "a directory was given"
@@ -94,7 +94,7 @@ def _own_tensors(source: Path, target: Target) -> dict[str, Tensor]:
     return {name: value.contiguous() for name, value in tensors.items()}
 
 
-def _others(file: Path, without: set[str]) -> dict[str, Tensor]:
+def _tensors_except(file: Path, without: set[str]) -> dict[str, Tensor]:
     return {name: value for name, value in load_file(file).items() if name not in without}
 
 
@@ -116,13 +116,13 @@ def _write_index(source: Path, place: Path, files: dict[str, str]) -> None:
     write_json(place, {**index, "weight_map": dict(sorted(files.items()))}, indent=2)
 
 
-def _counted(config: dict[str, Any], layer: dict[str, Tensor], family: str) -> dict[str, Any]:
+def _with_mtp_layer(config: dict[str, Any], layer: dict[str, Tensor], family: str) -> dict[str, Any]:
     """Return the config with one MTP layer, whose modules are not quantised."""
     count = "mtp_num_hidden_layers" if family.startswith("qwen3_5") else "num_nextn_predict_layers"
     nested = "num_hidden_layers" not in config and "text_config" in config
     config = {**config, "text_config": {**config["text_config"], count: 1}} if nested else {**config, count: 1}
     if quantised := config.get("quantization_config"):
         modules = {name.removesuffix(".weight") for name in layer}
-        kept = {*(quantised.get("modules_to_not_convert") or ()), *modules}
-        config["quantization_config"] = {**quantised, "modules_to_not_convert": sorted(kept)}
+        unconverted = {*(quantised.get("modules_to_not_convert") or ()), *modules}
+        config["quantization_config"] = {**quantised, "modules_to_not_convert": sorted(unconverted)}
     return config

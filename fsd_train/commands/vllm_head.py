@@ -32,16 +32,16 @@ def main() -> None:
         },
     )  # fmt: skip
 
-    def decoded(tokens: int) -> list[int]:
+    def decode(tokens: int) -> list[int]:
         params = SamplingParams(max_tokens=tokens, temperature=0.0, detokenize=False, ignore_eos=True)
         (answer,) = llm.generate([{"prompt_token_ids": job["prompt"]}], params, use_tqdm=False)
         return list(answer.outputs[0].token_ids)
 
-    same = common_length(decoded(len(job["answer"])), job["answer"])
-    counts = counted(llm, job["drafted"])
+    same = common_length(decode(len(job["answer"])), job["answer"])
+    counts = acceptance_counts(llm, job["drafted"])
     if 0 < same < len(job["answer"]):  # drafts of another text say nothing: once more, up to there
-        decoded(same)
-        counts = [after - before for before, after in zip(counts, counted(llm, job["drafted"]))]
+        decode(same)
+        counts = [after - before for before, after in zip(counts, acceptance_counts(llm, job["drafted"]))]
     reply = {"same": same, "drafts": counts[0], "accepted": counts[1:]}
     Path(job["output"]).write_text(json.dumps(reply))
 
@@ -51,7 +51,7 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     return next((index for index, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
 
 
-def counted(llm: Any, drafted: int) -> list[int]:
+def acceptance_counts(llm: Any, drafted: int) -> list[int]:
     """Return the rounds so far, and the accepted drafts by position."""
     metrics = {metric.name: metric for metric in llm.get_metrics()}
     accepted = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values[:drafted]

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from fsd_core.text.templates import fields_of
 from fsd_infer.targets.image_inputs import ImageInput
 from fsd_train import MAX_LENGTH
 from fsd_train.data.features import FeatureStore, sequence_key
-from fsd_train.data.images import ImageReader, SeenImages
+from fsd_train.data.images import ImageReader, SequenceImages
 from fsd_train.data.row_encoding import Sequenced, check_id, encode_row, encode_row_with_images
 from fsd_train.data.sampler import stable_seed
 from fsd_train.repository import find
@@ -33,8 +33,25 @@ from fsd_train.repository import find
 log = logging.getLogger(__name__)
 
 MAX_STEPS = 7  # of a chain in training, see fsd_train.types.ChainSteps
-# point; id of the row, ids, mask and images; its highest id and place
-_Sided = tuple[float, tuple[str, list[int], list[int], SeenImages | None], tuple[int, str]]
+
+
+class _Sequence(NamedTuple):
+    """A sequence of a row, on its way into a dataset.
+
+    Attributes:
+        split_hash: number from 0 to 1 by the hash of the prompt; those below the validation fraction are held out.
+        row_id: id of the row.
+        ids, mask: token ids and loss mask [M].
+        images: its images, or None.
+        max_id: the highest token id of the row, and the row's place ("file:line").
+    """
+
+    split_hash: float
+    row_id: str
+    ids: list[int]
+    mask: list[int]
+    images: SequenceImages | None
+    max_id: tuple[int, str]
 
 
 class Item(TypedDict):
@@ -54,10 +71,10 @@ class AnswersDataset(Dataset[Item]):
 
     Args:
         rows: (id of the row, ids, loss mask) per sequence.
-        highest: the highest token id in the files and its row ("file:line").
+        max_id: the highest token id in the files and its row ("file:line").
         store: cached features of all rows, or None.
-        tops: the highest token id of each row and its place ("file:line"), for :meth:`within`.
-        seen: the images of each sequence, or None; empty: there are none.
+        max_ids: the highest token id of each sequence's row and its place ("file:line"), for :meth:`within`.
+        images: the images of each sequence, or None; empty: there are none.
         reader: reader of the images.
 
     Attributes:
@@ -67,14 +84,14 @@ class AnswersDataset(Dataset[Item]):
     def __init__(
         self,
         rows: Sequence[tuple[str, Sequence[int] | Tensor, Sequence[int] | Tensor]],
-        highest: tuple[int, str],
+        max_id: tuple[int, str],
         store: FeatureStore | None = None,
-        tops: Sequence[tuple[int, str]] = (),
-        seen: Sequence[SeenImages | None] = (),
+        max_ids: Sequence[tuple[int, str]] = (),
+        images: Sequence[SequenceImages | None] = (),
         reader: ImageReader | None = None,
     ) -> None:
-        self.highest, self.store, self.tops = highest, store, list(tops)
-        self.seen, self.reader = list(seen) if any(seen) else [None] * len(rows), reader
+        self.max_id, self.store, self.max_ids = max_id, store, list(max_ids)
+        self.images, self.reader = list(images) if any(images) else [None] * len(rows), reader
         self.row_ids = [name for name, _, _ in rows]
         self.lengths = [len(ids) for _, ids, _ in rows]
         self.texts = [torch.as_tensor(ids, dtype=torch.int32) for _, ids, _ in rows]
@@ -84,25 +101,25 @@ class AnswersDataset(Dataset[Item]):
 
     @property
     def has_images(self) -> bool:
-        return any(self.seen)
+        return any(self.images)
 
     @cached_property
     def keys(self) -> list[str]:
         """The key of each sequence in a cache of features."""
         return [
-            sequence_key(ids, "" if seen is None else seen.digest)
-            for ids, seen in zip(self.texts, self.seen, strict=True)
+            sequence_key(ids, "" if images is None else images.digest)
+            for ids, images in zip(self.texts, self.images, strict=True)
         ]
 
     def image_inputs(self, index: int) -> dict[str, Tensor]:
         """Return the target's inputs of a sequence's images; none without images. Raises DataError for a lost image."""
-        seen = self.seen[index]
-        return {} if seen is None or self.reader is None else self.reader.inputs(self.texts[index], seen)
+        images = self.images[index]
+        return {} if images is None or self.reader is None else self.reader.inputs(self.texts[index], images)
 
     def prompt_images(self, index: int, count: int) -> ImageInput | None:
         """Return the images among the first ``count`` tokens of a sequence, for decoding; None without any."""
-        seen, ids = self.seen[index], self.texts[index].tolist()[:count]
-        return None if seen is None or self.reader is None else self.reader.image_input(ids, seen)
+        images, ids = self.images[index], self.texts[index].tolist()[:count]
+        return None if images is None or self.reader is None else self.reader.image_input(ids, images)
 
     def __len__(self) -> int:
         return len(self.row_ids)
@@ -110,16 +127,16 @@ class AnswersDataset(Dataset[Item]):
     def __getitem__(self, index: int) -> Item:
         ids, mask = self.texts[index].long(), self._masks[index].long()
         item: Item = {"index": index, "id": self.row_ids[index], "input_ids": ids, "loss_mask": mask}
-        key, seen = self.keys[index], self.seen[index]
+        key, images = self.keys[index], self.images[index]
         if self.store is not None:
             item["features"] = self.store.get(key)
         elif self.recorded is not None and key in self.recorded:
             item["features"] = self.recorded.get(key)
-        if seen is not None:
-            item["digest"] = seen.digest
+        if images is not None:
+            item["digest"] = images.digest
             # a batch may lack the features of other sequences, and then runs the target
             cached = self.store is not None
-            item["images"] = seen.placing(ids.tolist()) if cached else self.image_inputs(index)
+            item["images"] = images.position_inputs(ids.tolist()) if cached else self.image_inputs(index)
         return item
 
     def supervised(self, index: int) -> Tensor:
@@ -147,23 +164,23 @@ class AnswersDataset(Dataset[Item]):
 
     def cached(self, store: FeatureStore) -> AnswersDataset:
         """Return a dataset of the rows whose features are cached, with their features."""
-        return self._some([index for index, key in enumerate(self.keys) if key in store], store)
+        return self._subset([index for index, key in enumerate(self.keys) if key in store], store)
 
     def within(self, vocab_size: int, check: RowCheck) -> AnswersDataset:
-        """Return a dataset of the rows without token ids outside this vocabulary; ``check`` takes account of others."""
-        if self.highest[0] < vocab_size:
+        """Return a dataset of the rows whose token ids are all in this vocabulary; ``check`` records the others."""
+        if self.max_id[0] < vocab_size:
             return self
-        bad = {where: token for token, where in self.tops if token >= vocab_size}  # a row may be several sequences
+        bad = {where: token for token, where in self.max_ids if token >= vocab_size}  # a row may be several sequences
         for where, token in bad.items():
             with check.using(where):
                 check_id(token, where, vocab_size)
-        return self._some([index for index, (_, where) in enumerate(self.tops) if where not in bad], self.store)
+        return self._subset([index for index, (_, where) in enumerate(self.max_ids) if where not in bad], self.store)
 
-    def _some(self, places: Sequence[int], store: FeatureStore | None) -> AnswersDataset:
-        tops = [self.tops[place] for place in places] if self.tops else []
-        rows = [(self.row_ids[place], self.texts[place], self._masks[place]) for place in places]
-        seen = [self.seen[place] for place in places]
-        return AnswersDataset(rows, max(tops, default=self.highest), store, tops, seen, self.reader)
+    def _subset(self, indices: Sequence[int], store: FeatureStore | None) -> AnswersDataset:
+        max_ids = [self.max_ids[index] for index in indices] if self.max_ids else []
+        rows = [(self.row_ids[index], self.texts[index], self._masks[index]) for index in indices]
+        images = [self.images[index] for index in indices]
+        return AnswersDataset(rows, max(max_ids, default=self.max_id), store, max_ids, images, self.reader)
 
     def check_lengths(self, positions: int | None) -> None:
         """Raise DataError if a sequence exceeds a model's context of this many positions; None: any length fits."""
@@ -176,7 +193,7 @@ class AnswersDataset(Dataset[Item]):
 
     def answer_counts(self, vocab_size: int) -> Tensor:
         """Count each id under the loss mask: [V]. Raises DataError with a row for an id outside this vocabulary."""
-        check_id(*self.highest, vocab_size)
+        check_id(*self.max_id, vocab_size)
         counts = torch.zeros(vocab_size, dtype=torch.long)
         for ids, mask in zip(self.texts, self._masks, strict=True):
             counts += torch.bincount(ids[mask], minlength=vocab_size)
@@ -190,19 +207,14 @@ class AnswersDataset(Dataset[Item]):
             digest.update(len(ids).to_bytes(8, "little"))
             digest.update(ids.numpy().astype("<i4", copy=False).tobytes())
             digest.update(mask.numpy().tobytes())
-        for seen in filter(None, self.seen):
-            digest.update(seen.digest.encode())
+        for images in filter(None, self.images):
+            digest.update(images.digest.encode())
         return digest.hexdigest()[:16]
 
     @property
     def answer_tokens(self) -> int:
         """Number of tokens under the loss mask."""
         return sum(int(mask.sum()) for mask in self._masks)
-
-
-def _point(prompt: Any) -> float:
-    """Map a prompt to [0, 1) by its hash; prompts below the validation fraction are held out."""
-    return stable_seed("validation", prompt) / 2**31
 
 
 def read_answers(
@@ -241,48 +253,48 @@ def read_answers(
     if not 0 <= validation_fraction <= 1:
         raise DataError(f"validation_fraction is {validation_fraction:g}: give a share from 0 to 1.")
     named, check = ", ".join(map(str, paths)), check or RowCheck(strict=True)
-    before, left_out = check.read, 0
-    placed: list[_Sided] = []
+    read_before, too_long = check.read, 0
+    sequences: list[_Sequence] = []
     for path in paths:
         for row in read_rows(find(path), check):
             with check.using(row.where):
-                given, sources = (row, []) if reader is None else reader.taken(row)
-                found = _placed(given, tokenizer, max_length, vocab_size, reader, sources)
-                left_out += not found
-                placed += found
-                check.note(given.values)
-    read = check.read - before
-    if not placed:
+                marked, sources = (row, []) if reader is None else reader.mark_images(row)
+                encoded = _encode(marked, tokenizer, max_length, vocab_size, reader, sources)
+                too_long += not encoded
+                sequences += encoded
+                check.note(marked.values)
+    read = check.read - read_before
+    if not sequences:
         check.finish()
-        cure = "Raise data.max_length, or shorten the prompts." if left_out else "Add rows with answers."
+        cure = "Raise data.max_length, or shorten the prompts." if too_long else "Add rows with answers."
         raise DataError(f"{named}: no row to train on ({read} read, max_length {max_length}). {cure}")
-    _name_repeats(placed, named)
-    if left_out:
+    _warn_of_duplicates(sequences, named)
+    if too_long:
         what = "%s: %d of %d rows have no answer in their first %d tokens and are skipped. Raise data.max_length."
-        log.warning(what, named, left_out, read, max_length)
-    parts = _divided(placed, validation_fraction)
-    if not parts[0]:
-        raise DataError(f"{named}: all {len(placed)} rows were held out. Lower validation_fraction, or add rows.")
-    train, held = (_dataset(part, max(top for _, _, top in placed), reader) for part in parts)
-    return train, held
+        log.warning(what, named, too_long, read, max_length)
+    splits = _split(sequences, validation_fraction)
+    if not splits[0]:
+        raise DataError(f"{named}: all {len(sequences)} rows were held out. Lower validation_fraction, or add rows.")
+    max_id = max(sequence.max_id for sequence in sequences)
+    train, validation = (_dataset(split, max_id, reader) for split in splits)
+    return train, validation
 
 
-def _name_repeats(placed: Sequence[_Sided], named: str) -> None:
+def _warn_of_duplicates(sequences: Sequence[_Sequence], named: str) -> None:
     """Warn of sequences that repeat an earlier one of the files ``named``."""
-    distinct = {hash((tuple(ids), tuple(mask), seen and seen.digest)) for _, (_, ids, mask, seen), _ in placed}
-    repeated = len(placed) - len(distinct)
+    distinct = {hash((tuple(s.ids), tuple(s.mask), s.images and s.images.digest)) for s in sequences}
+    repeated = len(sequences) - len(distinct)
     if repeated:
-        log.warning(
-            "%s: %d of %d sequences repeat an earlier one, token by token; each counts.", named, repeated, len(placed)
-        )
+        what = "%s: %d of %d sequences repeat an earlier one, token by token; each counts."
+        log.warning(what, named, repeated, len(sequences))
 
 
-def _divided(placed: Sequence[_Sided], fraction: float) -> tuple[list[_Sided], list[_Sided]]:
-    """Divide sequences in those to train on and those held out, at least one prompt's unless ``fraction`` is 0."""
-    points = {point for point, _, _ in placed}
-    if fraction and len(points) > 1:
-        fraction = max(fraction, math.nextafter(min(points), 1.0))
-    return [row for row in placed if row[0] >= fraction], [row for row in placed if row[0] < fraction]
+def _split(sequences: Sequence[_Sequence], fraction: float) -> tuple[list[_Sequence], list[_Sequence]]:
+    """Split sequences into training and validation, with at least one prompt in the latter unless ``fraction`` is 0."""
+    hashes = {sequence.split_hash for sequence in sequences}
+    if fraction and len(hashes) > 1:
+        fraction = max(fraction, math.nextafter(min(hashes), 1.0))
+    return [s for s in sequences if s.split_hash >= fraction], [s for s in sequences if s.split_hash < fraction]
 
 
 def conclude(check: RowCheck, tokenizer: Any, listing: Path | None = None, report: bool = True) -> None:
@@ -292,38 +304,39 @@ def conclude(check: RowCheck, tokenizer: Any, listing: Path | None = None, repor
         check.name_unread([WEIGHT, *fields_of(tokenizer)])
 
 
-def _placed(
+def _encode(
     row: Example, tokenizer: Any, max_length: int, vocab_size: int | None, reader: ImageReader | None,
     sources: Sequence[Any],
-) -> list[_Sided]:  # fmt: skip
+) -> list[_Sequence]:  # fmt: skip
     """Return a row's sequences that have an answer in their first tokens. Raises DataError for a malformed row."""
     sequences: list[Sequenced]
     if sources and reader is not None:
         sequences = encode_row_with_images(row.values, reader, sources, row.where, max_length)
     else:
         sequences = [(ids, mask, None) for ids, mask in encode_row(row.values, tokenizer, row.where, max_length)]
-    top = max((max(ids) for ids, _, _ in sequences if ids), default=-1)
+    max_id = max((max(ids) for ids, _, _ in sequences if ids), default=-1)
     if vocab_size is not None:
-        check_id(top, row.where, vocab_size)
+        check_id(max_id, row.where, vocab_size)
     # the questions, as text if possible, because ids depend on the target
-    asked = row_questions(row.values, row.where)
-    kept = [sequence for sequence in sequences if any(sequence[1][:max_length])]
-    if not kept:
+    questions = row_questions(row.values, row.where)
+    answered = [sequence for sequence in sequences if any(sequence[1][:max_length])]
+    if not answered:
         return []
-    ids, mask, seen = kept[0]
-    first = next((index for index, turn in enumerate(asked, start=1) if turn["role"] == "user"), len(asked))
+    ids, mask, images = answered[0]
+    first = next((index for index, turn in enumerate(questions, start=1) if turn["role"] == "user"), len(questions))
     # all turns of a conversation go to the same dataset, in one row or in several
-    key: Any = [(turn["role"], turn["content"]) for turn in asked[:first]] or ids[: mask.index(1)]
-    key = key if seen is None else [*key, *seen.digests[:1]]  # many images have the same question
+    prompt: Any = [(turn["role"], turn["content"]) for turn in questions[:first]] or ids[: mask.index(1)]
+    prompt = prompt if images is None else [*prompt, *images.digests[:1]]  # many images have the same question
+    split_hash = stable_seed("validation", prompt) / 2**31
     name = row.values.get("id")
     if not isinstance(name, str):
-        name = row_id(row.file.name, row.number, asked)
+        name = row_id(row.file.name, row.number, questions)
     return [
-        (_point(key), (name, ids[:max_length], mask[:max_length], images), (top, row.where))
-        for ids, mask, images in kept
+        _Sequence(split_hash, name, ids[:max_length], mask[:max_length], images, (max_id, row.where))
+        for ids, mask, images in answered
     ]
 
 
-def _dataset(part: Sequence[_Sided], highest: tuple[int, str], reader: ImageReader | None) -> AnswersDataset:
-    rows, seen = [row[:3] for _, row, _ in part], [row[3] for _, row, _ in part]
-    return AnswersDataset(rows, highest, tops=[top for _, _, top in part], seen=seen, reader=reader)
+def _dataset(sequences: Sequence[_Sequence], max_id: tuple[int, str], reader: ImageReader | None) -> AnswersDataset:
+    rows, images = [(s.row_id, s.ids, s.mask) for s in sequences], [s.images for s in sequences]
+    return AnswersDataset(rows, max_id, max_ids=[s.max_id for s in sequences], images=images, reader=reader)

@@ -22,7 +22,7 @@ from fsd_infer.engine import decode
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.token_ids import eos_ids
 from fsd_train.data.features import FeatureRecorder
-from fsd_train.data.images import ImageReader, SeenImages
+from fsd_train.data.images import ImageReader, SequenceImages
 from fsd_train.data.sampler import stable_seed
 
 _T = TypeVar("_T")
@@ -46,7 +46,7 @@ class RegenerationRequest:
         rest: the following exchanges: (question, the row's own answer).
         turn: number of the turn, from 1.
         sources: the row's images, for which messages have marks (:func:`fsd_core.text.image_rows.take_images`).
-        seen: those of the prompt.
+        images: those of the prompt.
     """
 
     id: str
@@ -62,7 +62,7 @@ class RegenerationRequest:
     rest: tuple[tuple[list[Message], list[Message]], ...] = ()
     turn: int = 1
     sources: Sequence[Any] = ()
-    seen: SeenImages | None = None
+    images: SequenceImages | None = None
 
     @property
     def sampling(self) -> tuple[float, int, float]:
@@ -133,15 +133,15 @@ class LocalBackend:
         drawn = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature else {}
         options = {"max_new_tokens": self.max_new_tokens, **drawn}
         request, _ = prepare(target, [job.prompt_ids for job in batch], None, options)
-        if any(job.seen for job in batch):
+        if any(job.images for job in batch):
             request.image_inputs = [
-                None if job.seen is None else self.reader.image_input(job.prompt_ids, job.seen) for job in batch
+                None if job.images is None else self.reader.image_input(job.prompt_ids, job.images) for job in batch
             ]
         request.generator = torch.Generator(target.device).manual_seed(seed)
         request.callbacks = [] if self.recorder is None else [self.recorder.of(request.prompts)]
         answers = decode(target, drafter, self.rule, request)
         if self.recorder is not None:
-            self.recorder.save(answers.sequences, ["" if job.seen is None else job.seen.digest for job in batch])
+            self.recorder.save(answers.sequences, ["" if job.images is None else job.images.digest for job in batch])
         return [
             Completion(job, self.tokenizer.decode(ids, skip_special_tokens=True), ids, row.finish_reason)
             for job, ids, row in zip(batch, answers.sequences, answers.stats.rows)
@@ -199,43 +199,46 @@ class EndpointBackend:
         """
         jobs = [job for batch in batches for job in batch if job.id not in done]
         order = {job.id: index for index, job in enumerate(jobs)}
-        todo: SimpleQueue[RegenerationRequest] = SimpleQueue()
+        pending: SimpleQueue[RegenerationRequest] = SimpleQueue()
         for job in jobs:
-            todo.put(job)
-        landed: SimpleQueue[Completion | BaseException] = SimpleQueue()
+            pending.put(job)
+        finished: SimpleQueue[Completion | BaseException] = SimpleQueue()
         for number in range(self.concurrency):
             # the interpreter joins a ThreadPoolExecutor's threads at its end, but not daemons
             server = self.servers[number % len(self.servers)]
-            threading.Thread(target=self._work, args=(server, todo, landed), daemon=True).start()
+            threading.Thread(target=self._work, args=(server, pending, finished), daemon=True).start()
         ready: list[Completion] = []
         failure: BaseException | None = None
         try:
             for _ in jobs:
-                event = landed.get()
-                if not isinstance(event, Completion):
-                    raise event
-                ready.append(event)
+                result = finished.get()
+                if not isinstance(result, Completion):
+                    raise result
+                ready.append(result)
                 if len(ready) >= self.group:
                     yield sorted(ready, key=lambda answer: order[answer.job.id])
                     ready = []
         except (Exception, KeyboardInterrupt) as error:
             failure = error
         finally:
-            list(_drain(todo))  # no thread begins another one
-        ready += [result for result in _drain(landed) if isinstance(result, Completion)]
+            list(_drain(pending))  # no thread begins another one
+        ready += [result for result in _drain(finished) if isinstance(result, Completion)]
         if ready:
             yield sorted(ready, key=lambda answer: order[answer.job.id])
         if failure is not None:
             raise failure
 
     def _work(
-        self, server: Server, todo: SimpleQueue[RegenerationRequest], landed: SimpleQueue[Completion | BaseException]
+        self,
+        server: Server,
+        pending: SimpleQueue[RegenerationRequest],
+        finished: SimpleQueue[Completion | BaseException],
     ) -> None:
-        for job in _drain(todo):
+        for job in _drain(pending):
             try:
-                landed.put(self.ask(job, server))
+                finished.put(self.ask(job, server))
             except BaseException as error:
-                landed.put(error)
+                finished.put(error)
 
     def ask(self, job: RegenerationRequest, server: Server) -> Completion:
         """Answer one job by one server. Raises FsdError if the server refuses it or stays unreachable."""
@@ -265,8 +268,8 @@ class EndpointBackend:
                 raise TypeError
         except (KeyError, IndexError, TypeError) as error:
             raise FsdError(f"server {server.url} sent no completion, but {str(reply)[:200]}") from error
-        seen = choice.get("prompt_token_ids")
-        if seen is not None and seen != job.prompt_ids:
+        prompt_ids = choice.get("prompt_token_ids")
+        if prompt_ids is not None and prompt_ids != job.prompt_ids:
             raise FsdError(f"server {server.url} changed the prompt's token ids. Is {self.model!r} the target?")
         ids_from = "target"
         if ids is None:
@@ -277,14 +280,14 @@ class EndpointBackend:
 
     def _ended(self, ids: list[int], choice: dict[str, Any]) -> list[int]:
         """Append the tokens that end an answer; servers omit some or all of them."""
-        last = next((choice[field] for field in _ENDED_BY if type(choice.get(field)) is int), None)
+        end_id = next((choice[field] for field in _ENDED_BY if type(choice.get(field)) is int), None)
         ends = self.end_of_turn
-        if last is not None:
-            ends = ends[: ends.index(last) + 1] if last in ends else [last]
+        if end_id is not None:
+            ends = ends[: ends.index(end_id) + 1] if end_id in ends else [end_id]
         if not ends or ids and ids[-1] in {ends[-1], *self.end_of_turn[-1:], *self.eos_ids}:
             return ids
-        there = next(count for count in range(len(ends), -1, -1) if ids[len(ids) - count :] == ends[:count])
-        return ids + ends[there:]
+        present = next(count for count in range(len(ends), -1, -1) if ids[len(ids) - count :] == ends[:count])
+        return ids + ends[present:]
 
 
 def _drain(queue: SimpleQueue[_T]) -> Iterator[_T]:

@@ -32,16 +32,16 @@ from fsd_core.files import lock_for_run, open_safetensors, read_json, replacing,
 from fsd_infer.engine import Callback, RoundReport
 from fsd_infer.targets.target import Target
 from fsd_train.data.sampler import PackingSampler
-from fsd_train.packed import Inputs, TextMask, features_with_images, forward_packed, image_prompts
+from fsd_train.packed import Inputs, target_features, text_mask
 
 log = logging.getLogger(__name__)
 
 FORMAT = "fsd-features"
 VERSION = 3
-_NORMED = 2  # the version in which the last layer's output was the final features again
+_NORMED_VERSION = 2  # the version in which the last layer's output was the final features again
 _WEIGHTS = "weights_sha256"  # in the header's target
 _CHECKSUM = "sha256"  # in a shard's metadata
-_AGAIN = "Delete it, and run `fsd-train cache-features` again."
+_REBUILD = "Delete it, and run `fsd-train cache-features` again."
 SHARD_TOKENS = 65536
 _DISK_RESERVE = 256 * 2**20  # bytes to keep free
 _Texts = Mapping[str, Sequence[int] | Tensor]  # token ids by key
@@ -69,7 +69,7 @@ class FeatureStore:
         self.layers: list[int] = self.header.get("layers", [])
         self._shards: dict[str, Path] = {}  # by key
         self._lengths: dict[str, int] = {}
-        self._whole: set[Path] = set()  # checked shards, which data workers inherit
+        self._verified: set[Path] = set()  # checked shards, which data workers inherit
         self._open: dict[Path, dict[str, Any]] = {}
         self._pid = os.getpid()
         self._lock: _Lock | None = None
@@ -81,19 +81,19 @@ class FeatureStore:
         for path in _shard_files(self.directory):
             if path in known:
                 continue
-            with open_safetensors(path, _AGAIN, DataError) as file:
+            with open_safetensors(path, _REBUILD, DataError) as file:
                 for key in file.keys():
                     self._shards[key], self._lengths[key] = path, file.get_slice(key).get_shape()[0]
 
     def check_target(self, target: Target) -> None:
         """Raise DataError if the features belong to another target, or to other weights of the same shape."""
         held = self.header["target"]
-        if self.header["version"] == _NORMED and int(target.config.num_hidden_layers) - 1 in self.layers:
+        if self.header["version"] == _NORMED_VERSION and int(target.config.num_hidden_layers) - 1 in self.layers:
             raise DataError(
-                f"the features in {self.directory} are of version {_NORMED}, which kept the last layer's output after "
-                f"the final norm. {_AGAIN}"
+                f"the features in {self.directory} are of version {_NORMED_VERSION}, which kept the last layer's "
+                f"output after the final norm. {_REBUILD}"
             )
-        for key, ours in _facts(target).items():
+        for key, ours in _target_facts(target).items():
             theirs = held.get(key)
             if ours is not None and theirs is not None and ours != theirs:
                 raise DataError(
@@ -123,11 +123,11 @@ class FeatureStore:
         if self._pid != os.getpid():  # a data worker must not share its parent's file handles
             self._open, self._pid = {}, os.getpid()
         if path not in self._open:
-            with open_safetensors(path, _AGAIN, DataError) as file:
+            with open_safetensors(path, _REBUILD, DataError) as file:
                 rows = {name: file.get_slice(name) for name in file.keys()}
-                if path not in self._whole and (file.metadata() or {}).get(_CHECKSUM) != _checksum(rows):
-                    raise DataError(f"{path} does not match its checksum. {_AGAIN}")
-            self._whole.add(path)
+                if path not in self._verified and (file.metadata() or {}).get(_CHECKSUM) != _checksum(rows):
+                    raise DataError(f"{path} does not match its checksum. {_REBUILD}")
+            self._verified.add(path)
             self._open[path] = rows
         features: Tensor = self._open[path][key][:]
         return features
@@ -176,32 +176,37 @@ def cache_features(
         DataError: the cache has another target or other layers, another run is writing it, or the disk lacks space.
     """
     directory = Path(directory)
-    held = open_cache(directory, target)
+    store = open_cache(directory, target)
     try:
-        todo: dict[str, Sequence[int] | Tensor] = {}
-        shown: dict[str, Callable[[], Inputs]] = {}
-        total = held.tokens
+        texts: dict[str, Sequence[int] | Tensor] = {}
+        readers: dict[str, Callable[[], Inputs]] = {}
+        total = store.tokens
         for number, ids in enumerate(sequences):
             digest, inputs = (images or {}).get(number, ("", dict))
             key = sequence_key(ids, digest)
-            if key in held or key in todo or not len(ids):
+            if key in store or key in texts or not len(ids):
                 continue
             if max_tokens is not None and total + len(ids) > max_tokens:
                 break
-            todo[key] = ids
+            texts[key] = ids
             if digest:
-                shown[key] = inputs
+                readers[key] = inputs
             total += len(ids)
-        wanted = total - held.tokens
-        check_disk(directory, wanted * token_bytes(target))
+        missing = total - store.tokens
+        check_disk(directory, missing * token_bytes(target))
         bar = tqdm(
-            total=total, initial=held.tokens, unit="tok", unit_scale=True, desc="caching features", disable=not progress
+            total=total,
+            initial=store.tokens,
+            unit="tok",
+            unit_scale=True,
+            desc="caching features",
+            disable=not progress,
         )
         with bar:
-            for shard in _divided(todo, shard_tokens):
-                _write_shard(target, shard, shown, directory, batch_tokens, bar)
+            for shard in _shards(texts, shard_tokens):
+                _write_shard(target, shard, readers, directory, batch_tokens, bar)
     finally:  # an error's traceback would keep the lock
-        held.release()
+        store.release()
     return FeatureStore(directory)
 
 
@@ -214,16 +219,16 @@ def open_cache(directory: Path, target: Target) -> FeatureStore:
     lock = _Lock(directory)
     header, layers = directory / "index.json", list(target.captured_layers)
     if not header.exists():
-        write_json(header, {"format": FORMAT, "version": VERSION, "target": _facts(target), "layers": layers})
-    held = FeatureStore(directory)
-    held._lock = lock
-    held.check_target(target)
-    if held.layers != layers:
+        write_json(header, {"format": FORMAT, "version": VERSION, "target": _target_facts(target), "layers": layers})
+    store = FeatureStore(directory)
+    store._lock = lock
+    store.check_target(target)
+    if store.layers != layers:
         raise DataError(
-            f"the cache {directory} holds inner layers {held.layers}, not {layers}. Give another --output, or the same "
-            "--layers."
+            f"the cache {directory} holds inner layers {store.layers}, not {layers}. Give another --output, or the "
+            "same --layers."
         )
-    return held
+    return store
 
 
 class FeatureRecorder(Callback):
@@ -242,7 +247,7 @@ class FeatureRecorder(Callback):
 
     def __init__(self, target: Target, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self._held = open_cache(self.directory, target)
+        self._store = open_cache(self.directory, target)
         self._prompts: Sequence[Sequence[int]] = ()
         self._read: dict[int, list[Tensor]] = {}
 
@@ -264,7 +269,7 @@ class FeatureRecorder(Callback):
         for number, (prompt, answer) in enumerate(zip(self._prompts, answers, strict=True)):
             ids = [*prompt, *answer]
             key = sequence_key(ids, digests[number] if digests else "")
-            if key not in self._held:
+            if key not in self._store:
                 features = torch.cat(self._read[number])[: len(ids)]  # the last round may read beyond the answer's end
                 last = features[-1:].expand(len(ids) - len(features), -1)
                 rows[key] = torch.cat([features, last]).to(torch.bfloat16).cpu()
@@ -275,12 +280,12 @@ class FeatureRecorder(Callback):
 
 
 def _write_shard(
-    target: Target, texts: _Texts, shown: Mapping[str, Callable[[], Inputs]], directory: Path, batch_tokens: int,
+    target: Target, texts: _Texts, images: Mapping[str, Callable[[], Inputs]], directory: Path, batch_tokens: int,
     bar: Any,
 ) -> None:  # fmt: skip
     rows: dict[str, Tensor] = {}
     try:
-        for key, features in _features_of(target, texts, shown, batch_tokens):
+        for key, features in _features_of(target, texts, images, batch_tokens):
             rows[key] = features
             bar.update(len(features))
     finally:  # what was computed before an error or a signal is kept, too
@@ -288,23 +293,18 @@ def _write_shard(
 
 
 def _features_of(
-    target: Target, texts: _Texts, shown: Mapping[str, Callable[[], Inputs]], batch_tokens: int
+    target: Target, texts: _Texts, images: Mapping[str, Callable[[], Inputs]], batch_tokens: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield keys and features [M, F] of texts, batch by batch."""
+    """Yield keys and features [M, F] of texts, batch by batch; ``images``: what reads the images' inputs, by key."""
     keys = list(texts)
     for batch in PackingSampler([len(ids) for ids in texts.values()], batch_tokens, shuffle=False):
         ids = [torch.as_tensor(texts[keys[row]], dtype=torch.long) for row in batch]
-        whole = torch.cat(ids)[None].to(target.device)
-        inputs = {number: shown[keys[row]]() for number, row in enumerate(batch) if keys[row] in shown}
-        mask = TextMask(
-            tuple(map(len, ids)), target.device, shown=image_prompts(target, whole, list(map(len, ids)), inputs)
-        )
+        packed = torch.cat(ids)[None].to(target.device)
+        inputs = {number: images[keys[row]]() for number, row in enumerate(batch) if keys[row] in images}
+        mask = text_mask(target, packed, list(map(len, ids)), inputs)
         with torch.inference_mode():
-            if mask.shown:
-                out = features_with_images(target, whole, mask)
-            else:
-                out = forward_packed(target.features, target.model, whole, mask)
-        parts = out[0].to(torch.bfloat16).cpu().split(mask.lengths)
+            features = target_features(target, packed, mask)[0]
+        parts = features.to(torch.bfloat16).cpu().split(mask.lengths)
         yield from ((keys[row], part.clone()) for row, part in zip(batch, parts, strict=True))
 
 
@@ -339,7 +339,7 @@ def _checksum(rows: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def _divided(todo: _Texts, shard_tokens: int) -> Iterator[_Texts]:
+def _shards(todo: _Texts, shard_tokens: int) -> Iterator[_Texts]:
     shard: dict[str, Sequence[int] | Tensor] = {}
     size = 0
     for key, ids in todo.items():
@@ -361,7 +361,11 @@ def _read_header(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise DataError(f"{directory} is not a feature cache (no index.json). Run `fsd-train cache-features`.")
     header = read_json(path, "Delete the cache and make it again.")
-    known = isinstance(header, dict) and header.get("format") == FORMAT and header.get("version") in (_NORMED, VERSION)
+    known = (
+        isinstance(header, dict)
+        and header.get("format") == FORMAT
+        and header.get("version") in (_NORMED_VERSION, VERSION)
+    )
     facts, layers = (header.get("target"), header.get("layers", [])) if known else (None, [])
     numbered = isinstance(layers, list) and all(type(layer) is int for layer in layers)
     if not isinstance(facts, dict) or _WEIGHTS not in facts or not numbered:
@@ -369,7 +373,7 @@ def _read_header(directory: Path) -> dict[str, Any]:
     return dict(header)
 
 
-def _facts(target: Target) -> dict[str, Any]:
+def _target_facts(target: Target) -> dict[str, Any]:
     """Return the header's facts about a target."""
     return {**target.fingerprint(), _WEIGHTS: target.weights_digest()}
 

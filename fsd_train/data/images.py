@@ -33,36 +33,38 @@ from fsd_infer.targets.processors import load_processor
 from fsd_infer.targets.target import Target
 
 _Options = Mapping[str, Any] | None
-_Encoded = tuple[list[int], list[int], "SeenImages"]
+_Encoded = tuple[list[int], list[int], "SequenceImages"]
 _Processed = tuple[str, list[int], dict[str, Any]]  # what encode_expanded returns
 _PIXELS = "pixel"  # in the names of inputs that hold pixels
 
 
 @dataclass(frozen=True, eq=False)
-class SeenImages:
+class SequenceImages:
     """The images of one sequence.
 
     Attributes:
         sources: paths, URLs, bytes of files, or PIL images.
         digests: digests of their pixels.
-        places: inputs of the target's first forward that place tokens, such as the images' grids.
-        types: types of tokens by the input's name and the token; of others 0.
+        positions: inputs of the target's first forward that determine positions, such as the images' grids.
+        token_types: type of each token, by the input's name and the token; other tokens have type 0.
     """
 
     sources: tuple[Any, ...]
     digests: tuple[str, ...]
-    places: Mapping[str, Tensor]
-    types: Mapping[str, Mapping[int, int]]
+    positions: Mapping[str, Tensor]
+    token_types: Mapping[str, Mapping[int, int]]
 
     @property
     def digest(self) -> str:
-        """Hexadecimal digits that tell these images from others."""
+        """16 hexadecimal digits that identify these images."""
         return hashlib.sha256(" ".join(self.digests).encode()).hexdigest()[:16]
 
-    def placing(self, ids: Sequence[int]) -> dict[str, Tensor]:
-        """Return the inputs that place the tokens of a sequence, those of the text's length as [1, M]."""
-        types = {name: torch.tensor([[of.get(token, 0) for token in ids]]) for name, of in self.types.items()}
-        return {**self.places, **types}
+    def position_inputs(self, ids: Sequence[int]) -> dict[str, Tensor]:
+        """Return the inputs that determine positions in a sequence of ids [M]; token types are [1, M]."""
+        token_types = {
+            name: torch.tensor([[of.get(token, 0) for token in ids]]) for name, of in self.token_types.items()
+        }
+        return {**self.positions, **token_types}
 
 
 class ImageReader:
@@ -110,11 +112,11 @@ class ImageReader:
                 f"{self.name} reads a prompt with an image in both directions, so that a head cannot be trained on "
                 "answers after it in one forward. Leave rows with images out, or use another target."
             )
-        result = copy.copy(self._loaded[1]())
+        processor = copy.copy(self._loaded[1]())
         # rows without images are encoded as in decoding, where the processor's template is not known
-        result.tokenizer = copy.copy(result.tokenizer)
-        result.tokenizer.chat_template = result.tokenizer.chat_template or getattr(result, "chat_template", None)
-        return result
+        tokenizer = processor.tokenizer = copy.copy(processor.tokenizer)
+        tokenizer.chat_template = tokenizer.chat_template or getattr(processor, "chat_template", None)
+        return processor
 
     @cached_property
     def mark(self) -> str:
@@ -130,10 +132,11 @@ class ImageReader:
             raise DataError(f"the chat template of {self.name} writes no image, or not as its processor reads one.")
         return mark
 
-    def taken(self, row: Example) -> tuple[Example, list[Any]]:
-        """Return a row with marks for its images, and the images; a row without any as it is.
+    def mark_images(self, row: Example) -> tuple[Example, list[Any]]:
+        """Return a row with marks for its images, and the images.
 
-        So is one of a target that reads text alone, for what reads the row to refuse. Raises DataError.
+        A row without images is returned as it is. So is any row of a target that reads text alone: what encodes the row
+        refuses it. Raises DataError for malformed images.
         """
         if not has_row_images(row.values) or not self.placeholders:
             return row, []
@@ -152,45 +155,47 @@ class ImageReader:
             DataError: as there, or an image that cannot be read, or that no turn shows.
             ModelLoadError: the target has no processor.
         """
-        images, tokenizer, processed = self._written(turns, sources, options)
+        images, tokenizer, processed = self._render(turns, sources, options)
         sequences = encode_conversation(tokenizer, turns, complete, options, max_length)
-        return [(ids, mask, self._seen(ids, images, sources, processed)) for ids, mask in sequences]
+        return [(ids, mask, self._select(ids, images, sources, processed)) for ids, mask in sequences]
 
     def prompt(
         self, turns: Sequence[Message], sources: Sequence[Any], options: _Options = None
-    ) -> tuple[list[int], SeenImages]:
+    ) -> tuple[list[int], SequenceImages]:
         """Return the ids of a prompt and its images; errors as of :meth:`conversation`."""
-        images, tokenizer, processed = self._written(turns, sources, options)
+        images, tokenizer, processed = self._render(turns, sources, options)
         ids = encode_rendered(tokenizer, render(tokenizer, check_messages(turns), True, options))
-        return ids, self._seen(ids, images, sources, processed)
+        return ids, self._select(ids, images, sources, processed)
 
-    def seen(self, ids: Sequence[int], sources: Sequence[Any]) -> SeenImages:
+    def select(self, ids: Sequence[int], sources: Sequence[Any]) -> SequenceImages:
         """Return the images of a sequence of token ids, which has their placeholders. Raises DataError."""
-        images = _opened(sources)
-        return self._seen(ids, images, sources, self._processed(self.mark * len(images), images))
+        images = _open_images(sources)
+        return self._select(ids, images, sources, self._processed(self.mark * len(images), images))
 
-    def inputs(self, ids: Sequence[int] | Tensor, seen: SeenImages) -> dict[str, Tensor]:
+    def inputs(self, ids: Sequence[int] | Tensor, known: SequenceImages) -> dict[str, Tensor]:
         """Return the inputs of the target's first forward over a sequence [M]: pixels and what places tokens.
 
         Raises DataError if an image has changed since it was read first.
         """
-        images = self._read_again(seen)
-        return _first_inputs(self._processed(self.mark * len(images), images), seen, ids)
+        images = self._read_again(known)
+        return _forward_inputs(self._processed(self.mark * len(images), images), known, ids)
 
-    def image_input(self, ids: Sequence[int], seen: SeenImages) -> ImageInput | None:
-        """Return those of the images that a prompt has, for decoding; None if none. Errors as of :meth:`inputs`."""
-        if not self._standing(ids):
+    def image_input(self, ids: Sequence[int], known: SequenceImages) -> ImageInput | None:
+        """Return the images among the tokens of a prompt, for decoding; None without any. Raises as :meth:`inputs`."""
+        if not self._placeholders_in(ids):
             return None
-        images = self._read_again(seen)
-        count, processed = self._of_sequence(ids, images, self._processed(self.mark * len(images), images))
-        shown = _described(processed, seen.sources[:count], seen.digests[:count])
-        return ImageInput(_first_inputs(processed, shown, ids), self.placeholders)
+        images = self._read_again(known)
+        count, processed = self._present(ids, images, self._processed(self.mark * len(images), images))
+        present = _sequence_images(processed, known.sources[:count], known.digests[:count])
+        return ImageInput(_forward_inputs(processed, present, ids), self.placeholders)
 
-    def _read_again(self, seen: SeenImages) -> list[Any]:
+    def _read_again(self, known: SequenceImages) -> list[Any]:
         """Return the images, opened. Raises DataError if one has changed since it was read first."""
-        images = _opened(seen.sources)
-        if tuple(map(_digest, images)) != seen.digests:
-            raise DataError(f"an image has changed since the rows were read: one of {_names(seen.sources)}. Run again.")
+        images = _open_images(known.sources)
+        if tuple(map(_digest, images)) != known.digests:
+            raise DataError(
+                f"an image has changed since the rows were read: one of {_names(known.sources)}. Run again."
+            )
         return images
 
     def _processed(self, text: str, images: Sequence[Any]) -> _Processed:
@@ -199,83 +204,83 @@ class ImageReader:
         except FsdError as error:
             raise DataError(str(error)) from error
 
-    def _written(
+    def _render(
         self, turns: Sequence[Message], sources: Sequence[Any], options: _Options
     ) -> tuple[list[Any], Any, _Processed]:
-        """Return the images that turns show, a tokenizer that writes them, and what the processor makes of all turns.
+        """Return the images in turns, a tokenizer that writes their tokens, and the processor's encoding of all turns.
 
-        Raises DataError unless the tokenizer's ids of these are the processor's.
+        Raises DataError unless that tokenizer encodes the turns as the processor does.
         """
         parts = [part for turn in turns if turn["role"] == "user" for part in split_parts(turn["content"])]
         numbers = [part for part in parts if isinstance(part, int)]
         if not numbers or numbers != list(range(len(numbers))):
             raise DataError("the row has images, but none in the turns that are read. Show them in turns of the user.")
-        images = _opened(sources[: len(numbers)])
+        images = _open_images(sources[: len(numbers)])
         mark, tokenizer = self.mark, copy.copy(self.processor.tokenizer)
         set_image_tokens(tokenizer, ImageTokens(mark))
         text = render(tokenizer, check_messages(turns), False, options)
-        whole = self._processed(text, images)
+        processed = self._processed(text, images)
         if text.count(mark) != len(images):
             raise DataError(f"the chat template writes {text.count(mark)} images of {len(images)}.")
-        texts = _between(text.split(mark), whole[0])
+        texts = _texts_between(text.split(mark), processed[0])
         bos = tokenizer.bos_token
         begins = bool(tokenizer("")["input_ids"]) and not (bos and text.startswith(bos))
         set_image_tokens(tokenizer, ImageTokens(mark, texts, begins and bool(getattr(tokenizer, "is_fast", False))))
-        if encode_rendered(tokenizer, render(tokenizer, check_messages(turns), False, options)) != whole[1]:
-            raise DataError(f"the processor of {self.name} writes the conversation otherwise than its parts.")
-        return images, tokenizer, whole
+        if encode_rendered(tokenizer, render(tokenizer, check_messages(turns), False, options)) != processed[1]:
+            raise DataError(f"the processor of {self.name} encodes the conversation differently than its parts.")
+        return images, tokenizer, processed
 
-    def _seen(
+    def _select(
         self, ids: Sequence[int], images: Sequence[Any], sources: Sequence[Any], processed: _Processed
-    ) -> SeenImages:
-        """Return those of the images whose placeholders are in a sequence. Raises DataError if the numbers differ."""
-        count, processed = self._of_sequence(ids, images, processed)
-        return _described(processed, sources[:count], list(map(_digest, images[:count])))
+    ) -> SequenceImages:
+        """Return the images whose placeholders are in a sequence. Raises DataError if the numbers differ."""
+        count, processed = self._present(ids, images, processed)
+        return _sequence_images(processed, sources[:count], list(map(_digest, images[:count])))
 
-    def _of_sequence(self, ids: Sequence[int], images: Sequence[Any], processed: _Processed) -> tuple[int, _Processed]:
-        """Return how many of the images a sequence has, and what the processor makes of these; errors of `_seen`."""
-        wanted = [token for token in ids if token in self.placeholders]
+    def _present(self, ids: Sequence[int], images: Sequence[Any], processed: _Processed) -> tuple[int, _Processed]:
+        """Return the number of images in a sequence, and the processor's encoding of these. Raises as `_select`."""
+        expected = [token for token in ids if token in self.placeholders]
         count = len(images)
-        if self._standing(processed[1]) != wanted:  # it ends before the last image, or the row's ids are of others
-            each = [len(self._standing(self._processed(self.mark, [image])[1])) for image in images]
-            count = next((n for n, total in enumerate(accumulate(each), 1) if total == len(wanted)), 0)
+        if self._placeholders_in(processed[1]) != expected:  # cut before the last image, or ids of other images
+            counts = [len(self._placeholders_in(self._processed(self.mark, [image])[1])) for image in images]
+            count = next((n for n, total in enumerate(accumulate(counts), 1) if total == len(expected)), 0)
             processed = self._processed(self.mark * count, images[:count]) if count else processed
-        if not count or self._standing(processed[1]) != wanted:
+        if not count or self._placeholders_in(processed[1]) != expected:
             raise DataError(
-                f"the row's ids have {len(wanted)} tokens that stand for images, which its {len(images)} images do "
+                f"the row's ids have {len(expected)} tokens that stand for images, which its {len(images)} images do "
                 "not take. Regenerate the answers with this target and these images."
             )
         return count, processed
 
-    def _standing(self, ids: Sequence[int]) -> list[int]:
+    def _placeholders_in(self, ids: Sequence[int]) -> list[int]:
         return [token for token in ids if token in self.placeholders]
 
 
-def _first_inputs(processed: _Processed, seen: SeenImages, ids: Sequence[int] | Tensor) -> dict[str, Tensor]:
-    """Return the inputs of a first forward over a sequence: what the processor makes of images, and their places."""
+def _forward_inputs(processed: _Processed, known: SequenceImages, ids: Sequence[int] | Tensor) -> dict[str, Tensor]:
+    """Return the inputs of a first forward over a sequence: the processor's, and those that determine positions."""
     others = {
         name: value for name, value in processed[2].items() if name not in (*OF_TEXT, "input_ids", "attention_mask")
     }
-    return {**others, **seen.placing(list(map(int, ids)))}
+    return {**others, **known.position_inputs(list(map(int, ids)))}
 
 
-def _described(processed: _Processed, sources: Sequence[Any], digests: Sequence[str]) -> SeenImages:
-    """Return what is kept of images that the processor has read."""
-    read, values = processed[1], processed[2]
-    places = {
+def _sequence_images(processed: _Processed, sources: Sequence[Any], digests: Sequence[str]) -> SequenceImages:
+    """Return the facts about images that the processor has read."""
+    ids, values = processed[1], processed[2]
+    positions = {
         name: value
         for name, value in values.items()
         if isinstance(value, Tensor) and _PIXELS not in name and name not in (*OF_TEXT, "input_ids", "attention_mask")
     }
-    types = {
-        name: {token: kind for token, kind in zip(read, values[name][0].tolist()) if kind}
+    token_types = {
+        name: {token: type_id for token, type_id in zip(ids, values[name][0].tolist()) if type_id}
         for name in OF_TEXT
         if name in values
     }
-    return SeenImages(tuple(sources), tuple(digests), places, types)
+    return SequenceImages(tuple(sources), tuple(digests), positions, token_types)
 
 
-def _opened(sources: Sequence[Any]) -> list[Any]:
+def _open_images(sources: Sequence[Any]) -> list[Any]:
     """Return images in RGB. Raises DataError for one that cannot be read."""
     try:
         images = [Sources().open(source) for source in sources]
@@ -284,20 +289,20 @@ def _opened(sources: Sequence[Any]) -> list[Any]:
         raise DataError(str(error)) from error
 
 
-def _between(pieces: Sequence[str], whole: str) -> list[str]:
-    """Return what stands between pieces of a text in the whole text. Raises DataError if they are not all in it.
+def _texts_between(pieces: Sequence[str], text: str) -> list[str]:
+    """Return the texts between ``pieces``, in their order, in a text. Raises DataError unless it has all of them.
 
-    Where one of the pieces between images is within their tokens, these are divided otherwise, which changes no ids.
+    If a piece also occurs within the tokens of an image, the text is divided there instead, which changes no ids.
     """
-    found, place = list[str](), len(pieces[0])
-    for number, piece in enumerate(pieces[1:], start=2):
-        last = number == len(pieces)
-        end = len(whole) - len(piece) if last else whole.find(piece, place + bool(piece))
-        if end < place or not whole.startswith(pieces[0]) or not whole.startswith(piece, end):
+    between, start = list[str](), len(pieces[0])
+    for count, piece in enumerate(pieces[1:], start=2):
+        is_last = count == len(pieces)
+        end = len(text) - len(piece) if is_last else text.find(piece, start + bool(piece))
+        if end < start or not text.startswith(pieces[0]) or not text.startswith(piece, end):
             raise DataError("the processor changes the conversation's text, not only its images.")
-        found.append(whole[place:end])
-        place = end + len(piece)
-    return found
+        between.append(text[start:end])
+        start = end + len(piece)
+    return between
 
 
 def _digest(image: Any) -> str:

@@ -112,23 +112,23 @@ class AnswersDataModule(LightningDataModule):
             raise DataError(f"data.tokenizer: {self.tokenizer_name} has no tokenizer. Name the target's.")
         reader = None if self.tokenizer_name is None else ImageReader.named(self.tokenizer_name, tokenizer)
         fraction = 0.0 if self.validation_files else self.validation_fraction
-        train, held = read_answers(
+        train, validation = read_answers(
             self.train_files, tokenizer, validation_fraction=fraction, max_length=self.max_length,
             check=self.row_check, reader=reader,
         )  # fmt: skip
         if self.validation_files:
-            held, _ = read_answers(
+            validation, _ = read_answers(
                 self.validation_files, tokenizer, max_length=self.max_length, check=self.row_check, reader=reader
             )
-            shared = {*train.keys} & {*held.keys}
-            if shared:
-                log.warning("data.validation_files: %d of their sequences are trained on, too", len(shared))
+            repeated = {*train.keys} & {*validation.keys}
+            if repeated:
+                log.warning("data.validation_files: %d of their sequences are trained on, too", len(repeated))
         self._conclude(tokenizer)
-        self.train_set, self.validation_set = train, held
+        self.train_set, self.validation_set = train, validation
         if self.features is not None:
             self.feature_store = FeatureStore(self.features)
             self.train_set = self._cached(self.train_set, self.feature_store)
-            self.validation_set = self._cached(held, self.feature_store) if len(held) else held
+            self.validation_set = self._cached(validation, self.feature_store) if len(validation) else validation
 
     def _conclude(self, tokenizer: Any = None) -> None:
         root = getattr(self.trainer, "default_root_dir", None)
@@ -155,15 +155,15 @@ class AnswersDataModule(LightningDataModule):
 
     def _cached(self, rows: AnswersDataset, store: FeatureStore) -> AnswersDataset:
         """Return the rows with cached features. Raises DataError if there are none."""
-        found = rows.cached(store)
-        if not len(found):
+        cached = rows.cached(store)
+        if not len(cached):
             raise DataError(
                 f"{self.features} holds the features of none of the {len(rows)} rows. Run `fsd-train cache-features` "
                 f"on these files with --max-length {self.max_length}."
             )
-        if len(found) < len(rows):
-            log.warning("%d of %d rows have no cached features and are skipped", len(rows) - len(found), len(rows))
-        return found
+        if len(cached) < len(rows):
+            log.warning("%d of %d rows have no cached features and are skipped", len(rows) - len(cached), len(rows))
+        return cached
 
     def check(self, vocab_size: int, positions: int | None) -> None:
         """Leave out rows with token ids outside this vocabulary.
@@ -206,19 +206,19 @@ class AnswersDataModule(LightningDataModule):
         self.writer = FeatureWriter(target, self.record_features, lengths)
         self.train_set.recorded = self.validation_set.recorded = self.writer.store
 
-    def _renew(self) -> None:
+    def _flush_features(self) -> None:
         if self.writer is not None:
             self.writer.flush()
 
-    def _renew_validation(self) -> None:
+    def _flush_for_validation(self) -> None:
         """Find the features of the validation before; the first one has none to find."""
         if self._validated:
-            self._renew()
+            self._flush_features()
         self._validated = self.writer is not None
 
     def teardown(self, stage: str) -> None:
         """Write what is recorded."""
-        self._renew()
+        self._flush_features()
         self._stop_recording()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -257,7 +257,7 @@ class AnswersDataModule(LightningDataModule):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return keep_on_host(batch)
 
-    def _padded_to(self, tokens: int) -> int:
+    def _min_tokens(self, tokens: int) -> int:
         """Return the least tokens of a batch of ``tokens``: all of them where steps are compiled, or planned by shape.
 
         On a CPU padding would only take time.
@@ -280,8 +280,8 @@ class AnswersDataModule(LightningDataModule):
         return ResumableLoader(
             rows, sampler, lambda: int(getattr(trainer, "accumulate_grad_batches", 1)),
             lambda: float(getattr(trainer, "num_training_batches", math.inf)),
-            self._renew if shuffle else self._renew_validation,
-            collate_fn=partial(collate, size=self._padded_to(tokens)), num_workers=workers,
+            self._flush_features if shuffle else self._flush_for_validation,
+            collate_fn=partial(collate, size=self._min_tokens(tokens)), num_workers=workers,
             pin_memory=on_cuda if self.pin_memory is None else self.pin_memory,
             persistent_workers=workers > 0 and self.record_features is None,  # or they miss what is recorded
         )  # fmt: skip

@@ -17,7 +17,7 @@ from fsd_core.text.image_marks import has_mark
 from fsd_core.text.image_rows import with_images
 from fsd_core.text.row_check import RowCheck
 from fsd_train.data.backends import Completion, RegenerationRequest, stable_seed
-from fsd_train.data.images import ImageReader, SeenImages
+from fsd_train.data.images import ImageReader, SequenceImages
 
 WINDOW = 16  # batches sorted by length together: little padding, while a prefix of the output stays a fair sample
 # fields of a prompt's row that answers replace
@@ -91,8 +91,8 @@ def plan_jobs(
     """
     check = check or RowCheck(strict=True)
     chosen: list[tuple[str, RegenerationRequest]] = []  # with the row's hash
-    known: set[str] = set()
-    names: set[str] = set()
+    row_ids: set[str] = set()
+    job_ids: set[str] = set()
     read = too_long = 0
     for path in paths:
         rows = read_prompts(path, check, images=reader is not None and bool(reader.placeholders))
@@ -100,17 +100,17 @@ def plan_jobs(
             read += 1
             job: RegenerationRequest | None = None
             with check.using(row.where, row.row):
-                job = _first(row, tokenizer, temperatures, template or {}, raw, reader)
+                job = _first_request(row, tokenizer, temperatures, template or {}, raw, reader)
             if job is None:
                 continue
             if len(job.prompt_ids) > max_prompt_tokens:
                 too_long += 1
-            elif row.id not in known:  # the same file given twice
-                known.add(row.id)
+            elif row.id not in row_ids:  # the same file given twice
+                row_ids.add(row.id)
                 # several files may count their rows from 0, and ids of later turns are reserved
-                if job.id in names or re.search(r"/\d+$", job.id):
+                if job.id in job_ids or re.search(r"/\d+$", job.id):
                     job = replace(job, id=f"{job.id}-{row.id[:8]}")
-                names.add(job.id)
+                job_ids.add(job.id)
                 chosen.append((row.id, job))
     chosen.sort(key=lambda pair: _shuffle_key(seed, pair[0]))
     jobs = [job for _, job in chosen[:limit]]
@@ -136,41 +136,41 @@ def next_turns(
         reader, check: see :func:`plan_jobs`. A turn that the chat template refuses is noted by the id of its job.
     """
     check = check or RowCheck(strict=True)
-    following = [job for job in plan.jobs if job.rest]
+    unfinished = [job for job in plan.jobs if job.rest]
     jobs: list[RegenerationRequest] = []
     too_long = cut = 0
-    for job in following:
+    for job in unfinished:
         response, reason = answers[job.id]
-        (asked, given), *rest = job.rest
-        if asked[0]["role"] == "tool" and job.given:
+        (question, own_answer), *rest = job.rest
+        if question[0]["role"] == "tool" and job.given:
             turns = job.given
         elif reason == "stop":
             turns = [{"role": "assistant", "content": response}]
         else:
             cut += 1
             continue
-        messages = [*job.messages, *turns, *asked]
-        identity = f"{job.first_id}/{job.turn + 1}"
-        encoded: tuple[list[int], SeenImages | None] | None = None
-        with check.using(identity):
+        messages = [*job.messages, *turns, *question]
+        job_id = f"{job.first_id}/{job.turn + 1}"
+        encoded: tuple[list[int], SequenceImages | None] | None = None
+        with check.using(job_id):
             encoded = _encoded(messages, job.sources, tokenizer, job.template, reader)
         if encoded is None:
             continue
-        prompt_ids, seen = encoded
+        prompt_ids, images = encoded
         if len(prompt_ids) > plan.max_prompt_tokens:
             too_long += 1
             continue
         jobs.append(
             replace(
-                job, id=identity, messages=messages, prompt_ids=prompt_ids, given=given,
-                rest=tuple(rest), turn=job.turn + 1, seen=seen,
+                job, id=job_id, messages=messages, prompt_ids=prompt_ids, given=own_answer,
+                rest=tuple(rest), turn=job.turn + 1, images=images,
             )
         )  # fmt: skip
     batches = _batches(jobs, plan.batch_size)
-    return replace(plan, batches=batches, read=len(following), too_long=too_long, cut=cut)
+    return replace(plan, batches=batches, read=len(unfinished), too_long=too_long, cut=cut)
 
 
-def _first(
+def _first_request(
     row: PromptRow,
     tokenizer: Any,
     temperatures: Sequence[tuple[float, float]],
@@ -178,24 +178,24 @@ def _first(
     raw: bool = False,
     reader: ImageReader | None = None,
 ) -> RegenerationRequest:
-    (asked, given), *rest = row_exchanges(row.row)
+    (question, own_answer), *rest = row_exchanges(row.row)
     options = {**template, **template_options(row.row)}
     if rest and not getattr(tokenizer, "chat_template", None):
         raise DataError("a conversation, but this tokenizer has no chat template. Give one text per row.")
-    if raw and (rest or options or [turn["role"] for turn in asked] != ["user"]):
+    if raw and (rest or options or [turn["role"] for turn in question] != ["user"]):
         raise DataError("a conversation or template options, which --raw does not support. Give one text per row.")
     if raw and row.images:
         raise DataError("images go into the chat template, which --raw leaves out. Leave out one of them.")
-    seen: SeenImages | None = None
+    images: SequenceImages | None = None
     if raw:
-        prompt_ids = encode_text(tokenizer, asked[0]["content"])
+        prompt_ids = encode_text(tokenizer, question[0]["content"])
     else:
-        prompt_ids, seen = _encoded(asked, row.images, tokenizer, options, reader)
-    own = row.row.get("id")
+        prompt_ids, images = _encoded(question, row.images, tokenizer, options, reader)
+    given_id = row.row.get("id")
     sampling = {name: _sampling(row.row, name) for name in _SAMPLING if row.row.get(name) is not None}
     return RegenerationRequest(
-        id=str(own) if isinstance(own, (str, int)) and str(own) else row.id,
-        messages=asked,
+        id=str(given_id) if isinstance(given_id, (str, int)) and str(given_id) else row.id,
+        messages=question,
         prompt_ids=prompt_ids,
         temperature=sampling.get("temperature", pick_temperature(row.id, temperatures)),
         source=row.source,
@@ -203,17 +203,17 @@ def _first(
         top_p=sampling.get("top_p", 1.0),
         fields={name: value for name, value in row.row.items() if name not in {*_OWN, *_SAMPLING}},
         template=options,
-        given=given,
+        given=own_answer,
         rest=tuple(rest),
         sources=row.images,
-        seen=seen,
+        images=images,
     )
 
 
 def _encoded(
     messages: Sequence[Message], sources: Sequence[Any], tokenizer: Any, options: Mapping[str, Any],
     reader: ImageReader | None,
-) -> tuple[list[int], SeenImages | None]:  # fmt: skip
+) -> tuple[list[int], SequenceImages | None]:  # fmt: skip
     """Return a prompt's ids, and its images if its turns show any of the sources."""
     if sources and reader is not None and any(has_mark(turn["content"]) for turn in messages):
         return reader.prompt(messages, sources, options)

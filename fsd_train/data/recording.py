@@ -47,7 +47,7 @@ class FeatureWriter:
         self.store: FeatureStore = open_cache(self.directory, target)
         missing = sum(length for key, length in lengths.items() if key not in self.store)
         check_disk(self.directory, missing * token_bytes(target))
-        self._seen: set[str] = set()
+        self._queued: set[str] = set()
         self._queue: SimpleQueue[list[_Row] | threading.Event | None] = SimpleQueue()
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._write, daemon=True, name="features")
@@ -63,8 +63,8 @@ class FeatureWriter:
         parts = features[0].detach().split([*map(len, texts), features.shape[1] - sum(map(len, texts))])
         keys = map(sequence_key, texts, digests or [""] * len(texts))
         rows = list(zip(keys, parts, strict=False))
-        rows = [(key, part) for key, part in rows if key not in self.store and key not in self._seen]
-        self._seen |= {key for key, _ in rows}
+        rows = [(key, part) for key, part in rows if key not in self.store and key not in self._queued]
+        self._queued |= {key for key, _ in rows}
         if rows:
             self._queue.put([(key, part.to(torch.bfloat16, copy=True)) for key, part in rows])
 
@@ -85,17 +85,17 @@ class FeatureWriter:
 
     def _write(self) -> None:
         """Write shards, in the thread."""
-        held: dict[str, Tensor] = {}
-        found: list[_Row] | threading.Event | None = []
-        while found is not None:
-            found = self._queue.get()
+        shard: dict[str, Tensor] = {}
+        item: list[_Row] | threading.Event | None = []
+        while item is not None:
+            item = self._queue.get()
             try:
-                if isinstance(found, list) and self._failure is None:
-                    held |= {key: part.cpu() for key, part in found}  # waits for the device, here alone
-                if held and (not isinstance(found, list) or sum(map(len, held.values())) >= SHARD_TOKENS):
-                    save_shard(self.directory, held)
-                    held = {}
+                if isinstance(item, list) and self._failure is None:
+                    shard |= {key: part.cpu() for key, part in item}  # waits for the device, here alone
+                if shard and (not isinstance(item, list) or sum(map(len, shard.values())) >= SHARD_TOKENS):
+                    save_shard(self.directory, shard)
+                    shard = {}
             except Exception as error:  # whatever it is, flush() must not wait forever
-                self._failure, held = error, {}
-            if isinstance(found, threading.Event):
-                found.set()
+                self._failure, shard = error, {}
+            if isinstance(item, threading.Event):
+                item.set()

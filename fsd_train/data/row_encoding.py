@@ -10,10 +10,10 @@ from fsd_core.errors import DataError
 from fsd_core.text.conversations import row_conversation, row_questions, template_options
 from fsd_core.text.image_rows import has_row_images
 from fsd_core.text.masks import encode_conversation
-from fsd_train.data.images import ImageReader, SeenImages
+from fsd_train.data.images import ImageReader, SequenceImages
 
 MAX_ID = 2**31 - 1  # ids are kept as 32-bit numbers
-Sequenced = tuple[list[int], list[int], SeenImages | None]  # ids, loss mask, images
+Sequenced = tuple[list[int], list[int], SequenceImages | None]  # ids, loss mask, images
 
 
 def encode_row(
@@ -84,13 +84,13 @@ def encode_row_with_images(
             complete = row.get("finish_reason") in (None, "stop")
             turns, options = row_conversation(row, where), template_options(row)
             sequences = [*reader.conversation(turns, sources, complete, options, max_length)]
-        kept: list[Sequenced] = []
-        for ids, mask, seen in sequences:
+        cut: list[Sequenced] = []
+        for ids, mask, images in sequences:
             end = max((index + 1 for index, answers in enumerate(mask[:max_length]) if answers), default=0)
-            if end and (seen is None or end < len(ids)):  # so that no image is cut
-                seen = reader.seen(ids[:end], sources)
-            kept.append((ids[:end], mask[:end], seen))
-        return kept
+            if end and (images is None or end < len(ids)):  # so that no image is cut
+                images = reader.select(ids[:end], sources)
+            cut.append((ids[:end], mask[:end], images))
+        return cut
 
 
 def token_ids(row: Mapping[str, Any], field: str, where: str) -> list[int]:

@@ -91,25 +91,25 @@ class PackingSampler(Sampler[list[int]]):
 
     def batches(self) -> list[list[int]]:
         """Return all batches of this replica in the current epoch, regardless of `start_at`."""
-        batches = self._all()
+        batches = self._all_batches()
         size = math.ceil(len(batches) / self.replicas)
         return [batches[i % len(batches)] for i in range(self.rank, size * self.replicas, self.replicas)]
 
-    def of_step(self, batch: int, accumulate: int, limit: float = math.inf) -> list[list[int]]:
+    def step_batches(self, batch: int, accumulate: int, limit: float = math.inf) -> list[list[int]]:
         """Return the batches of all replicas in the optimizer step of this replica's batch number ``batch``.
 
         The last step of an epoch may have fewer batches, also where Trainer ends epochs after ``limit`` batches.
         """
-        batches, first = self._all(), batch // accumulate * accumulate
+        batches, first = self._all_batches(), batch // accumulate * accumulate
         last = int(min(first + accumulate, len(self), max(limit, batch + 1)))
         return [batches[i % len(batches)] for i in range(first * self.replicas, last * self.replicas)]
 
     @property
     def own(self) -> int:
         """Number of this replica's batches before the repeated ones."""
-        return len(self._all()[self.rank :: self.replicas])
+        return len(self._all_batches()[self.rank :: self.replicas])
 
-    def _all(self) -> list[list[int]]:
+    def _all_batches(self) -> list[list[int]]:
         """Return the batches of all replicas in the current epoch."""
         epoch = self.epoch if self.shuffle else 0
         if self._batches is None or self._batches[0] != epoch:
@@ -117,23 +117,23 @@ class PackingSampler(Sampler[list[int]]):
         return self._batches[1]
 
     def _plan(self, epoch: int) -> list[list[int]]:
-        random = torch.Generator().manual_seed(stable_seed(self.seed if self.shuffle else 0, epoch))
+        generator = torch.Generator().manual_seed(stable_seed(self.seed if self.shuffle else 0, epoch))
         count = len(self.lengths)
-        order = torch.randperm(count, generator=random).tolist()
+        order = torch.randperm(count, generator=generator).tolist()
         rows = sorted(order, key=self.lengths.__getitem__)
         windows = max(math.ceil(count / WINDOW), 1)
         # Each group gives one row to every window. Batches of the groups' longest rows fit all windows, so their number
         # does not depend on the draw.
         groups = [rows[start : start + windows] for start in range(0, count, windows)]
         widths = [min(self.lengths[group[-1]], self.size) for group in groups]
-        groups = [[group[i] for i in torch.randperm(len(group), generator=random).tolist()] for group in groups]
+        groups = [[group[i] for i in torch.randperm(len(group), generator=generator).tolist()] for group in groups]
         batches = []
         for window in range(windows):
-            for part in pack(widths, self.size, random):
+            for part in pack(widths, self.size, generator):
                 # the last group may be smaller
                 batches.append([groups[place][window] for place in part if window < len(groups[place])])
         batches = [batch for batch in batches if batch]
-        return [batches[i] for i in torch.randperm(len(batches), generator=random).tolist()]
+        return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
     @property
     def skip(self) -> int:
@@ -149,7 +149,7 @@ class PackingSampler(Sampler[list[int]]):
         return len(self.batches())
 
 
-def pack(lengths: Sequence[int], size: int, random: torch.Generator) -> list[list[int]]:
+def pack(lengths: Sequence[int], size: int, generator: torch.Generator) -> list[list[int]]:
     """Divide rows among batches, none of them empty, whose number depends only on the lengths.
 
     Best fit by descending length fills batches almost entirely. Its order, and so which rows meet, is disturbed as far
@@ -164,11 +164,11 @@ def pack(lengths: Sequence[int], size: int, random: torch.Generator) -> list[lis
         places in ``lengths`` by batch
     """
     sizes = torch.tensor(lengths, dtype=torch.float64)
-    fewest = best_fit(lengths, size, sizes.argsort(descending=True, stable=True).tolist())
-    count = max(len(fewest), int(sum(lengths) / (FILL * size)))
-    batches = fewest
+    densest = best_fit(lengths, size, sizes.argsort(descending=True, stable=True).tolist())
+    count = max(len(densest), int(sum(lengths) / (FILL * size)))
+    batches = densest
     for disorder in DISORDER:
-        noise = torch.randn(len(lengths), generator=random, dtype=torch.float64)
+        noise = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
         order = (sizes.log() + disorder * noise).argsort(descending=True).tolist()
         packed = best_fit(lengths, size, order)
         if len(packed) <= count:
@@ -185,14 +185,14 @@ def pack(lengths: Sequence[int], size: int, random: torch.Generator) -> list[lis
 def best_fit(lengths: Sequence[int], size: int, order: Sequence[int]) -> list[list[int]]:
     """Put rows, in this order, into the fullest batch that has room, or into a new one."""
     batches: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # tokens that are free, and the batch; ascending
+    by_free_tokens: list[tuple[int, int]] = []  # tokens that are free, and the batch; ascending
     for row in order:
-        at = bisect_left(rooms, (lengths[row], -1))
-        room, batch = rooms.pop(at) if at < len(rooms) else (size, len(batches))
+        index = bisect_left(by_free_tokens, (lengths[row], -1))
+        free, batch = by_free_tokens.pop(index) if index < len(by_free_tokens) else (size, len(batches))
         if batch == len(batches):
             batches.append([])
         batches[batch].append(row)
-        insort(rooms, (room - lengths[row], batch))
+        insort(by_free_tokens, (free - lengths[row], batch))
     return batches
 
 
@@ -244,11 +244,11 @@ class ResumableLoader(DataLoader[Any]):
     ) -> None:
         super().__init__(dataset, batch_sampler=sampler, worker_init_fn=outlive_signals, **options)
         self.order, self._accumulate, self._limit, self._renew = sampler, accumulate, limit, renew
-        self._given = 0  # batches of the epoch so far, those before a resume included
+        self._batches_given = 0  # batches of the epoch so far, those before a resume included
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # a generator, since Trainer asks for the iterator before it sets the epoch
-        self._given = self.order.skip
+        self._batches_given = self.order.skip
         self._renew()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # all threads of workers inherit it
         try:
@@ -257,10 +257,10 @@ class ResumableLoader(DataLoader[Any]):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         try:
             for batch in self._awaited(batches):
-                self._given += 1
+                self._batches_given += 1
                 if self.order.shuffle:
-                    batch["supervised"] = self._per_batch(self._given - 1)
-                elif self._given > self.order.own:
+                    batch["supervised"] = self._mean_supervised(self._batches_given - 1)
+                elif self._batches_given > self.order.own:
                     batch["loss_mask"].zero_()
                 yield batch
         except DataError as error:  # torch puts a worker's traceback before the message
@@ -281,30 +281,30 @@ class ResumableLoader(DataLoader[Any]):
             yield batch
         yield from batches
 
-    def _per_batch(self, number: int) -> np.ndarray:
+    def _mean_supervised(self, number: int) -> np.ndarray:
         """Return the number of supervised rows of each chain step, on average over a batch's optimizer step.
 
         A last step of fewer batches divides by the usual number, too, as Trainer does.
         """
         accumulate = self._accumulate()
         dataset: Any = self.dataset
-        rows = [index for batch in self.order.of_step(number, accumulate, self._limit()) for index in batch]
+        rows = [index for batch in self.order.step_batches(number, accumulate, self._limit()) for index in batch]
         counts = np.sum([dataset.supervised(index) for index in rows], axis=0)
         return np.asarray(counts / (accumulate * self.order.replicas))
 
     def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.order.epoch, "batch": self._given, "replicas": self.order.replicas}
+        return {"epoch": self.order.epoch, "batch": self._batches_given, "replicas": self.order.replicas}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Resume where n replicas stopped: their k-th batches are the first n·k of the order.
 
         Raises CheckpointError if the current replicas cannot share these batches evenly.
         """
-        given, replicas = state["batch"] * state["replicas"], self.order.replicas
-        if given % replicas:
+        batches, replicas = state["batch"] * state["replicas"], self.order.replicas
+        if batches % replicas:
             raise CheckpointError(
-                f"{state['replicas']} devices wrote the checkpoint after {given} batches of its epoch. {replicas} "
+                f"{state['replicas']} devices wrote the checkpoint after {batches} batches of its epoch. {replicas} "
                 "devices cannot share these evenly. Use a checkpoint of another step, or another number of devices."
             )
-        self.order.start_at(state["epoch"], given // replicas)
-        self._given = self.order.skip
+        self.order.start_at(state["epoch"], batches // replicas)
+        self._batches_given = self.order.skip

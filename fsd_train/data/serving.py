@@ -32,41 +32,45 @@ def prompt_pair(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list
     if not row.get("prompt_ids") or not row.get("messages") or not getattr(tokenizer, "chat_template", None):
         return None
     try:
-        ids, turns, asked = token_ids(row, "prompt_ids", "row"), check_messages(row["messages"]), template_options(row)
+        ids, turns, options = (
+            token_ids(row, "prompt_ids", "row"),
+            check_messages(row["messages"]),
+            template_options(row),
+        )
     except DataError:
         return None
     try:
-        served = encode_chat(tokenizer, turns, options=asked)
+        served = encode_chat(tokenizer, turns, options=options)
     except DataError:
         served = []
     raw = len(turns) == 1 and ids == encode_text(tokenizer, turns[0]["content"])  # a prompt without a template
     return None if raw else (ids, served)
 
 
-def _asked_of_template(row: Mapping[str, Any]) -> str:
+def _template_arguments(row: Mapping[str, Any]) -> str:
     """Return a row's arguments of the chat template except for tools as text, empty without any or if malformed."""
     try:
-        asked = {name: value for name, value in template_options(row).items() if name != "tools"}
+        arguments = {name: value for name, value in template_options(row).items() if name != "tools"}
     except DataError:
         return ""
-    return json.dumps(asked, sort_keys=True) if asked else ""
+    return json.dumps(arguments, sort_keys=True) if arguments else ""
 
 
 def differences(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> list[str]:
     """Return what differs between the prompts of rows and those that serving would make of the same messages."""
     pairs, options = list[tuple[list[int], list[int]]](), Counter[str]()
     for row in rows:
-        pair, asked = prompt_pair(row, tokenizer), _asked_of_template(row)
+        pair, arguments = prompt_pair(row, tokenizer), _template_arguments(row)
         pairs += [] if pair is None else [pair]
-        options.update([asked] if asked else [])
+        options.update([arguments] if arguments else [])
     compared, differing = len(pairs), [pair for pair in pairs if pair[0] != pair[1]]
     warnings = []
     if differing:
-        theirs, ours = (_parting(pair, tokenizer) for pair in (differing[0], differing[0][::-1]))
+        trained, serving = (_excerpt_at_difference(pair, tokenizer) for pair in (differing[0], differing[0][::-1]))
         warnings.append(
             f"{len(differing)} of {compared} prompts are not what this target's chat template makes of their messages: "
-            f"{theirs!r}, in serving {ours!r}. Regenerate the answers, or serve with the template and system prompt of "
-            "the data."
+            f"{trained!r}, in serving {serving!r}. Regenerate the answers, or serve with the template and system "
+            "prompt of the data."
         )
     warnings += [
         f"{count} rows were made with the template arguments {text}: serve with the same (chat_template_kwargs), or "
@@ -86,7 +90,7 @@ def warn_of_differences(files: Sequence[str | Path], tokenizer: Any) -> None:
         log.warning(warning)
 
 
-def _parting(pair: tuple[list[int], list[int]], tokenizer: Any) -> str:
+def _excerpt_at_difference(pair: tuple[list[int], list[int]], tokenizer: Any) -> str:
     """Return the text of the first ids from a little before they leave the second."""
     ids, others = pair
     same = next((index for index, (a, b) in enumerate(zip(ids, others)) if a != b), min(len(ids), len(others)))

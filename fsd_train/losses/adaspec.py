@@ -38,11 +38,11 @@ def largest(values: Tensor, rows: LossIndex, keep: float) -> Tensor:
     order = values.masked_fill(~rows.counted, -torch.inf).argsort(descending=True, stable=True)
     order = order[rows.step[order].argsort(stable=True)]  # [R]
     counts = rows.sum_by_step(torch.ones_like(values, dtype=torch.float64))  # [S]
-    wanted = (keep * rows.sum_by_step(rows.counted.to(counts.dtype)) - 1e-9).ceil()  # [S]
-    first = counts.cumsum(0) - counts  # of each step in the order: [S]
+    kept_counts = (keep * rows.sum_by_step(rows.counted.to(counts.dtype)) - 1e-9).ceil()  # [S]
+    offsets = counts.cumsum(0) - counts  # of each step in the order: [S]
     step = rows.step[order]
-    ranks = torch.arange(len(order), device=values.device) - first[step]  # within the step: [R]
-    return torch.zeros_like(values, dtype=torch.bool).index_copy(0, order, ranks < wanted[step])
+    ranks = torch.arange(len(order), device=values.device) - offsets[step]  # within the step: [R]
+    return torch.zeros_like(values, dtype=torch.bool).index_copy(0, order, ranks < kept_counts[step])
 
 
 @LOSSES.register("adaspec")
@@ -96,10 +96,10 @@ class AdaSpecLoss(Loss):
             return self.inner(batch)
         gap = self.gap(batch)
         chosen = largest(gap, batch.rows, self.keep.at(batch.progress, batch.step))
-        kept = batch.only(chosen)
-        out = self.inner(kept)
+        chosen_batch = batch.only(chosen)
+        out = self.inner(chosen_batch)
         out.parts["gap"] = batch_mean(gap, batch.rows)
-        out.parts["gap_kept"] = batch_mean(gap, kept.rows)
+        out.parts["gap_kept"] = batch_mean(gap, chosen_batch.rows)
         return out
 
     @torch.no_grad()

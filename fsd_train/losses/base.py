@@ -98,38 +98,38 @@ class LossIndex(Renamed):
         step: [R] chain step, from 0.
         weight: [R] fp32.
         chains: [S, C] rows; column c is a chain with all S steps supervised.
-        stands_for: [C] fp32, number of chains that each represents.
-        ends: N+1 numbers in host memory; position n has the rows ends[n] … ends[n+1]−1.
+        chain_weight: [C] fp32, number of chains that each represents.
+        offsets: N+1 numbers in host memory; position n has the rows offsets[n] … offsets[n+1]−1.
         total: scalar, by which losses divide sums over rows: Σ weight of an optimizer step, averaged over its batches.
             All its batches on all ranks have the same total, so the mean of their gradients, which Trainer takes, is
             the gradient of one large batch.
         chain_total: scalar, by which losses divide sums over chains.
     """
 
-    former_members = {"feature": "position_index"}
+    former_members = {"feature": "position_index", "stands_for": "chain_weight", "ends": "offsets"}
 
     position: Tensor
     position_index: Tensor
     step: Tensor
     weight: Tensor
     chains: Tensor
-    stands_for: Tensor
-    ends: Sequence[int]
+    chain_weight: Tensor
+    offsets: Sequence[int]
     total: Tensor
     chain_total: Tensor
 
     def to(self, device: torch.device) -> LossIndex:
         """Copy to a device without waiting for it: integers in one transfer, other numbers in another."""
-        moved: dict[str, Any] = {}
+        on_device: dict[str, Any] = {}
         for names in (
             ("position", "position_index", "step", "chains"),
-            ("weight", "stands_for", "total", "chain_total"),
+            ("weight", "chain_weight", "total", "chain_total"),
         ):
             values = [getattr(self, name) for name in names]
             flat = to_device(torch.cat([value.flatten() for value in values]), device)
             parts = flat.split([value.numel() for value in values])
-            moved |= {name: part.view(value.shape) for name, part, value in zip(names, parts, values, strict=True)}
-        return replace(self, **moved)
+            on_device |= {name: part.view(value.shape) for name, part, value in zip(names, parts, values, strict=True)}
+        return replace(self, **on_device)
 
     @property
     def counted(self) -> Tensor:
@@ -139,6 +139,10 @@ class LossIndex(Renamed):
     def sum_by_step(self, values: Tensor) -> Tensor:
         """Sum values [R] over the rows of each step: [S]."""
         return values.new_zeros(len(self.chains)).index_add(0, self.step, values)
+
+    def agreement_by_step(self, agreement: Tensor) -> tuple[Tensor, Tensor]:
+        """Count the rows that agree [R] bool, and all rows, of each step without padding: fp32 [S] each."""
+        return self.sum_by_step((agreement & self.counted).float()), self.sum_by_step(self.counted.float())
 
 
 @dataclass(frozen=True)
@@ -234,11 +238,12 @@ class Schedule:
 
     def at(self, progress: float, step: float) -> float:
         """Return the value after the share ``progress`` (0 to 1) of the run and ``step`` optimizer steps."""
-        passed = progress / self.over if self.over <= 1 else step / self.over
-        passed = min(max(passed, 0.0), 1.0)
-        shapes = {"linear": passed, "cosine": 0.5 * (1 - math.cos(math.pi * passed)), "constant": float(passed >= 1)}
-        done = shapes[self.kind]
-        return self.end if done == 1 else self.start + (self.end - self.start) * done
+        elapsed = min(max((progress if self.over <= 1 else step) / self.over, 0.0), 1.0)
+        weights = {
+            "linear": elapsed, "cosine": 0.5 * (1 - math.cos(math.pi * elapsed)), "constant": float(elapsed >= 1)
+        }  # fmt: skip
+        weight = weights[self.kind]
+        return self.end if weight == 1 else self.start + (self.end - self.start) * weight
 
 
 class Loss(ABC):
@@ -308,8 +313,8 @@ def feature_distance(batch: DraftBatch) -> Tensor:
     if batch.feature_scale is not None:
         estimates = estimates / batch.feature_scale.to(estimates.dtype)
         features = features / batch.feature_scale.to(features.dtype)
-    wanted = features.to(estimates.dtype).index_select(0, batch.rows.position_index)
-    return torch.nn.functional.smooth_l1_loss(estimates, wanted, reduction="none").mean(-1, dtype=torch.float32)
+    expected = features.to(estimates.dtype).index_select(0, batch.rows.position_index)
+    return torch.nn.functional.smooth_l1_loss(estimates, expected, reduction="none").mean(-1, dtype=torch.float32)
 
 
 def with_features(weight: float, batch: DraftBatch, out: LossOutput) -> LossOutput:

@@ -99,7 +99,7 @@ class FsdLoss(Loss):
             lengths = expected_length(exact + (1 - exact) * gate)  # [C]
             log_share = (lengths / len(chains)).clamp_min(torch.finfo(lengths.dtype).tiny).log()  # ln(L/S)
             total = rows.chain_total.clamp_min(TINY) * len(self.thresholds)
-            loss = loss - (log_share * rows.stands_for).sum() / total
-            weight = rows.stands_for / rows.stands_for.sum().clamp_min(TINY)  # [C], 0 in padding
+            loss = loss - (log_share * rows.chain_weight).sum() / total
+            weight = rows.chain_weight / rows.chain_weight.sum().clamp_min(TINY)  # [C], 0 in padding
             parts[f"soft_tau_{threshold:g}"] = 1 + (lengths.detach() * weight).sum()
         return with_features(self.w_feature, batch, LossOutput(loss, parts, agree))

@@ -18,7 +18,7 @@ from fsd_train.losses.fsd import expected_length
 from fsd_train.losses.rows import blocks
 
 DEFAULT_RULES = ("exact", "fuzzy:js:0.3")
-PLACES = (0, 512, 1024, 2048, 4096)  # from which on the lengths of chains are averaged separately
+POSITION_STARTS = (0, 512, 1024, 2048, 4096)  # from which on the lengths of chains are averaged separately
 
 
 @dataclass(frozen=True)
@@ -55,35 +55,35 @@ def compare(
         divergences: names of :mod:`fsd_core.divergence`.
         chunk_size: rows of [V] logits alive at a time; None: 128 on a CPU, elsewhere a quarter of a GiB.
     """
-    rows, device = len(batch.estimates), batch.features.device
+    count, device = len(batch.estimates), batch.features.device
     if chunk_size is None:
         chunk_size = 128 if device.type == "cpu" else max(128, 2**26 // len(full_head.weight))
-    agree = torch.empty(rows, dtype=torch.bool, device=device)
-    overlap = torch.empty(rows, device=device)
+    agree = torch.empty(count, dtype=torch.bool, device=device)
+    overlap = torch.empty(count, device=device)
     measures = [divergence(name) for name in divergences]
-    distances = {name: torch.empty(rows, device=device) for name in divergences}
-    for block in blocks(batch.rows.ends, chunk_size):
-        here = block.rows  # n rows at m positions
-        at = batch.rows.position_index[here] - block.positions.start  # [n] position of each row
+    distances = {name: torch.empty(count, device=device) for name in divergences}
+    for block in blocks(batch.rows.offsets, chunk_size):
+        rows_here = block.rows  # n rows at m positions
+        position = batch.rows.position_index[rows_here] - block.positions.start  # [n] position of each row
         p = full_head(batch.features[block.positions])  # [m, V] logits
-        best = p.argmax(-1)[at]  # [n]
+        best = p.argmax(-1)[position]  # [n]
         log_p = p.log_softmax(-1)
         inside, merged = log_p, log_p
         if draft_ids is not None:
             inside = log_p[:, draft_ids]  # [m, Vd]
             merged, _ = reduced(p, inside, draft_ids)  # [m, Vd + 1], one bin for all tokens outside
-        q = batch.draft_lm_head(batch.estimates[here])  # [n, Vd] logits
+        q = batch.draft_lm_head(batch.estimates[rows_here])  # [n, Vd] logits
         drafted = q.argmax(-1)
-        agree[here] = (drafted if draft_ids is None else draft_ids[drafted]) == best
+        agree[rows_here] = (drafted if draft_ids is None else draft_ids[drafted]) == best
         log_q = q.log_softmax(-1)
-        overlap[here] = torch.minimum(inside[at], log_q).exp().sum(-1)
+        overlap[rows_here] = torch.minimum(inside[position], log_q).exp().sum(-1)
         if draft_ids is not None:
             log_q = torch.nn.functional.pad(log_q, (0, 1), value=-torch.inf)
         for measure, values in zip(measures, distances.values(), strict=True):
             if measure.is_reducible:
-                values[here] = measure(merged[at], log_q, log_probs=True)
+                values[rows_here] = measure(merged[position], log_q, log_probs=True)
             else:
-                values[here] = measure.with_reduced_drafter(p[at], q, draft_ids)
+                values[rows_here] = measure.with_reduced_drafter(p[position], q, draft_ids)
     return DraftAgreement(agree, overlap, distances)
 
 
@@ -130,8 +130,8 @@ class ValidationMetrics(nn.Module):
     - ``loss``: mean loss over positions;
     - ``agreement_0``: share of drafts at depth 0, 1, … that are the target's most likely token;
     - ``tau``: mean of :func:`chain_lengths` with greedy drafts; NaN without a whole chain;
-    - ``tau_from_512``: the same of chains whose first draft has this place in its conversation, or a later one, up to
-      the next of :data:`PLACES`; absent if there are none, and altogether if all chains begin before the second place;
+    - ``tau_from_512``: the same of chains whose first draft is at this position of its conversation or later, up to the
+      next of :data:`POSITION_STARTS`; absent without such chains, and altogether if all begin before the second;
     - ``divergence_js_0``: mean D(p, q) at depth 0, 1, … for each divergence of a rule;
     - ``gate_open_0/fuzzy:js:0.3``: share of contexts with D ≤ T;
     - ``expected_tau/fuzzy:js:0.3``: mean of :func:`chain_lengths` with a = e + (1 − e)·[D ≤ T] and e = Σ min(p, q).
@@ -162,31 +162,32 @@ class ValidationMetrics(nn.Module):
         means = ["loss", "tau", *(f"expected_tau/{text}" for text in self.gates)]
         self._named: dict[str, Metric] = {name: StepMean(steps) for name in by_step}
         self._named.update({name: mean_metric() for name in means})
-        self._by_place = StepMean(len(PLACES))
-        self.metrics = nn.ModuleList([*self._named.values(), self._by_place])  # they move with the module
+        self._by_position = StepMean(len(POSITION_STARTS))
+        self.metrics = nn.ModuleList([*self._named.values(), self._by_position])  # they move with the module
 
-    def update(self, seen: DraftAgreement, rows: LossIndex, loss: Tensor, places: Tensor) -> None:
+    def update(self, agreement: DraftAgreement, rows: LossIndex, loss: Tensor, positions: Tensor) -> None:
         """Add a batch.
 
         Args:
-            seen: :func:`compare` of its rows.
+            agreement: :func:`compare` of its rows.
             rows: its rows.
             loss: its loss.
-            places: [M] place of each token in its conversation.
+            positions: [M] position of each token in its conversation.
         """
         self._named["loss"].update(loss.expand(len(rows.position)))
-        self._named["agreement"].update(seen.agree, rows.step)
-        lengths = chain_lengths(seen.agree, rows.chains)  # [C]
+        self._named["agreement"].update(agreement.agree, rows.step)
+        lengths = chain_lengths(agreement.agree, rows.chains)  # [C]
         self._named["tau"].update(lengths)
-        begin = places[rows.position[rows.position_index[rows.chains[0]]]]  # [C]
-        self._by_place.update(lengths, sum(((begin >= place).long() for place in PLACES[1:]), torch.zeros_like(begin)))
+        start = positions[rows.position[rows.position_index[rows.chains[0]]]]  # [C]
+        bucket = sum(((start >= bound).long() for bound in POSITION_STARTS[1:]), torch.zeros_like(start))  # [C]
+        self._by_position.update(lengths, bucket)
         for name in self.divergences:
-            self._named[f"divergence_{name}"].update(seen.distances[name], rows.step)
+            self._named[f"divergence_{name}"].update(agreement.distances[name], rows.step)
         for text, gate in self.gates.items():
-            acceptance = seen.overlap
+            acceptance = agreement.overlap
             if gate is not None:
                 name, threshold = gate
-                is_open = ((seen.distances[name] <= threshold) & (threshold > 0)).to(acceptance.dtype)
+                is_open = ((agreement.distances[name] <= threshold) & (threshold > 0)).to(acceptance.dtype)
                 self._named[f"gate_open/{text}"].update(is_open, rows.step)
                 acceptance = acceptance + (1 - acceptance) * is_open
             self._named[f"expected_tau/{text}"].update(chain_lengths(acceptance, rows.chains))
@@ -202,9 +203,9 @@ class ValidationMetrics(nn.Module):
             else:
                 values[name] = value
             metric.reset()
-        by_place = self._by_place.compute().float()
-        self._by_place.reset()
-        if not by_place[1:].isnan().all():
-            found_at = zip(PLACES, by_place, strict=True)
-            values |= {f"tau_from_{place}": tau for place, tau in found_at if not tau.isnan()}
+        taus = self._by_position.compute().float()
+        self._by_position.reset()
+        if not taus[1:].isnan().all():
+            by_start = zip(POSITION_STARTS, taus, strict=True)
+            values |= {f"tau_from_{start}": tau for start, tau in by_start if not tau.isnan()}
         return values

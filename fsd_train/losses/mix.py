@@ -76,5 +76,5 @@ class MixLoss(Loss):
 
 def name_of(loss: Loss) -> str:
     """Return a loss's registered name, or the name of its class."""
-    own = getattr(loss, "name", None)
-    return own or next((name for name in LOSSES if LOSSES.get(name) is type(loss)), type(loss).__name__)
+    name = getattr(loss, "name", None)
+    return name or next((name for name in LOSSES if LOSSES.get(name) is type(loss)), type(loss).__name__)

@@ -87,40 +87,43 @@ class Block:
 Groups = Sequence[Sequence[Block]]
 
 
-def blocks(ends: Sequence[int], size: int) -> list[Block]:
+def blocks(offsets: Sequence[int], max_rows: int) -> list[Block]:
     """Divide the rows into blocks of whole positions.
 
     Args:
         ends: as in :class:`fsd_train.losses.base.LossIndex`.
         size: most rows of a block with more than one position.
     """
-    pieces, first = [], 0
-    for position in range(1, len(ends)):
-        last = position + 1 == len(ends)
-        if last or ends[position + 1] - ends[first] > size:
-            pieces.append(Block(slice(first, position), slice(ends[first], ends[position])))
+    result, first = [], 0
+    for position in range(1, len(offsets)):
+        is_last = position + 1 == len(offsets)
+        if is_last or offsets[position + 1] - offsets[first] > max_rows:
+            result.append(Block(slice(first, position), slice(offsets[first], offsets[position])))
             first = position
-    return pieces
+    return result
 
 
-def equal_blocks(ends: Sequence[int], size: int) -> list[Block]:
+def equal_blocks(offsets: Sequence[int], max_rows: int) -> list[Block]:
     """Divide padded rows (:attr:`.DraftBatch.compiled`) into blocks of the same shape.
 
     Args:
         ends: multiples of the rows of a position.
         size: most rows of a block with more than one position.
     """
-    positions, each = len(ends) - 1, max(ends[1], 1)
-    count = next(n for n in range(min(max(size // each, 1), positions), 0, -1) if positions % n == 0)
+    positions, rows_per_position = len(offsets) - 1, max(offsets[1], 1)
+    count = next(n for n in range(min(max(max_rows // rows_per_position, 1), positions), 0, -1) if positions % n == 0)
     starts = range(0, positions, count)
-    return [Block(slice(at, at + count), slice(at * each, (at + count) * each)) for at in starts]
+    return [
+        Block(slice(start, start + count), slice(start * rows_per_position, (start + count) * rows_per_position))
+        for start in starts
+    ]
 
 
-def grouped(pieces: Sequence[Block], size: int) -> list[list[Block]]:
+def grouped(row_blocks: Sequence[Block], max_rows: int) -> list[list[Block]]:
     """Group consecutive blocks into at most ``size`` rows, or one block."""
     groups: list[list[Block]] = []
-    for block in pieces:
-        if not groups or block.rows.stop - groups[-1][0].rows.start > size:
+    for block in row_blocks:
+        if not groups or block.rows.stop - groups[-1][0].rows.start > max_rows:
             groups.append([])
         groups[-1].append(block)
     return groups
@@ -128,8 +131,8 @@ def grouped(pieces: Sequence[Block], size: int) -> list[list[Block]]:
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Disable autocast."""
-    known = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if known else nullcontext()
+    has_autocast = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if has_autocast else nullcontext()
 
 
 class _RowValues(torch.autograd.Function):
@@ -146,8 +149,8 @@ class _RowValues(torch.autograd.Function):
         function: RowFunction, groups: Groups,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         ctx.by_row, ctx.trains_lm_head = row_weights is None, ctx.needs_input_grad[1]
-        wanted, one_value = any(ctx.needs_input_grad[:2]), function.count == 1 and not ctx.trains_lm_head
-        ctx.one_pass = wanted and (row_weights is not None or one_value)
+        needs_grad, one_value = any(ctx.needs_input_grad[:2]), function.count == 1 and not ctx.trains_lm_head
+        ctx.one_pass = needs_grad and (row_weights is not None or one_value)
         weights = estimates.new_ones(len(estimates), dtype=torch.float32) if row_weights is None else row_weights  # [R]
         if ctx.one_pass:
             values, agree, grads = _evaluate(batch, function, groups, weights[None], ctx.trains_lm_head)
@@ -165,11 +168,11 @@ class _RowValues(torch.autograd.Function):
         values_grad, _, total_grad = grads  # [K, R], scalar
         if ctx.one_pass:
             factor = values_grad[0, :, None] if ctx.by_row else total_grad
-            found = [(factor * saved).to(saved.dtype) for saved in ctx.saved_tensors]
+            input_grads = [(factor * saved).to(saved.dtype) for saved in ctx.saved_tensors]
         else:
             batch, function, groups = ctx.second_pass
-            found = _evaluate(batch, function, groups, values_grad, ctx.trains_lm_head)[2]
-        return found[0], found[1] if len(found) > 1 else None, None, None, None, None
+            input_grads = _evaluate(batch, function, groups, values_grad, ctx.trains_lm_head)[2]
+        return input_grads[0], input_grads[1] if len(input_grads) > 1 else None, None, None, None, None
 
 
 @torch.no_grad()
@@ -319,15 +322,18 @@ def _apply(
     """
     if chunk_size is None:
         chunk_size = default_chunk_size(batch.estimates.device.type, len(batch.target_lm_head.weight))
-    divided = equal_blocks if batch.compiled else blocks
+    divide = equal_blocks if batch.compiled else blocks
     if batch.own_lm_head is None:
-        lm_weight, groups = None, [[block] for block in divided(batch.rows.ends, max(1, chunk_size // function.live))]
+        lm_weight, groups = (
+            None,
+            [[block] for block in divide(batch.rows.offsets, max(1, chunk_size // function.live))],
+        )
     else:  # of 4·chunk_size·Vd bytes a quarter is for the gradients of a group, three for its blocks
         lm_weight = batch.own_lm_head.weight
         if not torch.is_grad_enabled():  # needs_input_grad is true of a parameter anyway
             lm_weight = lm_weight.detach()
-        pieces = divided(batch.rows.ends, max(1, chunk_size * 3 // 4 // function.live))
-        groups = grouped(pieces, chunk_size // lm_weight.element_size())
+        row_blocks = divide(batch.rows.offsets, max(1, chunk_size * 3 // 4 // function.live))
+        groups = grouped(row_blocks, chunk_size // lm_weight.element_size())
     values, agree, total = _RowValues.apply(batch.estimates, lm_weight, row_weights, batch, function, groups)
     return values, agree, total
 

@@ -9,7 +9,6 @@ applies. The bias W2·g(W1[token]) is one product with the LM head: [z ; g(W1[to
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,12 +16,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning.pytorch.cli import OptimizerCallable
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import AdamW
 
 from fsd_core.errors import DataError
-from fsd_core.files import replacing, write_text
 from fsd_core.tensors import to_device
 from fsd_infer.drafters import BlockDrafter, TreeShape
 from fsd_infer.heads.block_config import BlockConfig
@@ -34,6 +31,7 @@ from fsd_train.data.packs import on_host
 from fsd_train.losses import DraftBatch, LMHead, Loss, has_feature_term
 from fsd_train.losses.base import LossIndex
 from fsd_train.models.distillation import DistillationModule
+from fsd_train.models.speculators import write_speculator
 from fsd_train.models.start import choose_draft_ids
 from fsd_train.models.unroll import supervised, totals
 from fsd_train.packed import TextMask, packed_attention
@@ -75,12 +73,12 @@ class BlockOptions:
             layer["intermediate_size"] = self.intermediate_size
         mask = target.vocab_size - 1 if self.mask_token_id is None else self.mask_token_id
         plain = self.markov == "none"
-        sure = None if not self.confidence else "state" if plain else "state+token"
+        confidence = None if not self.confidence else "state" if plain else "state+token"
         return BlockConfig(
             layer, self.num_layers, tuple(self.capture_layers(target)), target.hidden_size, target.vocab_size,
             block_size, mask, fills_in=False, windows=(None,) * self.num_layers, causal=(False,) * self.num_layers,
             draft_vocab_size=vocabulary, correction=None if plain else self.markov,
-            rank=0 if plain else self.rank, confidence=sure,
+            rank=0 if plain else self.rank, confidence=confidence,
         )  # fmt: skip
 
 
@@ -159,9 +157,9 @@ class BlockModule(DistillationModule):
             head.markov_head.markov_w2.weight.zero_()
 
     def new_head(self) -> BlockHead:
-        result = BlockHead(self.head.config)
-        result.register_buffer("draft_ids", self.head.draft_ids)
-        return result
+        head = BlockHead(self.head.config)
+        head.register_buffer("draft_ids", self.head.draft_ids)
+        return head
 
     @property
     def tables(self) -> list[Tensor]:
@@ -183,9 +181,8 @@ class BlockModule(DistillationModule):
 
     def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch:
         """Run blocks of a batch and return the supervised rows."""
-        generator = torch.Generator().manual_seed(self._draw_seed(self._batch_number if self.training else 0))
         plan = plan_blocks(
-            on_host(batch, "loss_mask")[0], self.block_size, self.blocks, self.step_decay, generator,
+            on_host(batch, "loss_mask")[0], self.block_size, self.blocks, self.step_decay, self._generator(),
             supervised_rows=batch.get("supervised") if self.training else None,
         )  # fmt: skip
         rows = plan.rows.to(self.device)
@@ -232,21 +229,21 @@ class BlockModule(DistillationModule):
             ids: [M] of the packed sequence.
             features: [1, M, F] of the target.
             mask: its mask.
-            host_roots: [B] places of the blocks' roots, ascending, in host memory.
+            host_roots: [B] positions of the blocks' roots, ascending, in host memory.
 
         Returns:
             (hidden states [B, K, H] of the blocks' slots, tokens [B, K] before each slot's estimate)
         """
         head, size, roots = self.head, self.block_size, to_device(host_roots, self.device)
         steps = torch.arange(size, device=self.device)
-        places = (roots[:, None] + steps).clamp_max(len(ids) - 1)  # [B, K]
+        positions = (roots[:, None] + steps).clamp_max(len(ids) - 1)  # [B, K]
         inner = self.target.features_of(features, head.config.layers)[..., self.target.hidden_size :]
         context = head.context(inner.to(head.fc.weight.dtype))  # [1, M, H]
-        tokens = torch.full_like(places, head.config.mask_token_id)  # [B, K]: the root, then mask tokens
+        tokens = torch.full_like(positions, head.config.mask_token_id)  # [B, K]: the root, then mask tokens
         tokens[:, 0] = ids[roots]
         with torch.no_grad():
             embeds = self.target.embed(tokens).to(context.dtype)  # [B, K, E]
-        positions = mask.positions[0, roots][:, None] + steps  # [B, K]
+        rotary_positions = mask.positions[0, roots][:, None] + steps  # [B, K]
         visible = mask.blocks(host_roots, size, roots)  # of B·K queries and M + B·K keys
 
         def keys_values(index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,8 +255,10 @@ class BlockModule(DistillationModule):
             return packed_attention(layer, queries, keys, values, mask)[0]
 
         masks = [visible] * head.config.num_layers
-        hidden = head(embeds.flatten(0, 1)[None], positions.reshape(1, -1), masks, keys_values, attend)  # [1, B·K, H]
-        return hidden.view(len(roots), size, -1), ids[places]
+        hidden = head(
+            embeds.flatten(0, 1)[None], rotary_positions.reshape(1, -1), masks, keys_values, attend
+        )  # [1, B·K, H]
+        return hidden.view(len(roots), size, -1), ids[positions]
 
     def make_drafter(self, target: Target, tree: TreeShape | None = None) -> BlockDrafter:
         head = copy.deepcopy(self.head).requires_grad_(False).eval()
@@ -272,16 +271,16 @@ class BlockModule(DistillationModule):
 
     def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
         """Write the head as speculators' DSpark or DFlash, with its LM head and without a copy of the embeddings."""
-        place, head, config = Path(directory), self.head, self.head.config
-        name, classes = ("dflash", "DFlashSpeculator") if config.correction is None else ("dspark", "DSparkSpeculator")
+        head, config = self.head, self.head.config
+        algorithm, architecture = ("dflash", "DFlash") if config.correction is None else ("dspark", "DSpark")
         state = {name: value.detach().cpu() for name, value in head.state_dict().items() if name != "draft_ids"}
-        tensors = {name: value.to(torch.bfloat16).contiguous() for name, value in state.items()}
+        tensors = {name: value.to(torch.bfloat16) for name, value in state.items()}
         if head.draft_ids is not None:
             ids = head.draft_ids.cpu()
             tensors["d2t"] = ids - torch.arange(len(ids))
             tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-        described = {
-            "speculators_model_type": name, "architectures": [classes],
+        fields = {
+            "architectures": [f"{architecture}Speculator"],
             "transformer_layer_config": {
                 **config.layer, "num_hidden_layers": config.num_layers, "vocab_size": config.vocab_size,
                 "layer_types": ["full_attention"] * config.num_layers,
@@ -291,18 +290,9 @@ class BlockModule(DistillationModule):
             "aux_hidden_state_layer_ids": [number + 1 for number in config.layers], "markov_rank": config.rank,
             "markov_head_type": config.correction, "enable_confidence_head": config.confidence is not None,
             "confidence_head_with_markov": config.confidence == "state+token",
-            "speculators_config": {
-                "algorithm": name, "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.depth}],
-                "verifier": {"name_or_path": self.target_name, "architectures": []},
-            },
             "training": self.record(extra),
         }  # fmt: skip
-        place.mkdir(parents=True, exist_ok=True)
-        with replacing(place / SINGLE) as written:
-            save_file(tensors, written)
-        write_text(place / "config.json", json.dumps(described, indent=2, default=str) + "\n")
-        return place
+        return write_speculator(directory, algorithm, fields, {SINGLE: tensors}, self.target_name, config.depth)
 
 
 @dataclass(frozen=True)
@@ -310,7 +300,7 @@ class BlockPlan:
     """The blocks of a batch, in host memory.
 
     Attributes:
-        roots: [B] places of their roots.
+        roots: [B] positions of their roots.
         output: [R] index of each row's slot among the blocks' B·K.
         rows: the rows.
     """
@@ -322,52 +312,54 @@ class BlockPlan:
 
 def plan_blocks(
     loss_mask: Tensor,
-    size: int,
-    most: int,
+    block_size: int,
+    max_blocks: int,
     decay: float,
     generator: torch.Generator,
     supervised_rows: np.ndarray | None = None,
 ) -> BlockPlan:
-    """Choose up to ``most`` roots among the supervised ones at random, and the rows of their slots.
+    """Choose up to ``max_blocks`` roots at random among the supervised positions, and the rows of their slots.
 
-    Each block stands for as many roots as there are per chosen one, so batches weigh by all of their supervised rows.
+    Each chosen block has the weight of the roots that it represents, so batches weigh by all of their supervised rows.
 
     Args:
         loss_mask: [M], as of :func:`supervised`, in host memory.
-        size: K, slots of a block.
-        most: blocks.
+        block_size: K, slots of a block.
+        max_blocks: most blocks.
         decay: base of the weight decay^k of slot k.
         generator: random generator of the choice.
         supervised_rows: see :func:`.plan_chains`.
     """
-    wanted = supervised(loss_mask, size)  # [K, M]
-    possible = wanted[0].nonzero().squeeze(1)
-    first = possible[torch.randperm(len(possible), generator=generator)[:most].sort().values]  # [B] of slot 0
-    stands_for = len(possible) / max(len(first), 1)
-    if not len(first):  # other ranks may wait for this one's gradients
-        first = torch.zeros(1, dtype=torch.long)
-    slots = torch.arange(size)
-    places = first[:, None] + slots  # [B, K]
-    is_row = wanted[slots, places.clamp_max(wanted.shape[1] - 1)] & (places < wanted.shape[1])  # [B, K]
-    # the R rows, sorted by place
+    is_supervised = supervised(loss_mask, block_size)  # [K, M]
+    candidates = is_supervised[0].nonzero().squeeze(1)
+    chosen = torch.randperm(len(candidates), generator=generator)[:max_blocks].sort().values
+    slot_zero = candidates[chosen]  # [B] positions of slot 0
+    chain_weight = len(candidates) / max(len(slot_zero), 1)
+    if not len(slot_zero):  # other ranks may wait for this one's gradients
+        slot_zero = torch.zeros(1, dtype=torch.long)
+    slots = torch.arange(block_size)
+    positions = slot_zero[:, None] + slots  # [B, K]
+    length = is_supervised.shape[1]
+    is_row = is_supervised[slots, positions.clamp_max(length - 1)] & (positions < length)  # [B, K]
+    # the R rows, sorted by position
     block, slot = is_row.nonzero().unbind(1)
-    order = places[block, slot].argsort(stable=True)
+    order = positions[block, slot].argsort(stable=True)
     block, slot = block[order], slot[order]
-    position, feature = places[block, slot].unique(return_inverse=True)  # [N], [R]
-    # whole blocks are chains
-    number = torch.full(is_row.shape, -1).index_put((block, slot), torch.arange(len(slot)))  # of each row: [B, K]
-    whole = is_row.all(1)
-    total, chain_total = totals(wanted.sum(1) if supervised_rows is None else supervised_rows, size, decay)
+    position, position_index = positions[block, slot].unique(return_inverse=True)  # [N], [R]
+    # complete blocks are chains
+    row_number = torch.full(is_row.shape, -1).index_put((block, slot), torch.arange(len(slot)))  # [B, K]
+    is_complete = is_row.all(1)
+    total, chain_total = totals(is_supervised.sum(1) if supervised_rows is None else supervised_rows, block_size, decay)
     rows = LossIndex(
         position,
-        position_index=feature,
+        position_index=position_index,
         step=slot,
-        weight=stands_for * decay ** slot.float(),
-        chains=number[whole].T,
-        stands_for=torch.full((int(whole.sum()),), stands_for),
-        ends=[0, *torch.bincount(feature, minlength=len(position)).cumsum(0).tolist()],
+        weight=chain_weight * decay ** slot.float(),
+        chains=row_number[is_complete].T,
+        chain_weight=torch.full((int(is_complete.sum()),), chain_weight),
+        offsets=[0, *torch.bincount(position_index, minlength=len(position)).cumsum(0).tolist()],
         total=total,
         chain_total=chain_total,
     )
-    roots = first + 1  # slot 0 at position i estimates x_{i+2}, so the block's root is x_{i+1}
-    return BlockPlan(roots, block * size + slot, rows)
+    roots = slot_zero + 1  # slot 0 at position i estimates x_{i+2}, so the block's root is x_{i+1}
+    return BlockPlan(roots, block * block_size + slot, rows)

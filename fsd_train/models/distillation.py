@@ -33,7 +33,7 @@ from fsd_train.models.optim import WarmupCosine
 from fsd_train.models.run import RunModule
 from fsd_train.models.slim import load_slim, move
 from fsd_train.models.work import Operations
-from fsd_train.packed import TextMask, features_with_images, forward_packed, image_prompts, supports_packing
+from fsd_train.packed import TextMask, supports_packing, target_features, text_mask
 from fsd_train.strategies import ShardedStrategy
 from fsd_train.types import ChainSteps, EvalSteps, Seed, Share
 
@@ -299,10 +299,9 @@ class DistillationModule(RunModule, ABC):
         return self._frozen.full_lm_head
 
     def _target_features(self, batch: dict[str, Any]) -> tuple[Tensor, TextMask]:
-        """Return the target's features [1, M, F], and the batch's mask, which knows its conversations with images."""
-        ids, lengths, images = batch["input_ids"], batch["lengths"].tolist(), batch.get("images")
-        shown = image_prompts(self.target, ids, lengths, images) if images else {}
-        mask = TextMask(tuple(lengths), self.device, shown=shown)
+        """Return the target's features [1, M, F], and the batch's mask with the prompts that show images."""
+        ids, lengths = batch["input_ids"], batch["lengths"].tolist()
+        mask = text_mask(self.target, ids, lengths, batch.get("images"))
         cached: Tensor | None = batch.get("features")
         if cached is not None:
             return cached, mask
@@ -313,14 +312,11 @@ class DistillationModule(RunModule, ABC):
                 "null, or cache the features of all rows."
             )
         layers: Sequence[nn.Module] = ()
-        eager = bool(shown or self.target_kwargs)
+        eager = bool(mask.image_prompts or self.target_kwargs)
         if self.is_compiled and not eager and supports_packing(target.features, target.model):
             layers = target.layers(range(int(target.config.num_hidden_layers)))
         with self._running_compiled(layers):
-            if shown:
-                features = features_with_images(target, ids, mask)
-            else:
-                features = forward_packed(target.features, target.model, ids, mask)
+            features = target_features(target, ids, mask)
         writer: FeatureWriter | None = getattr(self._datamodule, "writer", None)
         if writer is not None:
             texts = on_host(batch, "input_ids")[0].split(lengths)
@@ -340,27 +336,26 @@ class DistillationModule(RunModule, ABC):
         steps = self.unroll_steps if self.steps_differ else 1
         agreeing = counts = torch.zeros(steps, device=self.device)  # rows of each step
         if out.agreement is not None:
-            agreeing = rows.sum_by_step((out.agreement & rows.counted).float())[:steps]
-            counts = rows.sum_by_step(rows.counted.float())[:steps]
+            agreeing, counts = (by_step[:steps] for by_step in rows.agreement_by_step(out.agreement))
         loss = out.loss.detach().float()[None]
         sums = torch.cat([loss, torch.ones_like(loss), agreeing, counts])  # the ones count ranks
-        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
-        if self.trainer.world_size > 1 and (self.global_step + 1) % every == 0:
+        log_every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
+        if self.trainer.world_size > 1 and (self.global_step + 1) % log_every == 0:
             sums = self.trainer.strategy.reduce(sums, reduce_op="sum")  # one reduction for all
         loss, ranks, agreeing, counts = sums.split([1, 1, steps, steps])
         self.log("loss", (loss / ranks)[0], prog_bar=True)
         for name, value in out.parts.items():
             self.log(name, value)
         if out.agreement is not None:
-            for step, share in enumerate(agreeing / counts.clamp_min(1)):
-                self.log(f"agreement_{step}", share, prog_bar=step == 0)
+            for step, agreement in enumerate(agreeing / counts.clamp_min(1)):
+                self.log(f"agreement_{step}", agreement, prog_bar=step == 0)
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         drafts = self.draft(batch, self.validation_steps)
         out = self.loss(drafts)
         agreement = compare(drafts, self.full_lm_head(), drafts.target_lm_head.ids, self.validation.divergences)
-        places = TextMask(tuple(batch["lengths"].tolist()), self.device).positions[0]  # [M]
-        self.validation.update(agreement, drafts.rows, out.loss, places)
+        positions = TextMask(tuple(batch["lengths"].tolist()), self.device).positions[0]  # [M]
+        self.validation.update(agreement, drafts.rows, out.loss, positions)
 
     def on_validation_epoch_end(self) -> None:
         values = self.validation.compute()  # exchanges counts, so every rank computes

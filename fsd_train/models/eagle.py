@@ -71,7 +71,7 @@ class EagleModule(DistillationModule):
         self.initial_head, self.draft_vocab_size, self.context_ids = initial_head, draft_vocab_size, context_ids
         self.chain_share, self.noise = chain_share, noise
         self.save_hyperparameters()
-        self._own_ids: Tensor | None = None  # draft_ids in host memory
+        self._draft_ids_on_host: Tensor | None = None
 
     # setting up ----------------------------------------------------------------------------------------------------
 
@@ -122,9 +122,9 @@ class EagleModule(DistillationModule):
         """Copy the weights of an earlier head, and in validation its draft vocabulary."""
         initial = EagleHead.from_pretrained(head, self.target, dtype=torch.float32)
         continue_from(self.head, initial)
-        ids, own = initial.draft_ids, self.head.draft_ids
-        if not self._in_training and ids is not None and own is not None and ids.shape == own.shape:
-            own.copy_(ids)
+        source, ids = initial.draft_ids, self.head.draft_ids
+        if not self._in_training and source is not None and ids is not None and source.shape == ids.shape:
+            ids.copy_(source)
 
     def always_drafted(self) -> list[int]:
         """Return the ids that end an answer or a turn: end-of-sequence ids and the tokenizer's special tokens."""
@@ -160,18 +160,20 @@ class EagleModule(DistillationModule):
         inputs = self._inputs(head, features)  # [1, M, F']
         with torch.no_grad():  # x_{i+1} at position i: [1, M, E]; at the last position it is never read
             embeds = self.target.embed(batch["input_ids"].roll(-1, 1)).to(inputs.dtype)
-        noisy = inputs + self._noise_of(inputs) if self.noise and self.training else inputs
+        noisy = inputs + self._draw_noise(inputs) if self.noise and self.training else inputs
         final = features[0, :, : head.config.target_hidden_size]  # [M, H]
-        own = head.lm_head
-        compares = self.training and self.reference is not None
+        own_lm_head = head.lm_head
+        needs_reference = self.training and self.reference is not None
         return DraftBatch(
             estimates=self._estimates(head, embeds, noisy, mask, plan),  # [R, H]
             features=final.index_select(0, rows.position + 1).to(inputs.dtype),  # [N, H] f_{i+1}, see unroll
             rows=rows,
             target_lm_head=self._lm_head_of(batch) if self.context_ids else self.lm_head(),
             feature_scale=head.feature_scale,
-            own_lm_head=None if own is None else LMHead(own.weight.to(self.target.dtype), ids=head.draft_ids),
-            reference=self._reference_estimates(embeds, features, mask, plan) if compares else None,
+            own_lm_head=(
+                None if own_lm_head is None else LMHead(own_lm_head.weight.to(self.target.dtype), ids=head.draft_ids)
+            ),
+            reference=self._reference_estimates(embeds, features, mask, plan) if needs_reference else None,
             compiled=self.is_compiled,
         )
 
@@ -179,17 +181,17 @@ class EagleModule(DistillationModule):
         return head_operations(self, batch, self.unroll_steps)
 
     def _inputs(self, head: EagleHead, features: Tensor) -> Tensor:
-        """Return those of the target's features [1, M, F] that a head reads, in the precision of the weights."""
+        """Select the target's features [1, M, F] that a head reads, in the precision of its weights: [1, M, F']."""
         return self.target.features_of(features, head.config.fused_layers).to(self.head.fc.weight.dtype)
 
     def _estimates(self, head: EagleHead, embeds: Tensor, inputs: Tensor, mask: TextMask, plan: ChainPlan) -> Tensor:
-        """Return the inputs of the LM head at the rows of a plan, [R, H]."""
+        """Run the unrolled head and return the LM head's inputs at the rows of a plan, [R, H]."""
         with self._running_compiled(head.layers):
             by_step = unroll(head, embeds, inputs, mask, len(plan.rows.chains), plan.roots)
         outputs = torch.cat(by_step, dim=1)[0]  # [M + (S-1)·K, H]
         return head.readout(outputs.index_select(0, to_device(plan.output, self.device)))
 
-    def _noise_of(self, inputs: Tensor) -> Tensor:
+    def _draw_noise(self, inputs: Tensor) -> Tensor:
         """Draw noise for the final features among inputs [1, M, F'], 0 for the inner layers' features.
 
         In later steps the head's outputs replace the final features.
@@ -206,15 +208,15 @@ class EagleModule(DistillationModule):
         head = self.lm_head()
         if self.head.draft_ids is None:
             return head
-        if self._own_ids is None:
-            self._own_ids = self.head.draft_ids.cpu()
+        if self._draft_ids_on_host is None:
+            self._draft_ids_on_host = self.head.draft_ids.cpu()
         in_prompts = torch.zeros(self.target.vocab_size, dtype=torch.bool)
         in_prompts[on_host(batch, "input_ids")[~on_host(batch, "loss_mask").bool()]] = True
-        is_new = torch.ones_like(in_prompts)
-        is_new[self._own_ids] = False  # these are in the draft vocabulary
-        added = (in_prompts & is_new).nonzero().squeeze(1)
-        spare = (~in_prompts & is_new).nonzero().squeeze(1)
-        added = torch.cat([added, spare[: -len(added) % _CONTEXT_BLOCK]])
+        is_undrafted = torch.ones_like(in_prompts)
+        is_undrafted[self._draft_ids_on_host] = False
+        added = (in_prompts & is_undrafted).nonzero().squeeze(1)
+        padding = (~in_prompts & is_undrafted).nonzero().squeeze(1)[: -len(added) % _CONTEXT_BLOCK]
+        added = torch.cat([added, padding])
         return head.joined(LMHead.of(self.target, to_device(added, self.device))) if len(added) else head
 
     @torch.no_grad()
@@ -232,16 +234,12 @@ class EagleModule(DistillationModule):
         reference = EagleHead.from_pretrained(directory, self.target, dtype=torch.float32).requires_grad_(False)
         if reference.lm_head is not None:
             raise DataError(f"the reference head {directory} has its own LM head. Use one without.")
-        if lacking := sorted(set(reference.config.fused_layers) - set(self.target.captured_layers)):
+        if missing := sorted(set(reference.config.fused_layers) - set(self.target.captured_layers)):
             raise DataError(
-                f"the reference head {directory} reads inner layers {lacking}, which the trained head does not. "
+                f"the reference head {directory} reads inner layers {missing}, which the trained head does not. "
                 "Add them to head.fused_layers, or use another reference."
             )
         return reference
-
-    def _generator(self, device: torch.device | str = "cpu") -> torch.Generator:
-        """Return a generator that depends only on seed, rank and batch number."""
-        return torch.Generator(device).manual_seed(self._draw_seed(self._batch_number))
 
     def make_drafter(self, target: Target, tree: TreeShape | None = None) -> EagleDrafter:
         return EagleDrafter(copy.deepcopy(self.head).requires_grad_(False), target, tree)

@@ -44,8 +44,8 @@ class HeadOptions:
 
     def config(self, target: Target, draft_vocab_size: int | None) -> EagleConfig:
         """Build the head's config for a target. Raises CheckpointError for an option that the layout lacks."""
-        given = {name: value for name, value in asdict(self).items() if value is not None}
-        return EagleConfig.for_target(target, draft_vocab_size=draft_vocab_size, **given)
+        options = {name: value for name, value in asdict(self).items() if value is not None}
+        return EagleConfig.for_target(target, draft_vocab_size=draft_vocab_size, **options)
 
     def capture_layers(self, target: Target) -> list[int]:
         """Return the target layers that the head reads, ascending."""

@@ -128,7 +128,7 @@ class LMModule(DistillationModule):
         data = self._datamodule
         for rows in (data.train_set, data.validation_set) if hasattr(data, "check") else ():
             rows.check_lengths(self.head.fixed_positions)
-            token, where = rows.highest
+            token, where = rows.max_id
             if token >= embedded:
                 raise DataError(
                     f"{where}: token id {token} is beyond the embedding of drafter {self.head.name} ({embedded} rows). "
@@ -164,18 +164,18 @@ class LMModule(DistillationModule):
             on_host(batch, "loss_mask")[0], steps, self.step_decay,
             supervised_rows=batch.get("supervised") if self.training else None, static_shapes=self.is_compiled,
         ).to(self.device)  # fmt: skip
-        head, ids, (read, mask) = self.head, batch["input_ids"], self._target_features(batch)
-        features = read[0, :, : self.target.hidden_size]  # [M, H]
-        places = rows.position + 1  # either model predicts token i+2 there: one position after a head's input
-        compares, packs = self.training and self.reference is not None, supports_packing(head.hidden, head.causal_lm)
-        with self._running_compiled(head.layers if packs else ()):
-            logits = head(ids, mask, places)  # [N, Vd]
+        head, ids, (features, mask) = self.head, batch["input_ids"], self._target_features(batch)
+        final = features[0, :, : self.target.hidden_size]  # [M, H]
+        positions = rows.position + 1  # either model predicts token i+2 there: one position after a head's input
+        needs_reference = self.training and self.reference is not None
+        with self._running_compiled(head.layers if supports_packing(head.hidden, head.causal_lm) else ()):
+            logits = head(ids, mask, positions)  # [N, Vd]
         return DraftBatch(
             estimates=logits,
-            features=features.index_select(0, places),  # [N, H]
+            features=final.index_select(0, positions),  # [N, H]
             rows=rows,
             target_lm_head=self.lm_head(),
-            reference=self._reference_logits(ids, mask, places) if compares else None,
+            reference=self._reference_logits(ids, mask, positions) if needs_reference else None,
             compiled=self.is_compiled,
         )
 
@@ -183,13 +183,13 @@ class LMModule(DistillationModule):
         return lm_operations(self, batch)
 
     @torch.no_grad()
-    def _reference_logits(self, ids: Tensor, mask: TextMask, places: Tensor) -> Tensor:
-        """Return the reference's logits [N, Vd] at places [N]."""
+    def _reference_logits(self, ids: Tensor, mask: TextMask, positions: Tensor) -> Tensor:
+        """Return the reference's logits [N, Vd] at positions [N]."""
         if self._frozen.reference is None:
             self._frozen.reference = self._load_reference()
         reference, draft_ids = self._frozen.reference, self.head.draft_ids
         features = forward_packed(reference.features, reference.model, ids, mask)[0]  # [M, H']
-        logits = reference.lm_logits(features.index_select(0, places))  # [N, V']
+        logits = reference.lm_logits(features.index_select(0, positions))  # [N, V']
         return logits[..., : self.head.common] if draft_ids is None else logits[..., draft_ids]
 
     def _load_reference(self) -> Target:
@@ -211,12 +211,11 @@ class LMModule(DistillationModule):
 
         The decision and the samples depend only on seed, rank and batch number, so that a resumed run draws the same.
         """
-        share = self.on_policy
-        if not share:
+        if not self.on_policy:
             return batch
         # the same decision on all ranks, so that none waits for another's samples
         seed = self.seed * 1_000_003 + self._batch_number
-        if float(torch.rand((), generator=torch.Generator().manual_seed(seed))) >= share:
+        if float(torch.rand((), generator=torch.Generator().manual_seed(seed))) >= self.on_policy:
             return batch
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
@@ -230,21 +229,21 @@ class LMModule(DistillationModule):
             A batch without features, whose ``loss_mask`` is 1 only on sampled tokens.
         """
         texts, masks = (on_host(batch, name)[0].split(batch["lengths"].tolist()) for name in ("input_ids", "loss_mask"))
-        kept = len(batch["ids"])  # without the padding
-        prompts = [text[: _last_answer(mask.bool())] for text, mask in zip(texts[:kept], masks[:kept], strict=True)]
-        limit = self.on_policy_tokens
-        room = [getattr(model, "fixed_positions", None) for model in (self.target, self.head)]
-        limit = min([limit, *(most - max(map(len, prompts)) for most in room if most is not None)])
-        if limit < 1:
+        count = len(batch["ids"])  # without the padding
+        prompts = [text[: _last_answer(mask.bool())] for text, mask in zip(texts[:count], masks[:count], strict=True)]
+        contexts = [getattr(model, "fixed_positions", None) for model in (self.target, self.head)]
+        room = [context - max(map(len, prompts)) for context in contexts if context is not None]
+        max_new_tokens = min([self.on_policy_tokens, *room])
+        if max_new_tokens < 1:
             return batch
-        answers = self.head.sample(prompts, limit, self.on_policy_temperature, self.target.eos_token_ids)
+        answers = self.head.sample(prompts, max_new_tokens, self.on_policy_temperature, self.target.eos_token_ids)
         items = [
             {"id": name, "input_ids": torch.cat([prompt, answer]),
              "loss_mask": (torch.arange(len(prompt) + len(answer)) >= len(prompt)).long()}
             for name, prompt, answer in zip(batch["ids"], prompts, answers, strict=True)
         ]  # fmt: skip
-        fresh = keep_on_host(collate(items, len(on_host(batch, "input_ids")[0])))
-        return {**fresh, **{name: to_device(fresh[name], self.device) for name in ("input_ids", "loss_mask")}}
+        sampled = keep_on_host(collate(items, len(on_host(batch, "input_ids")[0])))
+        return {**sampled, **{name: to_device(sampled[name], self.device) for name in ("input_ids", "loss_mask")}}
 
     # checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -7,18 +7,15 @@ The layer drafts each depth by itself, so it is trained on its own outputs over 
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import AdamW
 
 from fsd_core.errors import DataError
-from fsd_core.files import replacing, write_text
 from fsd_core.tensors import to_device
 from fsd_infer.drafters import MtpDrafter, TreeShape
 from fsd_infer.drafters.mtp import MtpHead, read_layers
@@ -29,6 +26,7 @@ from fsd_infer.targets.target import Target
 from fsd_train.data.packs import on_host
 from fsd_train.losses import DraftBatch
 from fsd_train.models.distillation import DistillationModule
+from fsd_train.models.speculators import write_speculator
 from fsd_train.models.unroll import plan_chains, unroll
 from fsd_train.types import ChainSteps, Share
 
@@ -91,31 +89,26 @@ class MtpModule(DistillationModule):
         if any(parameter.is_meta for parameter in source.decoder.parameters()):  # features come from a cache
             source = self.whole_target(source.dtype)
         last = source.decoder.layers[-1].state_dict()  # type: ignore[union-attr, index]
-        own = layer.block.state_dict()
-        fitting = {name: value for name, value in last.items() if name in own and own[name].shape == value.shape}
+        block = layer.block.state_dict()
+        fitting = {name: value for name, value in last.items() if name in block and block[name].shape == value.shape}
         layer.block.load_state_dict(fitting, strict=False)
-        norm = self.target.final_norm
-        final: dict[str, Tensor] = {} if norm is None else norm.state_dict()
-        if final and final.keys() == layer.norm.state_dict().keys():
-            layer.norm.load_state_dict(final)
-        halves = layer.eh_proj.weight.chunk(2, 1)
-        for half in halves:
+        final_norm = self.target.final_norm
+        weights: dict[str, Tensor] = {} if final_norm is None else final_norm.state_dict()
+        if weights and weights.keys() == layer.norm.state_dict().keys():
+            layer.norm.load_state_dict(weights)
+        for half in layer.eh_proj.weight.chunk(2, 1):
             half.normal_(std=0.01).add_(0.5 * torch.eye(head.width))
 
     def new_head(self) -> MtpHead:
         """Build a layer with arbitrary weights. Raises DataError for targets whose last layer does not attend."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            result = MtpHead(self.target, separate_layout(self.target))
-            block: Any = result.layers[0].block
+            head = MtpHead(self.target, separate_layout(self.target))
+            block: Any = head.layers[0].block
             block.apply(self.target.decoder._init_weights)  # transformers makes experts of memory as it finds it
         if not hasattr(block, "self_attn"):
             raise DataError(f"{self.target_name}: its layers are not of a kind that an MTP layer can be made of.")
-        return result
-
-    @property
-    def tables(self) -> list[Tensor]:
-        return []
+        return head
 
     # steps ---------------------------------------------------------------------------------------------------------
 
@@ -153,27 +146,16 @@ class MtpModule(DistillationModule):
 
         Their file is :data:`IN_TARGET`, if the target's family has such layers.
         """
-        place, layout, layer = Path(directory), separate_layout(self.target), self.head.layers[0]
+        layout, layer = separate_layout(self.target), self.head.layers[0]
         state = {name: value.detach().cpu() for name, value in layer.state_dict().items()}
         if layer.state_first:  # speculators' has [embedding ; state]
             state["eh_proj.weight"] = torch.cat(state["eh_proj.weight"].chunk(2, 1)[::-1], 1)
         state = {name: value.to(torch.bfloat16) for name, value in state.items()}
-        written = {SINGLE: {layout.stored(name, 0): value for name, value in state.items()}}
-        if (own := in_own_layout(self.target, state)) is not None:
-            written[IN_TARGET] = own
-        described = {
-            "speculators_model_type": "mtp", "architectures": ["MTPSpeculator"], "num_nextn_predict_layers": 1,
-            "transformer_layer_config": self.target.config.to_diff_dict(),
-            "speculators_config": {
-                "algorithm": "mtp", "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": self.unroll_steps}],
-                "verifier": {"name_or_path": self.target_name, "architectures": []},
-            },
-            "training": self.record(extra),
+        files = {SINGLE: {layout.stored(name, 0): value for name, value in state.items()}}
+        if (tensors := in_own_layout(self.target, state)) is not None:
+            files[IN_TARGET] = tensors
+        fields = {
+            "architectures": ["MTPSpeculator"], "num_nextn_predict_layers": 1,
+            "transformer_layer_config": self.target.config.to_diff_dict(), "training": self.record(extra),
         }  # fmt: skip
-        place.mkdir(parents=True, exist_ok=True)
-        for name, tensors in written.items():
-            with replacing(place / name) as file:
-                save_file({stored: value.contiguous() for stored, value in tensors.items()}, file)
-        write_text(place / "config.json", json.dumps(described, indent=2, default=str) + "\n")
-        return place
+        return write_speculator(directory, "mtp", fields, files, self.target_name, self.unroll_steps)

@@ -97,23 +97,23 @@ class WarmupCosine(LRScheduler):
         self.final_lr = float(final_lr)  # checkpoints hold plain numbers
         self.warmup_ratio = None if warmup_ratio is None else float(warmup_ratio)
         self.warmup_steps = int(warmup_steps) if warmup_ratio is None else 0
-        self._passed: Callable[[int], float] | None = None
+        self._completed_share: Callable[[int], float] | None = None
         super().__init__(optimizer)
 
-    def follow(self, passed: Callable[[int], float]) -> None:
+    def follow(self, completed_share: Callable[[int], float]) -> None:
         """Set the function from a step to the completed share of the run at its begin, 0 to 1."""
-        self._passed = passed
+        self._completed_share = completed_share
 
     def get_lr(self) -> list[float | Tensor]:
         step = self.last_epoch
-        share = 0.0 if self._passed is None else self._passed(step)
-        factor = cosine_factor(step, self.warmup_steps, share, self.final_lr)
-        if self.warmup_ratio and self._passed is not None:
-            factor *= min(self._passed(step + 1) / self.warmup_ratio, 1.0)
+        completed = 0.0 if self._completed_share is None else self._completed_share(step)
+        factor = cosine_factor(step, self.warmup_steps, completed, self.final_lr)
+        if self.warmup_ratio and self._completed_share is not None:
+            factor *= min(self._completed_share(step + 1) / self.warmup_ratio, 1.0)
         return [base * factor for base in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in super().state_dict().items() if name != "_passed"}
+        return {name: value for name, value in super().state_dict().items() if name != "_completed_share"}
 
 
 def cosine_factor(step: int, warmup: int, share: float, floor: float) -> float:

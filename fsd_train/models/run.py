@@ -37,17 +37,17 @@ def plain(value: Any) -> Any:
     return getattr(value, "__name__", type(value).__name__)
 
 
-def differing(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``now`` has otherwise than ``before``."""
+def changed_values(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of ``now`` that ``before`` lacks or has with another value."""
     return {name: value for name, value in now.items() if name not in before or before[name] != value}
 
 
-def renew(scheduler: Any, now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
-    """Let options of a schedule hold that changed between two runs, at whose starts its states were these."""
-    parts = [each.get("_schedulers", ()) for each in (vars(scheduler), now, before)]  # of a schedule made of others
-    for part, *states in zip(*parts, strict=False):
-        renew(part, *states)
-    changed = differing(now, before)
+def apply_changes(scheduler: Any, now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    """Set the options of a schedule that changed between two runs, given its state at the start of each."""
+    nested = [each.get("_schedulers", ()) for each in (vars(scheduler), now, before)]  # of a schedule made of others
+    for inner, *states in zip(*nested, strict=False):
+        apply_changes(inner, *states)
+    changed = changed_values(now, before)
     vars(scheduler).update({name: changed[name] for name in changed.keys() - {"_schedulers", "_last_lr"}})
 
 
@@ -66,9 +66,9 @@ class RunModule(LightningModule):
         super().__init__()
         self.optimizer_of, self.scheduler_of = optimizer, lr_scheduler
         self._batches = 0  # training batches begun, those before a resume included
-        # what the recipe says of the optimizer and the schedule, and what that of the checkpoint said
-        self._given: dict[str, Any] = {}
-        self._before: dict[str, Any] | None = None
+        # states of optimizer and schedule that follow from the recipe: this run's, and those of the checkpoint's run
+        self._initial_states: dict[str, Any] = {}
+        self._resumed_states: dict[str, Any] | None = None
 
     @property
     def _trainer_or_none(self) -> Trainer | None:
@@ -102,10 +102,10 @@ class RunModule(LightningModule):
             if parameter.requires_grad:
                 kind = "vectors" if parameter.ndim != 2 else "tables" if id(parameter) in tables else "matrices"
                 groups[kind].append(parameter)
-        options: dict[str, dict[str, Any]] = {"tables": {"table": True}, "vectors": {"weight_decay": 0.0}}
-        parts = [{"params": params, **options.get(kind, {})} for kind, params in groups.items() if params]
+        overrides: dict[str, dict[str, Any]] = {"tables": {"table": True}, "vectors": {"weight_decay": 0.0}}
+        param_groups = [{"params": params, **overrides.get(kind, {})} for kind, params in groups.items() if params]
         with foreign_errors(DataError, "model.optimizer: {why}"):
-            optimizer = self.optimizer_of(parts)
+            optimizer = self.optimizer_of(param_groups)
         with foreign_errors(DataError, "model.lr_scheduler: {why}"):
             scheduler = self.scheduler_of(optimizer)
         if isinstance(scheduler, ReduceLROnPlateau):
@@ -114,22 +114,24 @@ class RunModule(LightningModule):
             raise DataError(f"model.optimizer: Invalid learning rate: {optimizer.param_groups[0]['lr']}")
         if isinstance(scheduler, WarmupCosine):
             scheduler.follow(self._completed_share)
-        given = [{name: each for name, each in group.items() if name != "params"} for group in optimizer.param_groups]
-        self._given = copy.deepcopy({"groups": given, "schedule": scheduler.state_dict()})
+        options = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        self._initial_states = copy.deepcopy({"groups": options, "schedule": scheduler.state_dict()})
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """Let what the recipe changed of the optimizer and the schedule hold, where the checkpoint's replaced it."""
-        if self.trainer.ckpt_path is None or self._before is None:
+        """Apply options of the optimizer and the schedule that the recipe has changed since the checkpoint."""
+        if self.trainer.ckpt_path is None or self._resumed_states is None:
             return
         (optimizer,), scheduler = self.trainer.optimizers, self.lr_schedulers()
-        states = self._given["groups"], self._before["groups"]
+        states = self._initial_states["groups"], self._resumed_states["groups"]
         for group, now, before in zip(optimizer.param_groups, *states, strict=True):
-            changed = differing(now, before)
+            changed = changed_values(now, before)
             if "initial_lr" in changed:  # as far below the peak as it was
                 changed["lr"] = group["lr"] * (now["initial_lr"] / (before["initial_lr"] or 1.0))
             group.update(changed)
-        renew(scheduler, self._given["schedule"], self._before["schedule"])
+        apply_changes(scheduler, self._initial_states["schedule"], self._resumed_states["schedule"])
 
     def _completed_share(self, step: int) -> float:
         """Return the completed share of the run at the beginning of a step, 0 to 1: the larger share of steps or time.
@@ -139,9 +141,9 @@ class RunModule(LightningModule):
         total = float(self.trainer.estimated_stepping_batches)
         shares = [step / total if 0 < total < math.inf else 0.0]
         for timer in callbacks_of(self.trainer, Timer) if self.trainer.world_size == 1 else ():
-            if (left := timer.time_remaining()) is not None:
-                spent = timer.time_elapsed()
-                shares.append(spent / max(spent + left, 1e-9))
+            if (remaining := timer.time_remaining()) is not None:
+                elapsed = timer.time_elapsed()
+                shares.append(elapsed / max(elapsed + remaining, 1e-9))
         return min(max(shares), 1.0)
 
     @property
@@ -163,6 +165,10 @@ class RunModule(LightningModule):
         """Return the seed of draws for a batch on this rank, so that a resumed run draws the same."""
         return ((self.seed * 1_000_003 + batch) * 4096 + self.global_rank) % 2**63
 
+    def _generator(self, device: torch.device | str = "cpu") -> torch.Generator:
+        """Return a generator that depends only on seed, rank and, in training, batch number."""
+        return torch.Generator(device).manual_seed(self._draw_seed(self._batch_number if self.training else 0))
+
     @property
     def settings(self) -> dict[str, Any]:
         """The given options by name, for records."""
@@ -175,17 +181,17 @@ class RunModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["hyper_parameters"] = self.settings
-        checkpoint["given"] = self._given
+        checkpoint["given"] = self._initial_states
         checkpoint["batches"] = {"begun": self._batches, "replicas": self.trainer.world_size}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         trainer = self._trainer_or_none
         if self._in_training:
             check_classes(self.settings, checkpoint["hyper_parameters"], source_of(trainer))
-            self._before = checkpoint.get("given")  # of earlier versions there is none, and their options hold
-        begun = checkpoint.get("batches", {"begun": 0, "replicas": 0})
-        before, now = begun["replicas"], 1 if trainer is None else trainer.world_size
-        self._batches = begun["begun"]
+            self._resumed_states = checkpoint.get("given")  # earlier versions wrote none, and their options stay
+        counts = checkpoint.get("batches", {"begun": 0, "replicas": 0})
+        before, now = counts["replicas"], 1 if trainer is None else trainer.world_size
+        self._batches = counts["begun"]
         if before not in (0, now):
             self._batches = self._batches * before // now
             count_for(checkpoint, before, now)

@@ -34,16 +34,18 @@ def _load(name: str, directory: Path, dtype: torch.dtype) -> Target | None:
     config = AutoConfig.from_pretrained(directory)
     with torch.device("meta"):
         model = auto_class(config).from_config(config, dtype=dtype, attn_implementation=attention_for(config))
-    parts = [model.get_input_embeddings(), model.get_output_embeddings(), getattr(model.get_decoder(), "norm", None)]
-    kept = [part for part in parts if part is not None]
-    if any(list(part.buffers()) for part in kept):
+    final_norm = getattr(model.get_decoder(), "norm", None)
+    candidates = model.get_input_embeddings(), model.get_output_embeddings(), final_norm
+    modules = [module for module in candidates if module is not None]
+    if any(list(module.buffers()) for module in modules):
         return None
     files: dict[str, Path] = {}  # by the names of their tensors
     for file in weight_files(directory):
-        with open_safetensors(file, _AGAIN) as opened:
-            files |= dict.fromkeys(opened.keys(), file)
-    wanted = {id(parameter) for part in kept for parameter in part.parameters()}
-    keys = [key for key, parameter in model.named_parameters() if id(parameter) in wanted]  # tied weights count once
+        with open_safetensors(file, _AGAIN) as tensors:
+            files |= dict.fromkeys(tensors.keys(), file)
+    parameter_ids = {id(parameter) for module in modules for parameter in module.parameters()}
+    # tied weights count once
+    keys = [key for key, parameter in model.named_parameters() if id(parameter) in parameter_ids]
     if not set(keys) <= set(files):
         return None
     model.requires_grad_(False)

@@ -78,8 +78,8 @@ class SmallLM(nn.Module):
         super().__init__()
         model: Any
         if source.startswith(PREFIX):
-            part = _part_of(source, lora, load_target_copy)
-            model, self.tokenizer = part.model, part.tokenizer
+            pruned = _part_of(source, lora, load_target_copy)
+            model, self.tokenizer = pruned.model, pruned.tokenizer
         else:
             _check_kind(source)
             model, self.tokenizer = load_target(source, dtype=torch.float32, device="cpu")
@@ -134,10 +134,10 @@ class SmallLM(nn.Module):
         head = self.causal_lm.get_output_embeddings()
         return head.weight, getattr(head, "bias", None)
 
-    def forward(self, ids: Tensor, mask: TextMask, places: Tensor) -> Tensor:
-        """Return logits [N, Vd] at places [N] of a packed sequence of ids [1, M] with its mask."""
+    def forward(self, ids: Tensor, mask: TextMask, positions: Tensor) -> Tensor:
+        """Return logits [N, Vd] at positions [N] of a packed sequence of ids [1, M] with its mask."""
         hidden = forward_packed(self.hidden, self.causal_lm, ids, mask)[0]  # [M, H']
-        return self.logits(hidden.index_select(0, places))
+        return self.logits(hidden.index_select(0, positions))
 
     def hidden(self, ids: Tensor, **inputs: Any) -> Tensor:
         """Return the inputs of the LM head [B, M, H'] for ids [B, M]; other ``inputs`` go to the model's forward."""
@@ -145,12 +145,12 @@ class SmallLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., Vd] of hidden [..., H'] over ``draft_ids`` or the common vocabulary."""
-        head = LMHead.of(self)  # type: ignore[arg-type]  # it uses only config and lm_head_rows
-        own = self.causal_lm.get_output_embeddings()
+        scaling = LMHead.of(self)  # type: ignore[arg-type]  # it uses only config and lm_head_rows
+        lm_head = self.causal_lm.get_output_embeddings()
         if self.draft_ids is None or len(self.draft_ids) == self.common:
-            return head.scale_and_cap(own(hidden)[..., : self.common])
-        bias = None if own.bias is None else own.bias[self.draft_ids]
-        return head.scale_and_cap(nn.functional.linear(hidden, own.weight[self.draft_ids], bias))
+            return scaling.scale_and_cap(lm_head(hidden)[..., : self.common])
+        bias = None if lm_head.bias is None else lm_head.bias[self.draft_ids]
+        return scaling.scale_and_cap(nn.functional.linear(hidden, lm_head.weight[self.draft_ids], bias))
 
     def merged(self, dtype: torch.dtype) -> Any:
         """Copy as a plain transformers model, with adapters merged into the weights."""
@@ -196,20 +196,20 @@ class SmallLM(nn.Module):
         """
         device = self.causal_lm.device
         eos = sorted({*eos_token_ids, *eos_ids(self.causal_lm.generation_config)})
-        pad = eos[0] if eos else 0
-        ids, mask = left_pad([prompt.tolist() for prompt in prompts], pad, device)
+        pad_id = eos[0] if eos else 0
+        ids, mask = left_pad([prompt.tolist() for prompt in prompts], pad_id, device)
         config = GenerationConfig(
             do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=max_new_tokens,
-            pad_token_id=pad, eos_token_id=eos or None, use_cache=True,
+            pad_token_id=pad_id, eos_token_id=eos or None, use_cache=True,
         )  # fmt: skip
         was_training = self.model.training
         self.model.eval()
         try:
-            out = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+            output = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
         finally:
             self.model.train(was_training)
         answers = []
-        for row in out[:, ids.shape[1] :].cpu():
+        for row in output[:, ids.shape[1] :].cpu():
             ends = torch.isin(row, row.new_tensor(eos)).nonzero()
             answers.append(row[: int(ends[0]) + 1] if len(ends) else row)
         return answers

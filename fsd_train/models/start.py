@@ -69,12 +69,14 @@ def continue_from(head: EagleHead, other: EagleHead) -> None:
 
     Raises CheckpointError if the weights do not fit.
     """
-    state, wanted = other.state_dict(), head.state_dict()
-    taken = {name: value for name, value in state.items() if name != "draft_ids" or head.lm_head is not None}
-    wrong = sorted(name for name in taken if name not in wanted or wanted[name].shape != taken[name].shape)
-    if wrong:
-        raise CheckpointError(f"the initial head does not fit this one ({', '.join(wrong)}). Give it the same options.")
-    head.load_state_dict(taken, strict=False)
+    state, expected = other.state_dict(), head.state_dict()
+    copied = {name: value for name, value in state.items() if name != "draft_ids" or head.lm_head is not None}
+    misfits = sorted(name for name in copied if name not in expected or expected[name].shape != copied[name].shape)
+    if misfits:
+        raise CheckpointError(
+            f"the initial head does not fit this one ({', '.join(misfits)}). Give it the same options."
+        )
+    head.load_state_dict(copied, strict=False)
     for layer in head.layers[len(other.layers) :]:
         for name, parameter in layer.named_parameters():
             if name.split(".")[-2] in _OUTPUT_PROJECTIONS:
@@ -91,7 +93,7 @@ def choose_draft_ids(counts: Tensor, size: int, always: Sequence[int]) -> Tensor
     """
     if size > len(counts) or size < len(set(always)):
         raise DataError(f"draft_vocab_size is {size}; give {len(set(always))} (special tokens) to {len(counts)} (all).")
-    ranked = counts.double()
-    ranked[list(always)] = torch.inf
-    order = torch.sort(ranked, descending=True, stable=True).indices
+    scores = counts.double()
+    scores[list(always)] = torch.inf
+    order = torch.sort(scores, descending=True, stable=True).indices
     return order[:size].sort().values

@@ -57,28 +57,30 @@ def supervised(loss_mask: Tensor, steps: int) -> Tensor:
     return result
 
 
-def chain_roots(wanted: Tensor, share: float = 1.0, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+def chain_roots(
+    is_supervised: Tensor, share: float = 1.0, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
     """Choose the chains that run beyond step 0: all with a supervised later step, or a random share of them.
 
     Step s of the chain with root position r is at position r+s. The weights compensate, so that the expected gradient
     does not depend on ``share``. There is one chain at least, so that all ranks run the head equally often.
 
     Args:
-        wanted: [S, M] bool of :func:`supervised`, S ≥ 2, in host memory like the result.
+        is_supervised: [S, M] bool of :func:`supervised`, S ≥ 2, in host memory like the result.
         share: share of the batch's chains, in (0, 1].
         generator: generator of the choice.
 
     Returns:
         (roots [K], ascending; weights [K] fp32: number of chains that each root represents, 0 if there are none)
     """
-    possible = wanted[1, 1:].nonzero().squeeze(1)
-    if not len(possible):
-        return torch.tensor([wanted.shape[1] - 1]), torch.zeros(1)
-    count = math.ceil(share * len(possible) - 1e-9)
-    chosen = possible
+    candidates = is_supervised[1, 1:].nonzero().squeeze(1)
+    if not len(candidates):
+        return torch.tensor([is_supervised.shape[1] - 1]), torch.zeros(1)
+    count = math.ceil(share * len(candidates) - 1e-9)
+    chosen = candidates
     if share < 1.0:
-        chosen = possible[torch.randperm(len(possible), generator=generator)[:count].sort().values]
-    return chosen, torch.full((count,), len(possible) / count)
+        chosen = candidates[torch.randperm(len(candidates), generator=generator)[:count].sort().values]
+    return chosen, torch.full((count,), len(candidates) / count)
 
 
 def unroll(
@@ -99,18 +101,19 @@ def unroll(
         positions beyond their conversation are undefined.
     """
     mask = mask if steps == 1 else mask.with_cache()
-    positions = mask.rotary if mask.shown and head.turns_as_target else mask.positions  # [1, M], or [3, 1, M]
+    positions = mask.rotary if mask.image_prompts and head.turns_as_target else mask.positions  # [1, M], or [3, 1, M]
     with use_packed_attention(head):
         hidden = head(embeds, features, positions, attention_mask=mask)  # [1, M, H]
         outputs = [hidden]
         if steps == 1:
             return outputs
-        place = to_device(roots, embeds.device)  # [K] of the roots
-        hidden, at_roots = hidden.index_select(1, place), positions.index_select(-1, place)  # [1, K, H], [(3,) 1, K]
+        roots_on_device = to_device(roots, embeds.device)  # [K]
+        hidden = hidden.index_select(1, roots_on_device)  # [1, K, H]
+        root_positions = positions.index_select(-1, roots_on_device)  # [1, K], or [3, 1, K]
         for step in range(1, steps):
-            tokens = embeds.index_select(1, (place + step).clamp_max(embeds.shape[1] - 1))  # [1, K, E]
-            visible = mask.chains(roots, step, place)
-            hidden = head(tokens, hidden, at_roots + step, attention_mask=visible)  # [1, K, H]
+            tokens = embeds.index_select(1, (roots_on_device + step).clamp_max(embeds.shape[1] - 1))  # [1, K, E]
+            visible = mask.chains(roots, step, roots_on_device)
+            hidden = head(tokens, hidden, root_positions + step, attention_mask=visible)  # [1, K, H]
             outputs.append(hidden)
     return outputs
 
@@ -151,32 +154,37 @@ def plan_chains(
             step on all ranks (:class:`fsd_train.data.sampler.ResumableLoader`). None: the batch's own.
         static_shapes: pad rows, positions and chains to few different numbers (:attr:`.DraftBatch.compiled`).
     """
-    wanted = supervised(loss_mask, steps)  # [S, M]
-    length, later = wanted.shape[1], torch.arange(1, steps)[:, None]  # the steps beyond 0: [S-1, 1]
-    roots, stands_for = _chosen_chains(wanted, share, generator, static_shapes)  # [K], [K]
+    supervised_at = supervised(loss_mask, steps)  # [S, M]
+    length, later = supervised_at.shape[1], torch.arange(1, steps)[:, None]  # the steps beyond 0: [S-1, 1]
+    roots, chain_weight = _chosen_chains(supervised_at, share, generator, static_shapes)  # [K], [K]
     later_position = (roots + later).clamp_max(length - 1)  # [S-1, K]
-    is_supervised = wanted[later, later_position] & (roots + later < length) & (stands_for > 0)  # [S-1, K]
-    position = wanted[0].nonzero().squeeze(1)  # [N]
-    output, weight = _outputs(position, later_position, is_supervised, stands_for * decay**later, length)
-    if static_shapes:  # the last two positions are never supervised at step 0
-        position = _padded(position, padded_count(len(position), length), max(length - 2, 0))
+    is_supervised = supervised_at[later, later_position] & (roots + later < length) & (chain_weight > 0)  # [S-1, K]
+    position = supervised_at[0].nonzero().squeeze(1)  # [N]
+    output, weight = _outputs(position, later_position, is_supervised, chain_weight * decay**later, length)
+    if static_shapes:
+        position = _padded_positions(position, length)
     output, weight = output[position], weight[position]  # [N, S] each
     # a row is a step that has an output at one of the N positions; with static shapes, every step is
     is_row = (output >= 0) | static_shapes  # [N, S]
     position_index, step = is_row.nonzero().unbind(1)  # [R] each
     # the chains whose steps are all supervised: their roots, and how many chains each represents
-    whole_roots, represented = (position, weight[:, 0]) if steps == 1 else (roots, stands_for * is_supervised.all(0))
+    complete_roots, complete_weight = (
+        (position, weight[:, 0]) if steps == 1 else (roots, chain_weight * is_supervised.all(0))
+    )
     if not static_shapes:
-        whole_roots, represented = whole_roots[represented > 0], represented[represented > 0]  # [C] each
-    total, chain_total = totals(wanted.sum(1) if supervised_rows is None else supervised_rows, steps, decay)
+        complete_roots, complete_weight = (
+            complete_roots[complete_weight > 0],
+            complete_weight[complete_weight > 0],
+        )  # [C] each
+    total, chain_total = totals(supervised_at.sum(1) if supervised_rows is None else supervised_rows, steps, decay)
     rows = LossIndex(
         position,
         position_index=position_index,
         step=step,
         weight=weight[is_row],
-        chains=_rows_of_chains(is_row, position, whole_roots),
-        stands_for=represented,
-        ends=[0, *is_row.sum(1).cumsum(0).tolist()],
+        chains=_rows_of_chains(is_row, position, complete_roots),
+        chain_weight=complete_weight,
+        offsets=[0, *is_row.sum(1).cumsum(0).tolist()],
         total=total,
         chain_total=chain_total,
     )
@@ -184,16 +192,16 @@ def plan_chains(
 
 
 def _chosen_chains(
-    wanted: Tensor, share: float, generator: torch.Generator | None, static_shapes: bool
+    is_supervised: Tensor, share: float, generator: torch.Generator | None, static_shapes: bool
 ) -> tuple[Tensor, Tensor]:
     """Return :func:`chain_roots`, padded if shapes are static; without steps beyond 0 there are no chains."""
-    if len(wanted) == 1:
+    if len(is_supervised) == 1:
         return torch.zeros(0, dtype=torch.long), torch.zeros(0)
-    roots, stands_for = chain_roots(wanted, share, generator)
+    roots, chain_weight = chain_roots(is_supervised, share, generator)
     if not static_shapes:
-        return roots, stands_for
-    count = padded_count(len(roots), wanted.shape[1])
-    return _padded(roots, count, wanted.shape[1] - 1), _padded(stands_for, count, 0)
+        return roots, chain_weight
+    count = padded_count(len(roots), is_supervised.shape[1])
+    return _padded(roots, count, is_supervised.shape[1] - 1), _padded(chain_weight, count, 0)
 
 
 def _rows_of_chains(is_row: Tensor, position: Tensor, roots: Tensor) -> Tensor:
@@ -231,15 +239,20 @@ def _outputs(
     output, weight = torch.full((length, steps), -1), torch.zeros(length, steps)
     output[position, 0], weight[position, 0] = position, 1.0
     step, chain = is_supervised.nonzero().unbind(1)
-    at = later_position[step, chain]
-    output[at, step + 1] = length + step * chains + chain
-    weight[at, step + 1] = weights[step, chain]
+    later = later_position[step, chain]
+    output[later, step + 1] = length + step * chains + chain
+    weight[later, step + 1] = weights[step, chain]
     return output, weight
 
 
 def _padded(values: Tensor, count: int, value: float) -> Tensor:
     """Append ``value`` to values [n] up to ``count``."""
     return torch.nn.functional.pad(values, (0, count - len(values)), value=value)
+
+
+def _padded_positions(position: Tensor, length: int) -> Tensor:
+    """Pad positions [N] of a sequence with the second-last one, which is never supervised, to a static shape."""
+    return _padded(position, padded_count(len(position), length), max(length - 2, 0))
 
 
 def totals(counts: Tensor | np.ndarray, steps: int, decay: float) -> tuple[Tensor, Tensor]:
@@ -259,19 +272,19 @@ def plan_positions(
 
     Arguments as of :func:`plan_chains`.
     """
-    wanted, each = supervised(loss_mask, steps), torch.arange(steps)[:, None]  # [S, M], [S, 1]
-    position = wanted[0].nonzero().squeeze(1)  # [N]
+    supervised_at, step = supervised(loss_mask, steps), torch.arange(steps)[:, None]  # [S, M], [S, 1]
+    position = supervised_at[0].nonzero().squeeze(1)  # [N]
     if static_shapes:
-        position = _padded(position, padded_count(len(position), wanted.shape[1]), max(wanted.shape[1] - 2, 0))
-    is_supervised = wanted[:, position]  # [S, N]
-    weight = (is_supervised * decay**each).sum(0).float()  # [N]
+        position = _padded_positions(position, supervised_at.shape[1])
+    is_supervised = supervised_at[:, position]  # [S, N]
+    weight = (is_supervised * decay**step).sum(0).float()  # [N]
     # a chain is a row and the S-1 rows after it, if these are at the next positions and supervised
-    following = torch.arange(len(position)) + each  # [S, N]
+    following = torch.arange(len(position)) + step  # [S, N]
     row = following.clamp_max(max(len(position) - 1, 0))
-    whole = (following < len(position)) & (position[row] == position + each) & is_supervised.gather(1, row)
-    represented = whole.all(0).float()  # [N]
+    is_complete = (following < len(position)) & (position[row] == position + step) & is_supervised.gather(1, row)
+    complete_weight = is_complete.all(0).float()  # [N]
     if not static_shapes:
-        row, represented = row[:, represented > 0], represented[represented > 0]  # [S, C], [C]
+        row, complete_weight = row[:, complete_weight > 0], complete_weight[complete_weight > 0]  # [S, C], [C]
     total, chain_total = totals(is_supervised.sum(1) if supervised_rows is None else supervised_rows, steps, decay)
     return LossIndex(
         position,
@@ -279,8 +292,8 @@ def plan_positions(
         step=torch.zeros_like(position),
         weight=weight,
         chains=row,
-        stands_for=represented,
-        ends=list(range(len(position) + 1)),
+        chain_weight=complete_weight,
+        offsets=list(range(len(position) + 1)),
         total=total,
         chain_total=chain_total,
     )

@@ -47,17 +47,18 @@ def inner_weights(model: Any) -> int:
 def head_operations(module: Any, batch: Mapping[str, Any], steps: int) -> Operations:
     """Return the operations of a batch of :class:`fsd_train.models.eagle.EagleModule`, unrolled ``steps`` times."""
     head, target, rows = module.head, module.target, supervised_rows(batch, steps)
-    later = [math.ceil(module.chain_share * count) for count in rows[1:]]
-    chains = later[0] if later else 0
-    own = 0 if head.lm_head is None else head.lm_head.weight.numel()
-    table = 0 if head.embed_tokens is None else head.embed_tokens.weight.numel()
-    once = head.fc.weight.numel() if head.eagle3 else 0  # only step 0 projects the target's features
-    weights = sum(parameter.numel() for parameter in head.parameters()) - own - table - once
+    later_rows = [math.ceil(module.chain_share * count) for count in rows[1:]]
+    chains = later_rows[0] if later_rows else 0
+    lm_head_weights = 0 if head.lm_head is None else head.lm_head.weight.numel()
+    embedding_weights = 0 if head.embed_tokens is None else head.embed_tokens.weight.numel()
+    fusion_weights = head.fc.weight.numel() if head.eagle3 else 0  # only step 0 projects the target's features
+    all_weights = sum(parameter.numel() for parameter in head.parameters())
+    weights, tokens = all_weights - lm_head_weights - embedding_weights - fusion_weights, real_tokens(batch)
     logits = (head.config.draft_vocab_size or target.vocab_size) * target.hidden_size
     return {
         "target": target_operations(target, batch),
-        "drafter": 6.0 * weights * (real_tokens(batch) + (steps - 1) * chains) + 4.0 * once * real_tokens(batch),
-        "logits": logits * (2.0 * rows[0] + (6.0 if own else 4.0) * (rows[0] + sum(later))),
+        "drafter": 6.0 * weights * (tokens + (steps - 1) * chains) + 4.0 * fusion_weights * tokens,
+        "logits": logits * (2.0 * rows[0] + (6.0 if lm_head_weights else 4.0) * (rows[0] + sum(later_rows))),
     }
 
 
@@ -65,11 +66,11 @@ def lm_operations(module: Any, batch: Mapping[str, Any]) -> Operations:
     """Return the operations of a batch of :class:`fsd_train.models.lm.LMModule`."""
     target, tokens = module.target, real_tokens(batch)
     drafter = SimpleNamespace(model=module.head.causal_lm, config=module.head.config)
-    each = 6.0 if module.lora is None else 4.0  # an adapter's own weights are few
+    factor = 6.0 if module.lora is None else 4.0  # an adapter's own weights are few
     positions = supervised_rows(batch, 1)[0]
-    own = drafter.model.get_output_embeddings().weight.numel()
+    lm_head_weights = drafter.model.get_output_embeddings().weight.numel()
     return {
         "target": target_operations(target, batch),
-        "drafter": each * inner_weights(drafter) * tokens,
-        "logits": positions * (2.0 * target.hidden_size * target.vocab_size + each * own),
+        "drafter": factor * inner_weights(drafter) * tokens,
+        "logits": positions * (2.0 * target.hidden_size * target.vocab_size + factor * lm_head_weights),
     }

@@ -178,10 +178,10 @@ class TextMask(PackedMask):
     """Causal attention within each conversation: a document mask.
 
     Attributes:
-        shown: the conversations with images by number.
+        image_prompts: the conversations with images by number.
     """
 
-    shown: Mapping[int, ImagePrompt] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
+    image_prompts: Mapping[int, ImagePrompt] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -195,12 +195,11 @@ class TextMask(PackedMask):
     @cached_property
     def rotary(self) -> Tensor:
         """Where heads with M-RoPE place tokens: :attr:`positions`, or [3, 1, M] if images move the target's."""
-        positions = {number: prompt.positions for number, prompt in self.shown.items()}
-        if not any(places.dim() == 3 for places in positions.values()):
+        if not any(prompt.positions.dim() == 3 for prompt in self.image_prompts.values()):
             return self.positions
         parts = list(self.positions.expand(3, 1, -1).split(list(self.lengths), dim=-1))
-        for number, places in positions.items():
-            parts[number] = places.view(-1, 1, places.shape[-1]).expand(3, 1, -1)
+        for number, prompt in self.image_prompts.items():
+            parts[number] = prompt.positions.view(-1, 1, prompt.positions.shape[-1]).expand(3, 1, -1)
         return torch.cat(parts, dim=-1)
 
     def mask_mod(self, window: int | None) -> MaskMod:
@@ -240,14 +239,14 @@ class TextMask(PackedMask):
 
         ``roots_on_device`` is a copy of them on the mask's device, if there is one.
         """
-        return self._lend(ChainMask(self.lengths, self.device, roots, step, cache=self.cache), roots_on_device)
+        return self._share(ChainMask(self.lengths, self.device, roots, step, cache=self.cache), roots_on_device)
 
     def blocks(self, roots: Tensor, size: int, roots_on_device: Tensor | None = None) -> SlotMask:
         """Return the mask of blocks of ``size`` slots with these roots [B]; arguments as of :meth:`chains`."""
-        return self._lend(SlotMask(self.lengths, self.device, roots, size), roots_on_device)
+        return self._share(SlotMask(self.lengths, self.device, roots, size), roots_on_device)
 
-    def _lend(self, mask: Rooted, roots_on_device: Tensor | None) -> Rooted:
-        """Return a mask over the same text, with what this one has computed already."""
+    def _share(self, mask: Rooted, roots_on_device: Tensor | None) -> Rooted:
+        """Fill the cached properties of a mask over the same text from this one's."""
         computed = {"starts": self.starts, "_starts": self._starts, "_roots": roots_on_device}
         vars(mask).update({name: value for name, value in computed.items() if value is not None})
         return mask
@@ -291,12 +290,12 @@ class RootedMask(PackedMask):
     def _spans(self) -> list[Span]:
         texts = np.flatnonzero(self.counts)  # the conversations that have queries
         ends = np.cumsum(self.counts[texts]).tolist()
-        found = []
+        spans = []
         for number, (text, end) in enumerate(zip(texts.tolist(), ends, strict=True)):
             first = len(self.lengths) + number
-            own = range(first, first + self._layout[1] * len(texts), len(texts))  # of each step
-            found.append(Span(slice(end - int(self.counts[text]), end), [text, *own]))
-        return found
+            steps = range(first, first + self._layout[1] * len(texts), len(texts))  # its piece of each step's keys
+            spans.append(Span(slice(end - int(self.counts[text]), end), [text, *steps]))
+        return spans
 
 
 Rooted = TypeVar("Rooted", bound=RootedMask)
