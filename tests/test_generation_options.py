@@ -22,7 +22,7 @@ import fsd_infer
 from fsd_infer import FsdError, FuzzyConfig, FuzzyDecoder, Target
 from fsd_infer.device.cache import cache_argument
 from fsd_infer.drafters import LookupDrafter
-from tests.families import VOCAB, OracleDrafter, tiny_model
+from tests.families import OracleDrafter, tiny_model
 from tests.text_toys import tiny_tokenizer
 
 PROMPT = [5, 6, 7, 5, 6]
@@ -310,17 +310,3 @@ def test_a_streamer_gets_prompt_tokens_and_an_end(door: str, model: Any, decoder
         with pytest.raises((RuntimeError, FsdError), match=error):
             run(failing, **options)
         assert failing.ended == 1, "whoever waits for the text must not wait for ever"
-
-
-class Told(fsd_infer.Callback):
-    """Notes phases by a function that it sets as it starts."""
-
-    def on_start(self, state: Any) -> None:
-        self.phases: list[str] = []
-        self.on_phase = self.phases.append  # type: ignore[method-assign]
-
-
-def test_a_callback_may_set_its_methods_as_it_starts() -> None:
-    told = Told()
-    FuzzyDecoder(Target(tiny_model("llama")), LookupDrafter(VOCAB)).generate(PROMPT, max_new_tokens=4, callbacks=[told])
-    assert "start" in told.phases and told.phases[0] == "prefill"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +11,11 @@ import torch
 from torch import Tensor
 
 from fsd_core import functional
-from fsd_infer import FsdError, FuzzyDecoder, Target, TreeShape
-from fsd_infer.drafters import GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter
+from fsd_infer import FuzzyDecoder, Target, TreeShape
+from fsd_infer.drafters import GraftedDrafter, LMDrafter, LookupDrafter
 from fsd_infer.drafters.graft import _warn_sampled, keep_nodes, union_of
-from fsd_infer.drafters.loading import load_drafter
-from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.trees.tree import DraftTree, select_nodes
-from tests.families import VOCAB, save_head, tiny_model, tiny_prompts
+from tests.families import VOCAB, tiny_model, tiny_prompts
 from tests.kernel_toys import needs_kernels
 from tests.rules_enumeration import check_distribution
 from tests.rules_toy import ROWS, Toy, V, child_of
@@ -217,17 +214,3 @@ def test_sampled_chains_are_left_alone() -> None:
     with pytest.warns(UserWarning, match="lm samples its drafts"):
         grafted = FuzzyDecoder(target, GraftedDrafter(small, LookupDrafter(VOCAB))).generate(tiny_prompts(), **options)
     assert grafted.sequences == alone.sequences
-
-
-def test_a_graft_describes_its_parts(tmp_path: Path) -> None:
-    target = Target(tiny_model("llama"), name="tiny")
-    head = save_head(tmp_path / "head", EagleHead(EagleConfig.for_target(target)), target.fingerprint())
-    grafted = load_drafter(f"{head}+lookup", target, TreeShape(3, 3, 9))
-    record = grafted.describe()
-    assert (record["name"], record["nodes"], record["depth"]) == ("eagle+lookup", 9, 8)
-    assert record["main"] == load_drafter(head, target, TreeShape(3, 3, 9)).describe()
-    out = FuzzyDecoder(target, grafted).generate(tiny_prompts(), max_new_tokens=8, do_sample=False)
-    assert out.stats.drafter == record
-
-    with pytest.raises(FsdError, match="at least 2 nodes, got 1"):
-        GraftedDrafter(NoDrafter(VOCAB), LookupDrafter(VOCAB))

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate
 from statistics import mean
 from typing import Any
 
@@ -26,7 +25,6 @@ from fsd_infer.drafters import (
     RecycleDrafter,
 )
 from fsd_infer.drafters.loading import choose_trees, main_of
-from fsd_infer.trees.calibration import Calibration, DraftKind
 from fsd_infer.trees.costs import PRIORS, CostPrior
 from fsd_infer.trees.estimates import PolicyStore, RuleProfile
 from fsd_infer.trees.policy import TRIALS, PricePolicy, RoundSeconds, TreeReport, policy_store
@@ -176,19 +174,6 @@ def test_the_choice_is_as_fast_as_the_best_shape(forward: Callable[[int], float]
     assert speed(choice, machine, sure, 400) >= 0.9 * best_speed(forward, sure)
 
 
-@pytest.mark.parametrize(
-    ("of_node", "of_draft", "sure"), [(0.3, 0.6, 0.6), (0.3, 0.6, 0.2), (0.3, 0.1, 0.2), (0.15, 0.6, 0.6)]
-)
-def test_a_machine_unlike_the_assumed_one_is_found_out(of_node: float, of_draft: float, sure: float) -> None:
-    """Where drafts lose time, the first eight answers take hardly longer than without: what was assumed hid it."""
-    machine = Machine(lambda nodes: 5e-3 * (1 + of_node * (nodes - 1)), 2e-3 * of_draft, reading=3e-3 * of_draft)
-    store, tokens = PolicyStore(PRIORS["amx blocks"], machine), 0
-    for number in range(8):
-        text, choice = Text(sure, number, sibling=0.15), policy_of(store)
-        tokens += sum(round_of(text, machine, choice) for _ in range(60))
-    assert tokens / machine.spent >= 0.9 / 6e-3  # of the speed without drafts
-
-
 @pytest.mark.parametrize("kinds", [(0.3,), (0.7,), (0.3, 0.3, 0.3, 0.3, 0.9)])
 def test_hard_texts_do_not_silence_the_drafts_of_easy_ones(kinds: tuple[float, ...]) -> None:
     """Drafts that cost more than they bring pause, and come back within the first rounds of a text where they pay."""
@@ -206,26 +191,6 @@ def test_hard_texts_do_not_silence_the_drafts_of_easy_ones(kinds: tuple[float, .
         tokens = sum(round_of(text, fixed, TreeShape(3, 2, 4)) for _ in range(600))
         best = max(alone, tokens / fixed.spent)
         assert mean(each[len(each) // 2 :]) >= 0.95 * best
-
-
-@pytest.mark.parametrize(("copy", "drafts"), [((0.9,), True), ((0.98,) * 12, False)])
-def test_a_head_drafts_beyond_a_short_copy_and_not_beside_a_long_one(copy: tuple[float, ...], drafts: bool) -> None:
-    choice = policy_of(PolicyStore(PRIORS["cpu"], lambda: 0.0))
-    choice.state.trials = 12
-    shape, scores = choice.choose(1), [0.0, *accumulate(map(math.log, copy))]
-    copied = tree_of(([0] * len(scores), [0, *range(len(copy))], scores), vocab=1)
-    assert PricedGrowth(replace(shape, prices=shape.prices.given_grafted(copied)), 1).starts() is drafts
-
-
-def test_a_text_without_copies_leaves_the_heads_drafts_alone() -> None:
-    curve = Calibration()
-    of_head = curve.accept_prob(-0.5, 1, True)
-    for _ in range(40):
-        curve.learn(-0.5, 1, True, DraftKind.GRAFTED, accepted=False)
-    assert (
-        curve.accept_prob(-0.5, 1, True) == of_head
-        and curve.accept_prob(-0.7, 1, True, DraftKind.GRAFTED) < 0.6 * of_head
-    )
 
 
 GRAFTS = [(0.5, 0.0, 0.25), (0.5, 1.0, 1.0), (0.0, 0.9, 1.0), (2.0, 0.2, 0.25)]

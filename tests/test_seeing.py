@@ -163,17 +163,6 @@ def test_beams_equal_generate(family: str) -> None:
     assert decoder.generate(SHOWN, **{**LIMITS, **options}).sequences == expected
 
 
-def test_lossy_rules_and_several_answers() -> None:
-    decoder = decoder_of("qwen2_5_vl")
-    drafter = drafter_of("head", decoder.target)
-    exact = [expected_of(decoder, messages) for messages in SHOWN]
-    assert decoder.generate(SHOWN, "fuzzy:js:0", drafter=drafter, **LIMITS).sequences == exact
-    lossy = decoder.generate(SHOWN, "fuzzy:js:inf", drafter=drafter, **LIMITS)
-    assert lossy.stats.divergence_spent > 0
-    drawn = dict(max_new_tokens=6, do_sample=True, num_return_sequences=2, seed=3)
-    assert decoder.generate(SHOWN[0], **drawn).sequences == decoder.generate(SHOWN[0], **drawn).sequences
-
-
 class HostPrompt(ImagePrompt):
     """A prompt on the simulated device, where the families' own code would wait. Its model is on a CPU."""
 
