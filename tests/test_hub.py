@@ -122,8 +122,6 @@ def test_what_the_hub_does_not_have_is_named(
 UPLOADS = [
     ("POST", "/preupload/main", "403", "is refused by the Hub (status 403)"),
     ("POST", "/objects/batch", "500", "which fails (status 500)"),
-    ("PUT", "", "403", "is refused by the Hub (status 403)"),
-    ("PUT", "", "503", "which fails (status 503)"),
     ("PUT", "", "cut", "was not transferred whole, the connection broke"),
     ("POST", "/commit/main", "cut", "was not transferred whole, the connection broke"),
     ("POST", "/commit/main", "429", "gets too many requests (status 429)"),

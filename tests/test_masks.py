@@ -68,15 +68,6 @@ def test_the_work_is_linear_in_the_number_of_turns(monkeypatch: pytest.MonkeyPat
     assert len(written) < 20
 
 
-def test_without_an_end_token_the_whole_answer_is_supervised() -> None:
-    tokenizer = tiny_tokenizer(CHATML.replace("<|end|>", ""))
-    inside = {"role": "assistant", "content": "it is <|start|> there"}
-    [sequence] = encode_conversation(tokenizer, [USER, inside, MORE, inside])
-    assert said(tokenizer, sequence) == "it is <|start|> there\n" * 2
-    [sequence] = encode_conversation(tiny_tokenizer(), [USER, inside], complete=False)
-    assert said(tokenizer, sequence) == "it is <|start|> there"
-
-
 ASKED = "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
 
 ENDED = CHATML.replace("<|end|>\n", "<|pad|>")

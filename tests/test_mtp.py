@@ -125,7 +125,6 @@ def four_bits(state: State) -> None:
 
 FAULTS: dict[str, tuple[Callable[[State], Any], str, dict[str, Any]]] = {
     "no norm": (without("model.layers.2.hnorm.weight"), r"lacks the tensor model.layers.2.hnorm.weight", {}),
-    "no expert": (without(EXPERT), f"lacks the tensor {EXPERT}", {}),
     "no second layer": (lambda state: None, r"lacks the tensor model.layers.3.self_attn.q_proj.weight", {"layers": 2}),
     "another shape": (with_value(weight=lambda x: x[:-8]), rf"{Q} has the shape \[24, 16\], but .* \[32, 16\]", {}),
     "whole numbers": (with_value(weight=lambda x: x.to(torch.int8)), rf"quantised \({Q} of type I8\)", {}),

@@ -81,7 +81,6 @@ def test_the_template_tells_the_format() -> None:
         (HERMES, "<tool_call>no JSON</tool_call> so", "<tool_call>no JSON</tool_call> so", []),
         (HERMES, '<tool_call>{"name": "x", "arguments": {}}</tool_call>', None, []),  # no such tool
         (HERMES, '<tool_call>{"name": "time", "arguments": 3}</tool_call>', None, []),
-        (HERMES, "a < b, 3 ", "a < b, 3 ", []),
         (  # a closing in a string ends no call, and characters stay as they are
             HERMES,
             '<tool_call>{"name": "weather", "arguments": {"city": "Z\u00fcrich </tool_call> \\" x"}}</tool_call> end',
@@ -101,7 +100,6 @@ def test_the_template_tells_the_format() -> None:
             [("time", "{}")],
         ),
         (HERMES, '<tool_call>{"name": "time</tool_call> so', '<tool_call>{"name": "time</tool_call> so', []),
-        (HERMES, '<tool_call>a 5" board</tool_call> so', '<tool_call>a 5" board</tool_call> so', []),
         (HERMES, '<tool_call>{"name": "time", "arguments": {"a": NaN}}</tool_call>', None, []),
         (HERMES, '<tool_call>{"name": "time", "arguments": {"a": 1e999}}</tool_call>', None, []),
         (HERMES, '<tool_call>{"name": "time", "arguments": {"a": "\\ud800"}}</tool_call>', "",
@@ -116,7 +114,6 @@ def test_the_template_tells_the_format() -> None:
         (LLAMA, '<|python_tag|>{"name": "time", "parameters": {}}; {"name": "time", "parameters": {}}', "",
          [("time", "{}")] * 2),
         (LLAMA, ' {"name": "time"}', ' {"name": "time"}', []),
-        (LLAMA, "It is {late}.", "It is {late}.", []),
         (LLAMA, "", "", []),
     ],
 )  # fmt: skip
