@@ -98,16 +98,13 @@ SCALINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"rope_scaling_factor": 0.0}, PLAIN),
     ({"rope_scaling_type": RopeScalingType.YARN}, PLAIN),
     ({"rope_scaling_type": RopeScalingType.YARN, f"{LLAMA}rope.scale_linear": 4.0}, YARN),
-    (
-        {"rope_scaling_type": RopeScalingType.YARN, "rope_scaling_factor": 4.0, "rope_scaling_attn_factors": 1.5},
-        {**YARN, "attention_factor": 1.5 * (0.1 * float(np.log(4)) + 1)},
-    ),
-    (
-        {"rope_scaling_type": RopeScalingType.YARN, "rope_scaling_factor": 4.0, "rope_scaling_orig_ctx_len": 64}
-        | {f"{LLAMA}rope.scaling.yarn_beta_fast": 16.0, f"{LLAMA}rope.scaling.yarn_beta_slow": 2.0},
-        {**YARN, "original_max_position_embeddings": 64, "beta_fast": 16.0, "beta_slow": 2.0},
-    ),
-]
+    ({"rope_scaling_type": RopeScalingType.YARN, "rope_scaling_factor": 4.0, "rope_scaling_attn_factors": 1.5},
+     {**YARN, "attention_factor": 1.5 * (0.1 * float(np.log(4)) + 1)}),
+    ({"rope_scaling_type": RopeScalingType.YARN, "rope_scaling_factor": 4.0,
+     "rope_scaling_orig_ctx_len": 64} | {f"{LLAMA}rope.scaling.yarn_beta_fast": 16.0,
+     f"{LLAMA}rope.scaling.yarn_beta_slow": 2.0},
+     {**YARN, "original_max_position_embeddings": 64, "beta_fast": 16.0, "beta_slow": 2.0}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("facts", "rope"), SCALINGS)
@@ -336,8 +333,7 @@ def header(*tensors: tuple[str, int], keys: tuple[str, ...] = (), alignment: int
 
 
 WHOLE: list[tuple[bytes, str | None]] = [
-    (header(("a", 0), ("b", 32)), None),
-    (header(("b", 32), ("a", 0)), None),
+    (header(("a", 0), ("b", 32)), None), (header(("b", 32), ("a", 0)), None),
     (header(("a", 0), ("b", 0)), "'b' lies at 0, inside 'a' or not"),
     (header(("a", 0), ("b", 16)), "'b' lies at 16"),
     (header(("a", 8)), "not at a multiple of 32"),
@@ -346,7 +342,7 @@ WHOLE: list[tuple[bytes, str | None]] = [
     (header(("a", 0), keys=("",)), "is empty"),
     (header(("a", 0), alignment=24), "alignment 24"),
     (header(("a", 0), alignment=0), "alignment 0"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("data", "words"), WHOLE)

@@ -52,28 +52,6 @@ def paths(tree: DraftTree, row: int) -> dict[Path_, int]:
     return found
 
 
-def test_union_of_two_trees() -> None:
-    main = one_tree([(0, 1, 0.6), (0, 2, 0.3), (1, 3, 0.5)])
-    grafted = one_tree([(0, 1, 0.5), (1, 4, 0.9), (2, 5, 0.9)], q=False)
-    tree = merge_trees(main, grafted, 6)
-    check_tree(tree)
-    kept = paths(tree, 0)
-    assert set(kept) == {(0,), (0, 1), (0, 2), (0, 1, 3), (0, 1, 4), (0, 1, 4, 5)}
-    chance = {path: math.exp(tree.scores[0, node]) for path, node in kept.items()}
-    both = 1 - 0.4 * 0.5
-    at_root, alone = both + 0.3, 0.9 * (1 - 0.5)  # of 4, which only the grafted drafter proposes
-    assert chance[0, 1] == pytest.approx(both / at_root, abs=1e-5)
-    assert chance[0, 2] == pytest.approx(0.3 / at_root, abs=1e-5)
-    assert chance[0, 1, 4] == pytest.approx(chance[0, 1] * alone, abs=1e-5)
-    assert chance[0, 1, 4, 5] == pytest.approx(chance[0, 1, 4] * 0.9, abs=1e-5)
-    # the main nodes' distributions stay with them, and the grafted node has none
-    for path in ((0,), (0, 1)):
-        before, after = main.q_index[0, paths(main, 0)[path]], tree.q_index[0, kept[path]]
-        assert torch.equal(tree.q_logits[0, after], main.q_logits[0, before])
-    assert tree.q_index[0, kept[0, 1, 4]] == -1
-    assert set(paths(merge_trees(main, grafted, 4), 0)) == {(0,), (0, 1), (0, 1, 3), (0, 1, 4)}
-
-
 @pytest.mark.parametrize("kernel", [pytest.param(True, marks=needs_kernels), False])
 def test_padding_below_padding_stays_padding(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees with drawn nodes expand candidates of chance 0 where they have no others. A NaN would rank first."""
@@ -194,13 +172,10 @@ class GraftedToy(Toy):
     ],
     ids=["budget", "padded", "processed", "reduced"],
 )
-@pytest.mark.parametrize(
-    "spec",
-    [
-        *("exact", "fuzzy:js:0.08", "fuzzy:js:inf", "fuzzy:js:0.3:budget=0.5", "fuzzy-strict:js:0.08", "draft-only"),
-        *("tilted:1", "tilted:0.5:exact_ngram_size=2"),
-    ],
-)
+@pytest.mark.parametrize("spec", [
+    *("exact", "fuzzy:js:0.08", "fuzzy:js:inf", "fuzzy:js:0.3:budget=0.5", "fuzzy-strict:js:0.08", "draft-only"),
+    *("tilted:1", "tilted:0.5:exact_ngram_size=2"),
+])  # fmt: skip
 def test_sequence_distribution_and_spent_divergence(spec: str, toy: GraftedToy) -> None:
     check_distribution(spec, toy, ROWS // 4, seed=3)
 

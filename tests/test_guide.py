@@ -40,9 +40,8 @@ def references(count: int, link: Callable[[str], Any]) -> dict[str, Any]:
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"enum": ["x", "yy"]}, "n": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3}},
-    "required": ["a", "n"],
-    "additionalProperties": False,
-}
+    "required": ["a", "n"], "additionalProperties": False,
+}  # fmt: skip
 FORCED = "(a|b) cat sat (d|e)on the mat"
 TEXTS = ["the cat", "the cat sat on the mat", "it is there"]
 

@@ -124,18 +124,10 @@ FAULTS: list[tuple[str, Any, Any, str]] = [
     ("eagle3", {"use_sliding_window": True, "sliding_window": "8"}, {}, "sliding_window .* must be a number, got '8'"),
     ("eagle3", {"draft_vocab_size": 77}, {}, f"draft_vocab_size is 77 .*, and {len(IDS)} by its tensors"),
     ("eagle3", {"rope_scaling": {"type": "linear", "factor": 2.0}, **ROPE}, {}, "says rope_type twice"),
-    (
-        "eagle3",
-        {"rope_theta": None, "rope_parameters": OF_TYPES},
-        {},
-        "rope_parameters differs between types of layers",
-    ),
-    (
-        "eagle3",
-        {"tie_word_embeddings": True, "draft_vocab_size": None},
-        TIED,
-        "tie_word_embeddings and no lm_head.weight",
-    ),
+    ("eagle3", {"rope_theta": None, "rope_parameters": OF_TYPES}, {},
+     "rope_parameters differs between types of layers"),
+    ("eagle3", {"tie_word_embeddings": True, "draft_vocab_size": None}, TIED,
+     "tie_word_embeddings and no lm_head.weight"),
     ("eagle3", {}, {EMBEDDINGS: torch.zeros(98, 32)}, r"embed_tokens.weight is of shape \[98, 32\], not a table of 97"),
     ("eagle3", {}, {"lm_head.weight": torch.tensor(1.0)}, "d2t is of shape .*, lm_head of 0 rows"),
     ("eagle3", {}, {"t2d": torch.ones(98).bool()}, r"t2d is of shape \[98\] for a vocabulary of 97"),
@@ -146,12 +138,8 @@ FAULTS: list[tuple[str, Any, Any, str]] = [
     ("eagle3", {}, {"t2d": lambda drafted: ~drafted}, "d2t and t2d name different ids"),
     ("eagle3", {}, {"t2d": lambda drafted: drafted.cumsum(0), "d2t": None}, "t2d holds other numbers than 0 and 1"),
     ("eagle3", {"rope_theta": 0}, {}, "rope_theta is 0, which no model has"),
-    (
-        "eagle3",
-        {"rope_scaling": {"factor": 2.0, "full_attention": {}}},
-        {},
-        "says other rotary options than those of its types",
-    ),
+    ("eagle3", {"rope_scaling": {"factor": 2.0, "full_attention": {}}}, {},
+     "says other rotary options than those of its types"),
     ("eagle3", {}, {"d2t": None, "t2d": None}, "has no d2t to say which"),
     ("eagle3", {}, {"fc.weight": torch.zeros(32, 97)}, "fuses no whole number of layers"),
     ("eagle3", {"num_hidden_layers": 10**9}, {}, "names 1000000000 layers"),
@@ -170,7 +158,7 @@ FAULTS: list[tuple[str, Any, Any, str]] = [
     ("eagle", {}, {UP: lambda weight: weight * torch.nan}, f"{UP} holds NaN or infinite numbers"),
     ("eagle", {}, {UP: None}, rf"missing \['{UP}'\]"),
     ("eagle", {"hidden_size": None}, {}, "does not describe a Llama layer.*hidden_size"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("source", "config", "tensors", "message"), FAULTS)

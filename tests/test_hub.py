@@ -97,9 +97,7 @@ def refused(source: str, match: str, target: Target, **options: Any) -> None:
         assert source in str(raised.value)
 
 
-def test_what_the_hub_does_not_have_is_named(
-    hub: Hub, heads: Path, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_hub_does_not_have_is_named(hub: Hub, heads: Path, target: Target, monkeypatch: Any) -> None:
     hub.add("owner/head", heads / "ours")
     refused("owner/absent", "owner/absent is neither a directory nor a repository of the Hub", target)
     refused("owner/head", "has no revision 'v9'", target, revision="v9")
@@ -215,9 +213,7 @@ def test_a_published_head_has_a_card_with_its_measurements(
     assert "bytes" not in card.text and EagleHead.from_pretrained("owner/head").config.layout == "eagle3"
 
 
-def test_what_cannot_be_published_is_refused_in_a_line(
-    hub: Hub, trained: Path, toy: Toy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_published_is_refused_in_a_line(hub: Hub, trained: Path, toy: Toy, monkeypatch: Any) -> None:
     """A head that does not fit or drafts nothing, a directory without one, a hub that does not let in."""
     monkeypatch.setenv("HF_TOKEN", "hf_x")
     few = ["--max-new-tokens", "4", "--limit", "2", "--yes"]

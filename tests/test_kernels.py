@@ -52,10 +52,9 @@ def assert_products(made: Packed, layer: torch.nn.Linear, x: Tensor, atol: float
 
 
 @in_each_set
-@pytest.mark.parametrize(
-    ("rows", "bias"),
-    [*((rows, rows % 2 == 0) for rows in range(1, 8)), (16, False), (33, True), (MAX_ROWS + 1, False)],
-)
+@pytest.mark.parametrize(("rows", "bias"), [
+    *((rows, rows % 2 == 0) for rows in range(1, 8)), (16, False), (33, True), (MAX_ROWS + 1, False),
+])  # fmt: skip
 def test_products_of_bf16_and_of_fp8_weights(rows: int, bias: bool) -> None:
     depth = 160  # which AVX2 reads in two parts
     layer = torch.nn.Linear(depth, 192, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
@@ -76,11 +75,10 @@ def test_products_of_bf16_and_of_fp8_weights(rows: int, bias: bool) -> None:
 
 SHORT, LONG, WIDE = ((4, 4), 20), ((4, 2), 75), ((16, 2), 75)  # heads of queries and of keys, length of the text
 ROTARY: dict[str, dict[str, Any]] = {
-    "default": {},
-    "linear": dict(factor=4.0),
+    "default": {}, "linear": dict(factor=4.0),
     "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
     "dynamic": dict(factor=2.0),
-}
+}  # fmt: skip
 
 
 def rotary(kind: str) -> dict[str, Any]:
@@ -88,10 +86,9 @@ def rotary(kind: str) -> dict[str, Any]:
 
 
 @in_each_set
-@pytest.mark.parametrize(
-    ("family", "sizes", "rope"),
-    [*product(KNOWN, (SHORT, LONG, WIDE), ["default"]), *product(["llama"], [LONG], ["linear", "llama3"])],
-)
+@pytest.mark.parametrize(("family", "sizes", "rope"), [
+    *product(KNOWN, (SHORT, LONG, WIDE), ["default"]), *product(["llama"], [LONG], ["linear", "llama3"]),
+])  # fmt: skip
 def test_layers_are_closer_to_fp32_than_torchs_own(family: str, sizes: tuple[tuple[int, int], int], rope: str) -> None:
     heads, length = sizes
     model = fitting_model(family, num_attention_heads=heads[0], num_key_value_heads=heads[1], **rotary(rope))

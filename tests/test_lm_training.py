@@ -171,11 +171,10 @@ def test_what_is_trained_is_exported_and_decodes(toys: Path, tmp_path: Path, opt
 FSD_MIX = [{"name": "fsd", "args": {"threshold": [0.1, 0.3]}}, {"name": "eagle", "args": {"w_feature": 0.0}}]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"lora": {**LORA, "lora_dropout": 0.1}, "optimizer": "muon"}, {"loss": FSD_MIX, "unroll_steps": 3}],
-    ids=["lora", "mix"],
-)
+@pytest.mark.parametrize("options", [
+    {"lora": {**LORA, "lora_dropout": 0.1}, "optimizer": "muon"},
+    {"loss": FSD_MIX, "unroll_steps": 3},
+], ids=["lora", "mix"])  # fmt: skip
 def test_resumed_run_ends_with_the_same_weights(toys: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     whole = fit(toys, tmp_path / "whole", on_policy=0.5, **options)
     again = fit(toys, tmp_path / "again", on_policy=0.5, ckpt=tmp_path / "whole" / "ckpt" / "step=2.ckpt", **options)
@@ -184,10 +183,8 @@ def test_resumed_run_ends_with_the_same_weights(toys: Path, tmp_path: Path, opti
 
 WRONG = [
     ({"loss": [{"name": "tv"}, {"name": "eagle"}]}, "kl_pq"),
-    (
-        {"loss": "adaspec", "loss_args": {"reference": "x", "loss": "kl_qp", "loss_args": {"w_feature": 1.0}}},
-        "w_feature",
-    ),
+    ({"loss": "adaspec", "loss_args": {"reference": "x", "loss": "kl_qp", "loss_args": {"w_feature": 1.0}}},
+     "w_feature"),
     ({"loss": FSD_MIX, "unroll_steps": 1}, "Set model.unroll_steps to 2 to 7"),
     ({"lora": {"rank": 4}}, "no option rank"),
     ({"lora": LORA, "drafter": LAYER}, "Leave model.lora out"),
@@ -196,7 +193,7 @@ WRONG = [
     ({"lora": {"r": 0}}, "model.lora: `r` should be a positive integer"),
     ({"drafter": "recurrent"}, "recurrent has recurrent layers, with which a small LM does not draft"),
     ({"drafter": "head"}, "head is a draft head. Start from it with fsd_train.models.EagleModule"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "problem"), WRONG)

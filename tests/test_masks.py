@@ -185,9 +185,8 @@ def test_a_system_column_goes_before_the_conversation(name: str, form: str) -> N
     forms: dict[str, Any] = {
         "conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}],
         "messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}],
-        "prompt": "u",
-        "turns": ["u", "later"],
-    }
+        "prompt": "u", "turns": ["u", "later"],
+    }  # fmt: skip
     row = {form: forms[form], name: "be kind"}
     system = {"role": "system", "content": "be kind"}
     assert row_messages(row) == [system, {"role": "user", "content": "u"}]

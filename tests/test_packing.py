@@ -222,18 +222,15 @@ def test_compilers_that_fail(place: Place) -> None:
 OLD = {"avx", "f16c", "popcnt"}  # flags of an x86-64 processor of 2012; an ARM processor's have other names
 
 
-@pytest.mark.parametrize(
-    ("flags", "asked", "names", "why"),
-    [
-        (SETS["amx"] | AVX2, None, ["amx", "avx512", "avx2"], "the best there are"),
-        (SETS["amx"], " AMX ", ["amx"], "FSD_KERNELS=amx asks for them"),
-        (SETS["amx"], "0", [], "FSD_KERNELS=0 turns them off"),
-        (SETS["avx512"], None, ["avx512"], "the processor lacks amx_bf16, amx_int8, amx_tile"),
-        ((SETS["avx512"] | AVX2) - {"avx512_bf16"}, None, ["avx2"], "the processor lacks avx512_bf16"),
-        (SETS["avx512"] | AVX2, "avx2", ["avx2"], "FSD_KERNELS=avx2 asks for them"),
-        (OLD, "", [], "the processor lacks avx2, fma"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "asked", "names", "why"), [
+    (SETS["amx"] | AVX2, None, ["amx", "avx512", "avx2"], "the best there are"),
+    (SETS["amx"], " AMX ", ["amx"], "FSD_KERNELS=amx asks for them"),
+    (SETS["amx"], "0", [], "FSD_KERNELS=0 turns them off"),
+    (SETS["avx512"], None, ["avx512"], "the processor lacks amx_bf16, amx_int8, amx_tile"),
+    ((SETS["avx512"] | AVX2) - {"avx512_bf16"}, None, ["avx2"], "the processor lacks avx512_bf16"),
+    (SETS["avx512"] | AVX2, "avx2", ["avx2"], "FSD_KERNELS=avx2 asks for them"),
+    (OLD, "", [], "the processor lacks avx2, fma"),
+])  # fmt: skip
 def test_which_sets_a_processor_and_the_variable_allow(
     flags: set[str], asked: str | None, names: list[str], why: str, fresh: pytest.MonkeyPatch
 ) -> None:
@@ -245,18 +242,13 @@ def test_which_sets_a_processor_and_the_variable_allow(
     assert (list(found.names), found.why, found.forced) == (names, why, "FSD_KERNELS" in why)
 
 
-@pytest.mark.parametrize(
-    ("machine", "flags", "asked", "says"),
-    [
-        ("x86_64", AVX2, "avx512", "FSD_KERNELS=avx512, but the processor lacks avx512_bf16, "),
-        ("x86_64", SETS["avx512"], "amx", "the processor lacks amx_bf16, amx_int8, amx_tile. Unset FSD_KERNELS"),
-        ("aarch64", set(), "avx512", "they are written for x86-64 processors, and this is aarch64"),
-        ("x86_64", SETS["amx"], "sse4", "FSD_KERNELS='sse4' names no kernels: use amx, avx512, avx2, 0 for none, or 1"),
-    ],
-)
-def test_a_set_that_cannot_run_is_an_error(
-    machine: str, flags: set[str], asked: str, says: str, fresh: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("machine", "flags", "asked", "says"), [
+    ("x86_64", AVX2, "avx512", "FSD_KERNELS=avx512, but the processor lacks avx512_bf16, "),
+    ("x86_64", SETS["avx512"], "amx", "the processor lacks amx_bf16, amx_int8, amx_tile. Unset FSD_KERNELS"),
+    ("aarch64", set(), "avx512", "they are written for x86-64 processors, and this is aarch64"),
+    ("x86_64", SETS["amx"], "sse4", "FSD_KERNELS='sse4' names no kernels: use amx, avx512, avx2, 0 for none, or 1"),
+])  # fmt: skip
+def test_a_set_that_cannot_run_is_an_error(machine: str, flags: set[str], asked: str, says: str, fresh: Any) -> None:
     fresh.setattr(kernel_sets, "cpu_flags", lambda: flags)
     fresh.setattr(kernel_sets.platform, "machine", lambda: machine)
     fresh.setenv(VARIABLE, asked)
@@ -272,15 +264,12 @@ def test_a_set_that_is_asked_for_and_cannot_be_compiled_is_an_error(fresh: pytes
         prepare(Target(tiny_model("llama")))
 
 
-@pytest.mark.parametrize(
-    ("machine", "flags", "compiler", "logger", "says"),
-    [
-        ("x86_64", OLD, None, "targets.weights", "lacks avx2.*Our CPU kernels need AVX2"),
-        ("aarch64", set(), None, "targets.weights", "this is aarch64.*Our CPU kernels need AVX2"),
-        ("x86_64", SETS["avx512"], None, "backends.cpu.kernels", "Install g.."),
-        ("x86_64", SETS["avx512"], "false", "backends.cpu.kernels", "slower"),
-    ],
-)
+@pytest.mark.parametrize(("machine", "flags", "compiler", "logger", "says"), [
+    ("x86_64", OLD, None, "targets.weights", "lacks avx2.*Our CPU kernels need AVX2"),
+    ("aarch64", set(), None, "targets.weights", "this is aarch64.*Our CPU kernels need AVX2"),
+    ("x86_64", SETS["avx512"], None, "backends.cpu.kernels", "Install g.."),
+    ("x86_64", SETS["avx512"], "false", "backends.cpu.kernels", "slower"),
+])  # fmt: skip
 def test_without_kernels_decoding_runs_through_torch_and_says_so_once(
     machine: str, flags: set[str], compiler: str | None, logger: str, says: str, fresh: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture, tmp_path: Path,

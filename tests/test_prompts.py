@@ -59,8 +59,7 @@ MALFORMED = {
 }  # fmt: skip
 # what is read, the files that are there, and what is said of them
 UNREADABLE: list[tuple[str, dict[str, bytes], str]] = [
-    ("none.jsonl", {}, "no such file"),
-    ("none.parquet", {}, "no such file"),
+    ("none.jsonl", {}, "no such file"), ("none.parquet", {}, "no such file"),
     ("cut.jsonl.gz", {"": gzip.compress(b'{"prompt": "a"}\n' * 1000)[:40]}, r"cut\.jsonl\.gz: unreadable"),
     ("array.json", {"": b'[{"prompt": "a"}, 3]'}, "array.json:2: expected a JSON object"),
     ("cut.json", {"": b'[{"prompt": "a"}'}, "cut.json: not JSON"),
@@ -73,7 +72,7 @@ UNREADABLE: list[tuple[str, dict[str, bytes], str]] = [
     ("other", {"a.jsonl": b"{}"}, r"neither \.parquet files nor a dataset"),
     ("splits", {"test-0.parquet": b"", "validation-0.parquet": b""}, "none called train"),
     *(("bad.jsonl", {"": b'"fine"\n' + line}, f"bad.jsonl:2.*{problem}") for line, problem in MALFORMED.items()),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "files", "message"), UNREADABLE)

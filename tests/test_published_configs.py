@@ -239,9 +239,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, fault: str) -> Non
         load_drafter(str(copied.write(tmp_path)), target())
 
 
-def test_an_adapter_beside_a_head_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_beside_a_head_is_told(tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Model-Optimizer trains a LoRA of the target with a head, and exports both into one directory."""
     place = layout("p-eagle").write(tmp_path)
     (place / "adapter_config.json").write_text("{}")

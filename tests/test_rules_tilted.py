@@ -228,13 +228,10 @@ def test_repeated_n_grams_are_found_in_answer_and_path(n: int) -> None:
     assert [row[row >= 0].tolist() for row in grown.tokens] == [answers[3], answers[0]]
 
 
-@pytest.mark.parametrize(
-    ("spec", "greedy"),
-    [
-        *product(["tilted:0.1", "fuzzy:js:inf", "random:1", "lenient:0.1", "typical:0:0", "cactus:5"], [False, True]),
-        *(("fly:1:0", True), ("asd:inf:9:budget=inf", True), ("mars:inf", False), ("mars:inf", True)),
-    ],
-)
+@pytest.mark.parametrize(("spec", "greedy"), [
+    *product(["tilted:0.1", "fuzzy:js:inf", "random:1", "lenient:0.1", "typical:0:0", "cactus:5"], [False, True]),
+    *(("fly:1:0", True), ("asd:inf:9:budget=inf", True), ("mars:inf", False), ("mars:inf", True)),
+])  # fmt: skip
 def test_a_draft_that_is_no_novelty_is_emitted_only_where_exact_decoding_emits_it(spec: str, greedy: bool) -> None:
     """One child per node, each of which completes a known n-gram, of the prompt or of the answer: the distribution is
     p.

@@ -151,9 +151,7 @@ def shaped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_the_config_shapes_nothing_and_is_named(
-    plain: FuzzyDecoder, shaped: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_config_shapes_nothing_and_is_named(plain: FuzzyDecoder, shaped: Path, caplog: Any) -> None:
     with caplog.at_level(logging.WARNING):
         decoder = FuzzyDecoder.from_pretrained(str(shaped), "lookup", dtype=torch.float32, device="cpu")
     (said,) = [record.getMessage() for record in caplog.records if "generation config" in record.getMessage()]

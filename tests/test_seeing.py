@@ -49,10 +49,9 @@ def turn(*parts: Any) -> list[dict[str, Any]]:
 
 
 SHOWN = [
-    turn("the cat ", an_image(1), " what is it"),
-    turn("is there an answer to that"),
+    turn("the cat ", an_image(1), " what is it"), turn("is there an answer to that"),
     turn(an_image(2), "the end", an_image(3, 16, 32), "it is the cat, and the mat"),
-]
+]  # fmt: skip
 
 
 @cache

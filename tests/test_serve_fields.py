@@ -114,17 +114,14 @@ def test_variables_of_the_template(client: TestClient, toy_decoder: FuzzyDecoder
     assert lengths[1] > lengths[0] == lengths[2]
 
 
-@pytest.mark.parametrize(
-    ("kind", "wrong"),
-    [
-        (ChatCompletionRequest, {"messages": [1] * 9000}),
-        (ChatCompletionRequest, {"messages": [{}] * 8000}),
-        (ChatCompletionRequest, asked(tools=[{}] * 99)),
-        (ChatCompletionRequest, asked(**{f"field{number}": 1 for number in range(9000)})),
-        (ChatCompletionRequest, asked(logit_bias={f"a{number}": 1 for number in range(20_000)})),
-        (TextCompletionRequest, {"prompt": ["a"] * 9000}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "wrong"), [
+    (ChatCompletionRequest, {"messages": [1] * 9000}),
+    (ChatCompletionRequest, {"messages": [{}] * 8000}),
+    (ChatCompletionRequest, asked(tools=[{}] * 99)),
+    (ChatCompletionRequest, asked(**{f"field{number}": 1 for number in range(9000)})),
+    (ChatCompletionRequest, asked(logit_bias={f"a{number}": 1 for number in range(20_000)})),
+    (TextCompletionRequest, {"prompt": ["a"] * 9000}),
+])  # fmt: skip
 def test_a_wrong_item_ends_the_check(kind: Any, wrong: dict[str, Any]) -> None:
     """The event loop waits for the list of errors: 12 s for one MiB of them."""
     with pytest.raises(ValidationError) as found:
@@ -190,11 +187,8 @@ def test_a_quality_is_shown_in_usage_and_metrics(client: TestClient) -> None:
 
 NAMES = [
     *(TextCompletionRequest.model_fields | ChatCompletionRequest.model_fields),
-    *ViewRequest.model_fields,
-    "functions",
-    "schema",
-    "",
-]
+    *ViewRequest.model_fields, "functions", "schema", "",
+]  # fmt: skip
 POSTS = [*[CHAT] * 4, *[COMPLETIONS] * 3, "/view/decode", "/v1/nothing"]
 GETS = ["/v1/models", "/metrics", "/health", "/", "/docs", CHAT]
 NASTY = [  # values that are well-formed for their field

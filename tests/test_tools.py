@@ -170,26 +170,20 @@ def test_calls_can_be_required_or_named(served: tuple[Any, Any]) -> None:
             assert whole["finish_reason"] == streamed(client, {**body, "max_tokens": count - 1})[1] == "tool_calls"
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tools has no function 'x'"),
-        ({"tools": None, "tool_choice": "auto"}, "tool_choice needs tools"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "tools: strict needs"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"response_format": {"type": "json_object"}}, "tools: an answer that calls tools cannot"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls: false needs a tool_choice"),
-        ({"messages": [*CALLED, {"role": "tool", "tool_call_id": "c2", "content": "x"}]}, "messages[1].tool_call_id"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}],
-             "tool_choice": "required"},
-            "tools: the grammar cannot be followed",
-        ),
-        ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages: name and tool_call_id"),
-        ({"messages": [{"role": "user", "content": "x", "audio": {}}]}, "messages[0].audio: this server does not"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "malformed `tool_calls`"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tools has no function 'x'"),
+    ({"tools": None, "tool_choice": "auto"}, "tool_choice needs tools"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "tools: strict needs"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"response_format": {"type": "json_object"}}, "tools: an answer that calls tools cannot"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls: false needs a tool_choice"),
+    ({"messages": [*CALLED, {"role": "tool", "tool_call_id": "c2", "content": "x"}]}, "messages[1].tool_call_id"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}],
+     "tool_choice": "required"}, "tools: the grammar cannot be followed"),
+    ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages: name and tool_call_id"),
+    ({"messages": [{"role": "user", "content": "x", "audio": {}}]}, "messages[0].audio: this server does not"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "malformed `tool_calls`"),
+])  # fmt: skip
 def test_malformed_tools_are_refused(served: tuple[Any, Any], fields: dict[str, Any], message: str) -> None:
     found = served[0].post(CHAT, json=asked(**fields))
     assert found.status_code == 400 and message in found.json()["error"]["message"], found.text

@@ -272,19 +272,16 @@ def test_a_slot_begins_anew_with_each_request(option: str, steps: list[tuple[lis
         assert torch.equal(server.step(logits, [3]), logits)
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        (Params(extra_args={"rule": "tilted:-1"}), "kl_coef must be at least 0.001"),
-        (Params(extra_args={"rule": "fuzzy:js:0.3"}), "'fuzzy' needs the drafter's distribution"),
-        (Params(0.7, {"rule": "tilted"}, top_p=0.9), "top_p = 1, top_k = 0 and min_p = 0"),
-        (Params(0.7, {"rule": "fly"}), "'fly' needs temperature 0"),
-        (Params(extra_args={"rule": "tilted", "only_in": "code"}), "only_in: a parameter of rules now"),
-        (Params(extra_args={"rules": "tilted:1"}), "rules: no field of these rules"),
-        (Params(extra_args={"quality": 0.9}), "quality: no field of these rules"),
-        (Params(extra_args={"rule": "tilted:only_in=a..a"}), "two different tokens"),
-    ],
-)
+@pytest.mark.parametrize(("params", "message"), [
+    (Params(extra_args={"rule": "tilted:-1"}), "kl_coef must be at least 0.001"),
+    (Params(extra_args={"rule": "fuzzy:js:0.3"}), "'fuzzy' needs the drafter's distribution"),
+    (Params(0.7, {"rule": "tilted"}, top_p=0.9), "top_p = 1, top_k = 0 and min_p = 0"),
+    (Params(0.7, {"rule": "fly"}), "'fly' needs temperature 0"),
+    (Params(extra_args={"rule": "tilted", "only_in": "code"}), "only_in: a parameter of rules now"),
+    (Params(extra_args={"rules": "tilted:1"}), "rules: no field of these rules"),
+    (Params(extra_args={"quality": 0.9}), "quality: no field of these rules"),
+    (Params(extra_args={"rule": "tilted:only_in=a..a"}), "two different tokens"),
+])  # fmt: skip
 def test_requests_that_make_no_sense_are_refused(params: Params, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FuzzyRules.validate_params(params)
