@@ -162,16 +162,11 @@ class GraftedToy(Toy):
         return merge_trees(main, tree_of(*rows, vocab=V), self.nodes)
 
 
-@pytest.mark.parametrize(
-    "toy",
-    [
-        GraftedToy.grafted(31, nodes=6),
-        GraftedToy.grafted(33, nodes=10),  # more than some rows have: padded in batches, not in the enumeration
-        GraftedToy.grafted(32, nodes=6, processed=True),
-        GraftedToy.grafted(36, nodes=10, reduced=True),
-    ],
-    ids=["budget", "padded", "processed", "reduced"],
-)
+@pytest.mark.parametrize("toy", [
+    GraftedToy.grafted(31, nodes=6),
+    GraftedToy.grafted(33, nodes=10),  # more than some rows have: padded in batches, not in the enumeration
+    GraftedToy.grafted(32, nodes=6, processed=True), GraftedToy.grafted(36, nodes=10, reduced=True),
+], ids=["budget", "padded", "processed", "reduced"])  # fmt: skip
 @pytest.mark.parametrize("spec", [
     *("exact", "fuzzy:js:0.08", "fuzzy:js:inf", "fuzzy:js:0.3:budget=0.5", "fuzzy-strict:js:0.08", "draft-only"),
     *("tilted:1", "tilted:0.5:exact_ngram_size=2"),

@@ -74,19 +74,13 @@ ENDED = CHATML.replace("<|end|>\n", "<|pad|>")
 
 
 @pytest.mark.parametrize("eos", ["<|end|>", "<|pad|>"])
-@pytest.mark.parametrize(
-    ("template", "end"),
-    [
-        (CHATML.replace(ASKED, "{{ '<|start|>assistant\n' }}"), "<|end|>"),  # opens the next turn unasked
-        (CHATML.replace(ASKED, "{{ '<|start|>assistant\n' }}").replace("<|end|>\n", "<|end|>"), "<|end|>"),
-        (CHATML.replace("{% endif %}", "{% else %}{{ '<|pad|>' }}{% endif %}"), "<|end|>"),  # closes the whole text
-        (
-            ENDED.replace("{% endif %}", "{% else %}{{ '<|end|>' }}{% endif %}"),
-            "<|pad|>",
-        ),  # by eos: Phi-4-mini
-        (CHATML.replace("<|end|>", "<|pad|><|end|>"), "<|pad|><|end|>"),  # ends turns by two tokens
-    ],
-)
+@pytest.mark.parametrize(("template", "end"), [
+    (CHATML.replace(ASKED, "{{ '<|start|>assistant\n' }}"), "<|end|>"),  # opens the next turn unasked
+    (CHATML.replace(ASKED, "{{ '<|start|>assistant\n' }}").replace("<|end|>\n", "<|end|>"), "<|end|>"),
+    (CHATML.replace("{% endif %}", "{% else %}{{ '<|pad|>' }}{% endif %}"), "<|end|>"),  # closes the whole text
+    (ENDED.replace("{% endif %}", "{% else %}{{ '<|end|>' }}{% endif %}"), "<|pad|>"),  # by eos: Phi-4-mini
+    (CHATML.replace("<|end|>", "<|pad|><|end|>"), "<|pad|><|end|>"),  # ends turns by two tokens
+])  # fmt: skip
 def test_what_a_template_writes_after_the_end_of_a_turn_is_not_supervised(template: str, end: str, eos: str) -> None:
     tokenizer = tiny_tokenizer(template)
     tokenizer.eos_token = eos

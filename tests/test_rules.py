@@ -178,16 +178,12 @@ AS_EXACT = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("spec", "kinds"),
-    [
-        *((spec, KINDS) for spec in AS_EXACT),
-        ("fuzzy-strict:tv:0", KINDS[:2]),  # a sampled chain's other tokens come from p itself
-        ("exact", KINDS[:2]),
-        ("fly:entropy=inf", KINDS[1:2]),
-        *((f"asd:{zero}", KINDS[1:2]) for zero in ("budget=0:gap=inf", "inf:0", "0:9:budget=inf")),
-    ],
-)
+@pytest.mark.parametrize(("spec", "kinds"), [
+    *((spec, KINDS) for spec in AS_EXACT),
+    ("fuzzy-strict:tv:0", KINDS[:2]),  # a sampled chain's other tokens come from p itself
+    ("exact", KINDS[:2]), ("fly:entropy=inf", KINDS[1:2]),
+    *((f"asd:{zero}", KINDS[1:2]) for zero in ("budget=0:gap=inf", "inf:0", "0:9:budget=inf")),
+])  # fmt: skip
 def test_exact_token_for_token_at_the_end_of_its_range(spec: str, kinds: list[tuple[str, bool]]) -> None:
     for (shape, greedy), seed in product(kinds, range(12)):
         round = any_round(shape, seed, greedy)

@@ -76,15 +76,12 @@ def test_bad_parameters_are_named(spec: str) -> None:
         parse_rule(spec)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Fuzzy("js", math.nan), "threshold must be at least 0, not nan"),
-        (lambda: Fuzzy("js", "0.3"), "threshold must be a number"),  # type: ignore[arg-type]
-        (lambda: Exact()(tree_round(0, uniforms=None)), "above temperature 0 needs uniforms"),
-        (lambda: RandomGate(0.5)(tree_round(0, greedy=True, uniforms=None)), "draws at random at every temperature"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: Fuzzy("js", math.nan), "threshold must be at least 0, not nan"),
+    (lambda: Fuzzy("js", "0.3"), "threshold must be a number"),  # type: ignore[arg-type]
+    (lambda: Exact()(tree_round(0, uniforms=None)), "above temperature 0 needs uniforms"),
+    (lambda: RandomGate(0.5)(tree_round(0, greedy=True, uniforms=None)), "draws at random at every temperature"),
+])  # fmt: skip
 def test_bad_arguments_are_named(make: Callable[[], object], message: str) -> None:
     with pytest.raises(FsdError, match=message):
         make()

@@ -190,21 +190,18 @@ def test_nothing_waits_for_the_device(rule: str) -> None:
             assert server.rules.apply(logits, context) is logits and not device.waits
 
 
-@pytest.mark.parametrize(
-    ("method", "only_in", "text", "drafts", "choices"),
-    [
-        ("eagle", None, [1, 2], [2, 2], [2, 2, 7]),
-        ("eagle", None, [1, 2], [-1, -1], [7, 7, 7]),  # vLLM's placeholders
-        ("ngram", None, [1, 2], [2, 2], [7, 7, 7]),  # the last token, where its n-gram drafter has none
-        ("ngram", None, [1, 2], [3, 2], [3, 7, 7]),
-        ("eagle", "think", [1, 2], [3, 4], [7, 7, 7]),
-        ("eagle", "think", [9, 2], [3, 4], [3, 4, 7]),  # 9 and 10 are the tags
-        ("eagle", "think", [9, 10, 2], [3, 4], [7, 7, 7]),
-        ("eagle", "think", [9, 2], [10, 4], [10, 7, 7]),
-        ("eagle", "<think>..</think>", [9, 2], [3, 4], [3, 4, 7]),
-        ("eagle", "plan", [9, 2], [3, 4], [7, 7, 7]),  # the model has no such tokens
-    ],
-)
+@pytest.mark.parametrize(("method", "only_in", "text", "drafts", "choices"), [
+    ("eagle", None, [1, 2], [2, 2], [2, 2, 7]),
+    ("eagle", None, [1, 2], [-1, -1], [7, 7, 7]),  # vLLM's placeholders
+    ("ngram", None, [1, 2], [2, 2], [7, 7, 7]),  # the last token, where its n-gram drafter has none
+    ("ngram", None, [1, 2], [3, 2], [3, 7, 7]),
+    ("eagle", "think", [1, 2], [3, 4], [7, 7, 7]),
+    ("eagle", "think", [9, 2], [3, 4], [3, 4, 7]),  # 9 and 10 are the tags
+    ("eagle", "think", [9, 10, 2], [3, 4], [7, 7, 7]),
+    ("eagle", "think", [9, 2], [10, 4], [10, 7, 7]),
+    ("eagle", "<think>..</think>", [9, 2], [3, 4], [3, 4, 7]),
+    ("eagle", "plan", [9, 2], [3, 4], [7, 7, 7]),  # the model has no such tokens
+])  # fmt: skip
 def test_which_drafts_are_favoured(
     method: str, only_in: str | None, text: list[int], drafts: list[int], choices: list[int],
     monkeypatch: pytest.MonkeyPatch,
