@@ -67,24 +67,6 @@ def test_padding_below_padding_stays_padding(kernel: bool, monkeypatch: pytest.M
     torch.testing.assert_close(merge_trees(padded, grafted, 6).scores[:, :5], merge_trees(main, grafted, 5).scores)
 
 
-@needs_kernels
-def test_the_kernel_and_torch_make_the_same_union(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = 0
-    for seed in range(20):
-        main, grafted = tree_round(seed).tree, tree_round(seed + 100, nodes=7).tree
-        grafted.proposers = torch.arange(7).expand_as(grafted.parents)
-        compiled = union_of(main, grafted, depth=8, main_proposers=2)
-        with monkeypatch.context() as patch:
-            patch.delitem(functional.KERNELS["tree_union"], "cpu")
-            plain = union_of(main, grafted, depth=8, main_proposers=2)
-        torch.testing.assert_close(compiled.scores, plain.scores)
-        for name in ("tokens", "parents", "proposers", "q_index"):
-            assert torch.equal(getattr(compiled, name), getattr(plain, name)), name
-        both = (main.scores.exp() > 0).sum() + (grafted.scores[:, 1:].exp() > 0).sum()
-        shared += int(both - (compiled.scores > -math.inf).sum())
-    assert shared > 20
-
-
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("nodes", [2, 5, 9, 14, 25])
 def test_merged_trees_are_trees(nodes: int, reduced: bool) -> None:

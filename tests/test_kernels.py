@@ -16,10 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fsd_infer import FuzzyDecoder, Target, TreeShape
-from fsd_infer.backends.cpu import stack as stack_module
 from fsd_infer.backends.cpu.kernels import MAX_ROWS, Kernels
 from fsd_infer.backends.cpu.packing import Packed, packed_of, packed_products
-from fsd_infer.backends.cpu.sets import SETS
 from fsd_infer.backends.cpu.stack import CpuStack
 from fsd_infer.device.cache import SlotCache, cache_argument
 from fsd_infer.drafters import EagleDrafter, NoDrafter
@@ -271,23 +269,6 @@ def test_exact_from_the_file_emits_what_the_plain_loop_emits() -> None:
     out = decoder.generate(prompts, max_new_tokens=16, do_sample=False)
     assert out.sequences == plain.generate(prompts, max_new_tokens=16, do_sample=False).sequences
     assert out.stats.acceptance_length > 1.5
-
-
-@in_each_set
-def test_long_prompts_are_read_by_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = fitting_model("llama")
-    target = Target(model)
-    prepare(target)
-    prompt = (tiny_prompts((60,))[0] * 3)[:150]
-    assert target.cache_bytes_per_token > 0  # found by a forward of its own
-    calls = calls_of_kernels(monkeypatch)
-    expected = FuzzyDecoder(target, NoDrafter(VOCAB)).generate([prompt], max_new_tokens=4, do_sample=False)
-    assert calls == [150, 1, 1, 1]
-    monkeypatch.setattr(stack_module, "MAX_SLOTS", dict.fromkeys(SETS, 100))
-    calls.clear()
-    found = FuzzyDecoder(target, NoDrafter(VOCAB)).generate([prompt], max_new_tokens=4, do_sample=False)
-    assert calls == [1, 1, 1], "the prompt's forward is not among them"
-    assert len(found.sequences[0]) == len(expected.sequences[0]) == 4
 
 
 @in_each_set
