@@ -41,19 +41,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield served
 
 
-@pytest.mark.parametrize("kind", ["ours", "eagle", "eagle3", "speculators"])
-def test_a_head_from_the_hub_is_that_of_its_directory(kind: str, hub: Hub, heads: Path, target: Target) -> None:
-    hub.add("owner/head", heads / kind)
-    hub.add("owner/head", OTHERS)
-    here, there = (EagleHead.from_pretrained(source, target) for source in (heads / kind, "owner/head"))
-    assert hub.fetched().count("model.safetensors") == 1 + (kind == "eagle")  # for its names: its config does not say
-    assert options_of(here) == options_of(there) and here.config.target == there.config.target
-    assert all(torch.equal(value, there.state_dict()[name]) for name, value in here.state_dict().items())
-    drafter = load_drafter("owner/head", target)
-    assert hub.fetched() == [], "all is in the cache by now"
-    assert isinstance(drafter, EagleDrafter) and drafter.public == (kind != "ours")
-
-
 def test_nothing_else_is_fetched(hub: Hub, heads: Path, target: Target, toy: Toy) -> None:
     """Not even of a head in several files, nor of a causal LM, whose files transformers fetches."""
     hub.add("owner/head", heads / "ours")

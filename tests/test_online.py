@@ -6,7 +6,6 @@ import math
 import random
 from collections.abc import Callable
 from functools import cache
-from statistics import mean
 from typing import Any
 
 import pytest
@@ -66,10 +65,6 @@ class Machine:
 
 def small_machine(nodes: int) -> float:
     return 8e-3 + 2e-3 * (nodes > 6) + 6e-4 * max(nodes - 6, 0)
-
-
-def blocks_machine(nodes: int) -> float:
-    return 4.1e-3 + 6e-4 * (nodes - 1)
 
 
 def large_machine(nodes: int) -> float:
@@ -171,25 +166,6 @@ def test_the_choice_is_as_fast_as_the_best_shape(forward: Callable[[int], float]
     choice = policy_of(PolicyStore(PRIORS["cpu"], machine))
     speed(choice, machine, sure, 100)  # the first answers
     assert speed(choice, machine, sure, 400) >= 0.9 * best_speed(forward, sure)
-
-
-@pytest.mark.parametrize("kinds", [(0.3,), (0.7,), (0.3, 0.3, 0.3, 0.3, 0.9)])
-def test_hard_texts_do_not_silence_the_drafts_of_easy_ones(kinds: tuple[float, ...]) -> None:
-    """Drafts that cost more than they bring pause, and come back within the first rounds of a text where they pay."""
-    machine = Machine(blocks_machine, 7.5e-4, reading=8e-4)
-    store = PolicyStore(PRIORS["avx512 blocks"], machine)
-    speeds: dict[float, list[float]] = {kind: [] for kind in kinds}
-    for number in range(30):
-        kind, start = kinds[number % len(kinds)], machine.spent
-        text, choice = Text(kind, number, sibling=0.15), policy_of(store)
-        tokens = sum(round_of(text, machine, choice) for _ in range(60))
-        speeds[kind].append(tokens / (machine.spent - start))
-    for kind, each in speeds.items():
-        alone = 1.0 / (machine.forward(1) + 1e-3)  # without drafts
-        fixed, text = Machine(blocks_machine, 7.5e-4, reading=8e-4), Text(kind, sibling=0.15)
-        tokens = sum(round_of(text, fixed, TreeShape(3, 2, 4)) for _ in range(600))
-        best = max(alone, tokens / fixed.spent)
-        assert mean(each[len(each) // 2 :]) >= 0.95 * best
 
 
 # decoding -------------------------------------------------------------------------------------------------------------

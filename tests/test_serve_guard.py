@@ -22,7 +22,6 @@ from fsd_infer.serving.app import Limits, make_app
 from fsd_infer.serving.batcher import AnswerJob, Batcher
 from fsd_infer.serving.gate import is_known, known_hosts
 from fsd_infer.serving.listen import Connection, serve
-from fsd_infer.targets.prefixes import PrefixCache
 from tests.serve_toys import CHAT, COMPLETIONS, LIMITS, ask, asked, connections, listening, make_job, rest
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -292,27 +291,6 @@ def test_prompts_are_encoded_beside_the_event_loop(toy_decoder: FuzzyDecoder, mo
         go.set()
         thread.join(60)
     assert found == [200]
-
-
-def test_prompts_that_begin_alike_are_read_once(toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within one user, and not for requests with a seed, whose answers come again to the last bit."""
-    monkeypatch.setattr(toy_decoder.target, "prefixes", PrefixCache(1 << 24))
-    prompt = list(range(5, 45))
-
-    def usage(**more: Any) -> Any:
-        body = {"prompt": prompt, "max_tokens": 3, "temperature": 0, **more}
-        return client.post(COMPLETIONS, json=body).json()["usage"]
-
-    with TestClient(make_app(toy_decoder)) as client:
-        first = usage()
-        assert first["prompt_tokens"] == 40 and first["prompt_tokens_details"] == {"cached_tokens": 0}
-        cached = [usage(**more)["prompt_tokens_details"]["cached_tokens"] for more in ({}, {"user": "me"}, {"n": 2})]
-        assert cached == [39, 0, 39]
-        again = [{"user": "me"}, {"user": "you"}, {"seed": 1}, {"seed": 1, "user": "me"}]
-        assert [usage(**more)["prompt_tokens_details"]["cached_tokens"] for more in again] == [39, 0, 0, 0]
-        body = {"prompt": prompt, "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
-        last = json.loads(client.post(COMPLETIONS, json=body).text.split("data: ")[-2])
-    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 39}
 
 
 def test_the_decoding_thread_outlives_what_nobody_expects(toy_decoder: FuzzyDecoder, monkeypatch: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -15,17 +14,6 @@ from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.trees.tree import DraftTree, select_nodes, visit_scores
 from tests.families import noisy_model, tell, tiny_head, tiny_model, tiny_prompts
 from tests.tree_rounds import check_tree, tree_of, tree_round
-
-PARENTS = [0, 0, 0, 1, 1, 2, 3, 3]
-STEPS = [1.0, 0.5, 0.3, 0.6, 0.2, 0.9, 0.7, 0.1]
-
-
-def path_of(parents: list[int], node: int) -> list[int]:
-    """From the node up to the root."""
-    path = [node]
-    while path[-1]:
-        path.append(parents[path[-1]])
-    return path
 
 
 @pytest.mark.parametrize("kernels", [True, False])
@@ -54,32 +42,6 @@ def test_a_part_of_a_tree_is_a_tree(kernels: bool, monkeypatch: pytest.MonkeyPat
         ([0, 1, 2], [0, 0, 1], [0.0, -1.0, -2.0]), vocab=4, q_logits=torch.zeros(1, 2, 4), q_index=[[0, 1, -1]]
     )
     assert without.keep(torch.tensor([[0, 1]])).q_index.tolist() == [[0, -1]], "what became a leaf has no q"
-
-
-def by_enumeration(steps: list[float], parents: list[int], bonus: list[float]) -> list[float]:
-    """Chances that walks visit nodes when each walk's chance under q is weighed by e^(sum of its drafts' bonus)."""
-    visited, total = [0.0] * len(steps), 0.0
-    for end in range(len(steps)):
-        path = path_of(parents, end)
-        ends_here = 1 - sum(steps[node] for node in range(1, len(steps)) if parents[node] == end)
-        weight = ends_here * math.prod(steps[node] for node in path) * math.exp(sum(bonus[node] for node in path))
-        total += weight
-        for node in path:
-            visited[node] += weight
-    return [weight / total for weight in visited]
-
-
-@pytest.mark.parametrize("without", [0, 1, 2])
-@pytest.mark.parametrize("draft_bonus", [0.0, 0.3, 1.0, 2.5])
-def test_visits_are_those_of_the_tilted_distribution(draft_bonus: float, without: int) -> None:
-    """The distribution r ∝ q·e^(v·draft_bonus) by one backward pass is, over whole walks, q times e^(draft_bonus ·
-    drafts). Every ``without``-th draft has no bonus.
-    """
-    scores = [math.log(math.prod(STEPS[node] for node in path_of(PARENTS, end))) for end in range(len(STEPS))]
-    bonus = [0.0 if not node or without and node % without == 0 else draft_bonus for node in range(len(STEPS))]
-    of_call = torch.tensor([bonus]) if without else draft_bonus
-    found = visit_scores(torch.tensor([scores], dtype=torch.double), torch.tensor([PARENTS]), 4, of_call)
-    assert found.exp()[0].tolist() == pytest.approx(by_enumeration(STEPS, PARENTS, bonus))
 
 
 SESSIONS = [
