@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +11,11 @@ import torch
 from torch import Tensor
 
 from fsd_core import functional
-from fsd_infer import FsdError, FuzzyDecoder, Target, TreeShape
-from fsd_infer.drafters import GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter
+from fsd_infer import FuzzyDecoder, Target, TreeShape
+from fsd_infer.drafters import GraftedDrafter, LMDrafter, LookupDrafter
 from fsd_infer.drafters.graft import _warn_sampled, keep_nodes, union_of
-from fsd_infer.drafters.loading import load_drafter
-from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.trees.tree import DraftTree, select_nodes
-from tests.families import VOCAB, save_head, tiny_model, tiny_prompts
+from tests.families import VOCAB, tiny_model, tiny_prompts
 from tests.kernel_toys import needs_kernels
 from tests.rules_enumeration import check_distribution
 from tests.rules_toy import ROWS, Toy, V, child_of
@@ -55,28 +52,6 @@ def paths(tree: DraftTree, row: int) -> dict[Path_, int]:
     return found
 
 
-def test_union_of_two_trees() -> None:
-    main = one_tree([(0, 1, 0.6), (0, 2, 0.3), (1, 3, 0.5)])
-    grafted = one_tree([(0, 1, 0.5), (1, 4, 0.9), (2, 5, 0.9)], q=False)
-    tree = merge_trees(main, grafted, 6)
-    check_tree(tree)
-    kept = paths(tree, 0)
-    assert set(kept) == {(0,), (0, 1), (0, 2), (0, 1, 3), (0, 1, 4), (0, 1, 4, 5)}
-    chance = {path: math.exp(tree.scores[0, node]) for path, node in kept.items()}
-    both = 1 - 0.4 * 0.5
-    at_root, alone = both + 0.3, 0.9 * (1 - 0.5)  # of 4, which only the grafted drafter proposes
-    assert chance[0, 1] == pytest.approx(both / at_root, abs=1e-5)
-    assert chance[0, 2] == pytest.approx(0.3 / at_root, abs=1e-5)
-    assert chance[0, 1, 4] == pytest.approx(chance[0, 1] * alone, abs=1e-5)
-    assert chance[0, 1, 4, 5] == pytest.approx(chance[0, 1, 4] * 0.9, abs=1e-5)
-    # the main nodes' distributions stay with them, and the grafted node has none
-    for path in ((0,), (0, 1)):
-        before, after = main.q_index[0, paths(main, 0)[path]], tree.q_index[0, kept[path]]
-        assert torch.equal(tree.q_logits[0, after], main.q_logits[0, before])
-    assert tree.q_index[0, kept[0, 1, 4]] == -1
-    assert set(paths(merge_trees(main, grafted, 4), 0)) == {(0,), (0, 1), (0, 1, 3), (0, 1, 4)}
-
-
 @pytest.mark.parametrize("kernel", [pytest.param(True, marks=needs_kernels), False])
 def test_padding_below_padding_stays_padding(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees with drawn nodes expand candidates of chance 0 where they have no others. A NaN would rank first."""
@@ -90,24 +65,6 @@ def test_padding_below_padding_stays_padding(kernel: bool, monkeypatch: pytest.M
     assert not union.scores.isnan().any()
     assert paths(union, 0).keys() == paths(union_of(main, grafted, depth=8), 0).keys()
     torch.testing.assert_close(merge_trees(padded, grafted, 6).scores[:, :5], merge_trees(main, grafted, 5).scores)
-
-
-@needs_kernels
-def test_the_kernel_and_torch_make_the_same_union(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = 0
-    for seed in range(20):
-        main, grafted = tree_round(seed).tree, tree_round(seed + 100, nodes=7).tree
-        grafted.proposers = torch.arange(7).expand_as(grafted.parents)
-        compiled = union_of(main, grafted, depth=8, main_proposers=2)
-        with monkeypatch.context() as patch:
-            patch.delitem(functional.KERNELS["tree_union"], "cpu")
-            plain = union_of(main, grafted, depth=8, main_proposers=2)
-        torch.testing.assert_close(compiled.scores, plain.scores)
-        for name in ("tokens", "parents", "proposers", "q_index"):
-            assert torch.equal(getattr(compiled, name), getattr(plain, name)), name
-        both = (main.scores.exp() > 0).sum() + (grafted.scores[:, 1:].exp() > 0).sum()
-        shared += int(both - (compiled.scores > -math.inf).sum())
-    assert shared > 20
 
 
 @pytest.mark.parametrize("reduced", [False, True])
@@ -187,23 +144,15 @@ class GraftedToy(Toy):
         return merge_trees(main, tree_of(*rows, vocab=V), self.nodes)
 
 
-@pytest.mark.parametrize(
-    "toy",
-    [
-        GraftedToy.grafted(31, nodes=6),
-        GraftedToy.grafted(33, nodes=10),  # more than some rows have: padded in batches, not in the enumeration
-        GraftedToy.grafted(32, nodes=6, processed=True),
-        GraftedToy.grafted(36, nodes=10, reduced=True),
-    ],
-    ids=["budget", "padded", "processed", "reduced"],
-)
-@pytest.mark.parametrize(
-    "spec",
-    [
-        *("exact", "fuzzy:js:0.08", "fuzzy:js:inf", "fuzzy:js:0.3:budget=0.5", "fuzzy-strict:js:0.08", "draft-only"),
-        *("tilted:1", "tilted:0.5:exact_ngram_size=2"),
-    ],
-)
+@pytest.mark.parametrize("toy", [
+    GraftedToy.grafted(31, nodes=6),
+    GraftedToy.grafted(33, nodes=10),  # more than some rows have: padded in batches, not in the enumeration
+    GraftedToy.grafted(32, nodes=6, processed=True), GraftedToy.grafted(36, nodes=10, reduced=True),
+], ids=["budget", "padded", "processed", "reduced"])  # fmt: skip
+@pytest.mark.parametrize("spec", [
+    *("exact", "fuzzy:js:0.08", "fuzzy:js:inf", "fuzzy:js:0.3:budget=0.5", "fuzzy-strict:js:0.08", "draft-only"),
+    *("tilted:1", "tilted:0.5:exact_ngram_size=2"),
+])  # fmt: skip
 def test_sequence_distribution_and_spent_divergence(spec: str, toy: GraftedToy) -> None:
     check_distribution(spec, toy, ROWS // 4, seed=3)
 
@@ -217,17 +166,3 @@ def test_sampled_chains_are_left_alone() -> None:
     with pytest.warns(UserWarning, match="lm samples its drafts"):
         grafted = FuzzyDecoder(target, GraftedDrafter(small, LookupDrafter(VOCAB))).generate(tiny_prompts(), **options)
     assert grafted.sequences == alone.sequences
-
-
-def test_a_graft_describes_its_parts(tmp_path: Path) -> None:
-    target = Target(tiny_model("llama"), name="tiny")
-    head = save_head(tmp_path / "head", EagleHead(EagleConfig.for_target(target)), target.fingerprint())
-    grafted = load_drafter(f"{head}+lookup", target, TreeShape(3, 3, 9))
-    record = grafted.describe()
-    assert (record["name"], record["nodes"], record["depth"]) == ("eagle+lookup", 9, 8)
-    assert record["main"] == load_drafter(head, target, TreeShape(3, 3, 9)).describe()
-    out = FuzzyDecoder(target, grafted).generate(tiny_prompts(), max_new_tokens=8, do_sample=False)
-    assert out.stats.drafter == record
-
-    with pytest.raises(FsdError, match="at least 2 nodes, got 1"):
-        GraftedDrafter(NoDrafter(VOCAB), LookupDrafter(VOCAB))

@@ -111,17 +111,13 @@ def test_a_share_of_the_chains_stands_for_all() -> None:
     assert (totals[expected == 0] == 0).all()
 
 
-@pytest.mark.parametrize(
-    ("answer", "steps"),
-    [
-        # x_0..x_3 prompt, x_4..x_8 answer, x_9 padding. The second answer token x_5 is drafted at position 3, from the
-        # last prompt token's feature and x_4's embedding. Step s predicts x_{i+2} where x_{i-s+1} is of the answer.
-        ([0, 0, 0, 0, 1, 1, 1, 1, 1, 0], [[3, 4, 5, 6], [4, 5, 6], [5, 6]]),
-        ([0, 1, 1, 0, 0, 1, 1, 1, 1], [[0, 4, 5, 6], [5, 6]]),  # several turns
-        ([0, 1], [[], []]),
-        ([0], [[], []]),
-    ],
-)
+@pytest.mark.parametrize(("answer", "steps"), [
+    # x_0..x_3 prompt, x_4..x_8 answer, x_9 padding. The second answer token x_5 is drafted at position 3, from the
+    # last prompt token's feature and x_4's embedding. Step s predicts x_{i+2} where x_{i-s+1} is of the answer.
+    ([0, 0, 0, 0, 1, 1, 1, 1, 1, 0], [[3, 4, 5, 6], [4, 5, 6], [5, 6]]),
+    ([0, 1, 1, 0, 0, 1, 1, 1, 1], [[0, 4, 5, 6], [5, 6]]),  # several turns
+    ([0, 1], [[], []]), ([0], [[], []]),
+])  # fmt: skip
 def test_supervised_positions(answer: list[int], steps: list[list[int]]) -> None:
     wanted = supervised(torch.tensor(answer), len(steps))
     assert wanted.shape == (len(steps), len(answer))

@@ -93,7 +93,6 @@ ROPE = {"rope_parameters": {"rope_type": "default"}}
 OF_TARGET = {"hidden_size": 32, "vocab_size": VOCAB}
 OF_TYPES = {"full_attention": {"rope_theta": 7.0}, "sliding_attention": {}}
 TIED = {EMBEDDINGS: torch.ones(97, 32), "lm_head.weight": None, "d2t": None, "t2d": None}
-BIASED = {f"midlayer.self_attn.{name}_proj.bias": torch.ones(rows) for name, rows in (("q", 32), ("k", 16), ("v", 16))}
 # a kind of head, what its config and its tensors have instead, and what is said of it
 FAULTS: list[tuple[str, Any, Any, str]] = [
     ("ours", b"[1, 2]", {}, "holds list, not an object"),
@@ -103,14 +102,12 @@ FAULTS: list[tuple[str, Any, Any, str]] = [
     ("ours", b'{"format": "other"}', {}, "is not a head's|without|has no"),
     ("ours", {"target": {}}, {}, "target does not say its hidden_size, vocab_size"),
     ("ours", {"target": {**OF_TARGET, "model_type": "qwen2"}}, {}, "model_type.*qwen2"),
-    ("ours", {"target": {**OF_TARGET, "hidden_size": 64}}, {}, "hidden_size 64"),
     ("ours", {"target": {**OF_TARGET, "vocab_size": 98}}, {}, "vocabulary"),
     ("ours", {"final_norn": 1}, {}, "unknown head option 'final_norn'. Did you mean"),
     ("ours", {"dtype": "nn"}, {}, "dtype must be one of floating-point numbers"),
     ("old", {"version": 99}, {}, "is of version 99, newer than this program reads"),
     ("ours", {}, {"draft_ids": lambda ids: ids.float() * torch.nan}, "draft_ids is of type F32"),
     ("ours", {}, {"draft_ids": lambda ids: ids - 5}, "distinct ids from 0 to 96"),
-    ("ours", {}, {"draft_ids": lambda ids: ids + 50}, "distinct ids from 0 to 96"),
     ("ours", {}, {"draft_ids": lambda ids: ids // 4}, "distinct ids from 0 to 96"),
     ("ours", {}, {"draft_ids": lambda ids: ids[:-1].clone()}, f"wanted are {len(IDS)} ids"),
     ("ours", {}, {"fc.weight": lambda weight: weight.to(torch.int8)}, "is a quantised head .fc.weight."),
@@ -118,78 +115,50 @@ FAULTS: list[tuple[str, Any, Any, str]] = [
     ("ours", {}, None, "has no model.safetensors"),
     ("eagle3", {"eagle_config": {LAYER_IDS: [2, 4, 5]}}, {}, "the latter should be one less"),
     ("eagle3", {LAYER_IDS: [2, 4], "eagle_config": None}, {}, r"fuses 3 layers, but config.json names \[1, 3\]"),
-    ("eagle3", {LAYER_IDS: [0, 4, 5], "eagle_config": None}, {}, r"names \[-1, 3, 4\]"),
     ("eagle", {"bias": True}, {"fc.bias": None}, r"missing \['fc.bias'\]"),
     ("eagle", {"bias": "false"}, {}, "bias in its config.json must be true or false, got 'false'"),
-    ("eagle3", {"norm_before_fc": "false"}, {}, "norm_before_fc in its config.json must be true or false"),
-    ("speculators", {LAYERS: {"tie_word_embeddings": "true"}}, {}, "tie_word_embeddings .* must be true or false"),
     ("eagle3", {"norm_before_fc": True}, {}, r"missing \['input_norm.weight'\]"),
     ("eagle3", {"eagle_config": {"norm_output": True}}, {}, "says norm_output twice, True and False"),
     ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, {}, "final features alone"),
-    ("eagle3", {"logit_scale": 0.5}, {}, "logit_scale 0.5, which is not known here"),
     ("eagle3", {"layer_types": ["sliding_attention"], "sliding_window": 8}, {}, "attend to 8 tokens alone"),
     ("eagle3", {"use_sliding_window": True, "sliding_window": "8"}, {}, "sliding_window .* must be a number, got '8'"),
-    ("eagle3", {}, BIASED, r"unexpected \['layers.0.self_attn.k_proj.bias', 'layers.0.self_attn.q_proj.bias'"),
     ("eagle3", {"draft_vocab_size": 77}, {}, f"draft_vocab_size is 77 .*, and {len(IDS)} by its tensors"),
     ("eagle3", {"rope_scaling": {"type": "linear", "factor": 2.0}, **ROPE}, {}, "says rope_type twice"),
-    (
-        "eagle3",
-        {"rope_theta": None, "rope_parameters": OF_TYPES},
-        {},
-        "rope_parameters differs between types of layers",
-    ),
-    (
-        "eagle3",
-        {"tie_word_embeddings": True, "draft_vocab_size": None},
-        TIED,
-        "tie_word_embeddings and no lm_head.weight",
-    ),
+    ("eagle3", {"rope_theta": None, "rope_parameters": OF_TYPES}, {},
+     "rope_parameters differs between types of layers"),
+    ("eagle3", {"tie_word_embeddings": True, "draft_vocab_size": None}, TIED,
+     "tie_word_embeddings and no lm_head.weight"),
     ("eagle3", {}, {EMBEDDINGS: torch.zeros(98, 32)}, r"embed_tokens.weight is of shape \[98, 32\], not a table of 97"),
     ("eagle3", {}, {"lm_head.weight": torch.tensor(1.0)}, "d2t is of shape .*, lm_head of 0 rows"),
     ("eagle3", {}, {"t2d": torch.ones(98).bool()}, r"t2d is of shape \[98\] for a vocabulary of 97"),
     ("eagle3", {}, {"midlayer.mlp.up_proj.weight_scale": torch.ones(1)}, "quantised head .*up_proj.weight_scale"),
-    ("eagle3", {}, {"midlayer.mlp.up_proj.weight": lambda weight: weight.to(torch.float8_e4m3fn)}, "quantised head"),
     ("eagle3", {}, {"model.fc.weight": torch.zeros(32, 96)}, "fc.weight and .*fc.weight are the same tensor"),
     ("eagle3", {}, {"d2t": torch.zeros(len(IDS))}, "d2t is of type F32, not whole numbers"),
     ("eagle3", {}, {"d2t": lambda offsets: offsets + 5000}, "distinct ids from 0 to 96"),
     ("eagle3", {}, {"t2d": lambda drafted: ~drafted}, "d2t and t2d name different ids"),
     ("eagle3", {}, {"t2d": lambda drafted: drafted.cumsum(0), "d2t": None}, "t2d holds other numbers than 0 and 1"),
     ("eagle3", {"rope_theta": 0}, {}, "rope_theta is 0, which no model has"),
-    ("eagle3", {"rope_scaling": {"type": "linear", "factor": -2.0}}, {}, "factor is -2.0, which no model has"),
-    (
-        "eagle3",
-        {"rope_scaling": {"factor": 2.0, "full_attention": {}}},
-        {},
-        "says other rotary options than those of its types",
-    ),
+    ("eagle3", {"rope_scaling": {"factor": 2.0, "full_attention": {}}}, {},
+     "says other rotary options than those of its types"),
     ("eagle3", {}, {"d2t": None, "t2d": None}, "has no d2t to say which"),
     ("eagle3", {}, {"fc.weight": torch.zeros(32, 97)}, "fuses no whole number of layers"),
     ("eagle3", {"num_hidden_layers": 10**9}, {}, "names 1000000000 layers"),
-    ("eagle3", {}, {"midlayer.extra.weight": torch.zeros(3)}, r"unexpected \['layers.0.extra.weight'\]"),
     ("eagle3", {}, {"midlayer.self_attn.kv_b_proj.weight": torch.zeros(3)}, r"missing .*kv_a_proj_with_mqa"),
     ("eagle", {}, {"layers.0.self_attn.kv_b_proj.weight": torch.zeros(3)}, "its layers have latent attention"),
     ("eagle3", {"speculators_model_type": "eagle3", "norm_before_residual": None}, {}, "not say norm_before_residual"),
     ("eagle3", {}, None, "is an EAGLE-3 head of another program, without model.safetensors"),
-    ("speculators", {}, None, "is an EAGLE-3 head of another program, without model.safetensors"),
     ("speculators", {"speculators_model_type": "eagle9"}, {}, "is a head of speculators of type 'eagle9'"),
-    ("eagle", {"architectures": ["EagleLlamaForCausalLM"]}, None, "is an EAGLE-1/2 head of another program, without"),
     *(
         ("eagle", {"architectures": [name]}, {}, f"its layers are those of {kind}, unknown here")
         for name, kind in (("EagleDeepSeekMTPModel", "deepseek"), ("EagleMiniCPMForCausalLM", "minicpm"))
     ),
     ("eagle", {"layernorms": True}, {}, "layernorms True, which is not known here"),
     ("eagle", {"vocab_size": None}, {EMBEDDINGS: torch.zeros(98, 32)}, "vocab_size: 98 against 97"),
-    ("eagle", {"vocab_size": None}, {EMBEDDINGS: torch.zeros(97, 16)}, "embed_size 16, but .* has 32"),
-    ("eagle", {"hidden_size": 48}, {}, "hidden_size 48, but .* has 32"),
     ("eagle", {"vocab_size": None}, {}, "vocab_size must be a whole number from 1 to .*, got None"),
     ("eagle", {}, {UP: lambda weight: weight * torch.nan}, f"{UP} holds NaN or infinite numbers"),
     ("eagle", {}, {UP: None}, rf"missing \['{UP}'\]"),
-    ("eagle", {}, {"lm_head.weight": torch.zeros(64, 32)}, r"unexpected \['lm_head.weight'\]"),
-    ("eagle", {}, {NORM: torch.ones(32)}, rf"unexpected \['{NORM}'\]"),
-    ("eagle", {"intermediate_size": 24}, {}, "wrong shape"),
     ("eagle", {"hidden_size": None}, {}, "does not describe a Llama layer.*hidden_size"),
-    ("eagle", {"num_attention_heads": 5, "head_dim": None}, {}, "does not describe a Llama layer.*multiple"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("source", "config", "tensors", "message"), FAULTS)
@@ -237,8 +206,6 @@ SPELLINGS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "layers' options copied from a target": (
         "speculators", {}, {"layer_types": ["full_attention"], "max_position_embeddings": 7, LAYERS: LONG | COPIED}
     ),
-    "below model.": ("eagle", renamed(lambda name: f"model.{name}"), {}),
-    "below draft_model.": ("eagle3", renamed(lambda name: f"draft_model.{name}"), {}),
     "but its LM head": (
         "eagle3", renamed(lambda name: name if name[:2] in ("lm", "d2", "t2") else f"model.{name}"), {}
     ),
@@ -302,14 +269,6 @@ def test_a_norm_over_all_fused_layers_comes_before_fc(
     torch.testing.assert_close(head(embeds, features, places), wanted, rtol=1e-5, atol=1e-5)
     recycled = head(embeds, wanted, places)  # the head's own outputs are not normed
     torch.testing.assert_close(recycled, plain(embeds, wanted, places))
-
-
-def test_embeddings_that_are_not_the_targets_are_the_heads_own(heads: Path, target: Target, tmp_path: Path) -> None:
-    own = torch.randn(VOCAB, 32)
-    for name, table in (("own", own), ("copy", target.model.get_input_embeddings().weight.detach().clone())):
-        head = load_head(altered(heads / "eagle", tmp_path / name, None, {EMBEDDINGS: table}), target)
-        assert (head.embed_tokens is not None) is (name == "own")
-        torch.testing.assert_close(head.embed(IDS, target), table[IDS])
 
 
 def test_weights_of_another_name_are_to_be_renamed(heads: Path, target: Target, tmp_path: Path) -> None:

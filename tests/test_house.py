@@ -65,13 +65,6 @@ def test_packages_know_only_those_to_their_left(repo_root: Path) -> None:
         assert len(files) > 10 and theirs <= {*PACKAGES[: place + 1]}, package
 
 
-def test_drafters_see_shapes_and_no_policy(repo_root: Path) -> None:
-    """A shape carries the prices by which a drafter grows its tree. It cannot see what rounds cost, nor who chooses."""
-    files = (repo_root / "fsd_infer" / "drafters").rglob("*.py")
-    names = {name.split(".")[2] for file in files for name in imports_of(file) if name.startswith("fsd_infer.trees.")}
-    assert names == {"priced_growth", "prices", "shape", "tree"}
-
-
 def modules_of(repo_root: Path, packages: list[str]) -> dict[str, Path]:
     files = [file for package in packages for file in (repo_root / package).rglob("*.py")]
     return {".".join(file.relative_to(repo_root).with_suffix("").parts): file for file in files}
@@ -151,15 +144,3 @@ print([name for name in {MODELS!r} if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["[]", "[]"]
-
-
-def test_no_exception_is_raised_as_its_own_cause(repo_root: Path) -> None:
-    """``raise A if ... else B from error`` is ``raise (A if ... else B) from error``, and A may be the error itself."""
-    files = [file for package in PACKAGES for file in (repo_root / package).rglob("*.py")]
-    found = [
-        f"{file.relative_to(repo_root)}:{node.lineno}"
-        for file in files
-        for node in nodes_of(file)
-        if isinstance(node, ast.Raise) and node.cause is not None and isinstance(node.exc, (ast.IfExp, ast.BoolOp))
-    ]
-    assert not found

@@ -30,13 +30,10 @@ from tests.test_head_formats import LAYERS, make_head
 
 Load = Callable[[str], Any]
 LOADS: dict[str, Load] = {
-    "head": EagleHead.from_pretrained,
-    "config": load_config,
-    "tokenizer": load_tokenizer,
+    "head": EagleHead.from_pretrained, "config": load_config, "tokenizer": load_tokenizer,
     "target": lambda name: load_target(name, dtype=torch.float32, device="cpu"),
-    "rows": lambda name: list(read_rows(f"hf:{name}")),
-    "digest": lambda name: rows_digest(f"hf:{name}"),
-}
+    "rows": lambda name: list(read_rows(f"hf:{name}")), "digest": lambda name: rows_digest(f"hf:{name}"),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -144,9 +141,7 @@ def test_a_mistyped_file_is_not_looked_for_on_the_hub(hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("fault", ["cut", "stalls"])
-def test_a_download_that_does_not_end(
-    fault: str, hub: Hub, waits: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_that_does_not_end(fault: str, hub: Hub, waits: list[float], monkeypatch: Any) -> None:
     """Half of a file comes, and then the connection breaks, or nothing comes for as long as the client waits."""
     for name in ("fsd_core.hub.RECEIPT", "huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT"):
         monkeypatch.setattr(name, 0.2)
@@ -166,23 +161,20 @@ def test_a_full_disk_is_named(kind: str, hub: Hub, monkeypatch: pytest.MonkeyPat
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "pointer": lambda content: POINTER,
-    "cut": lambda content: content[: len(content) // 2],
-    "empty": lambda content: b"",
-    "other": lambda content: b"\xff" * len(content),
-}
+    "pointer": lambda content: POINTER, "cut": lambda content: content[: len(content) // 2],
+    "empty": lambda content: b"", "other": lambda content: b"\xff" * len(content),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "file", "damage"),
-    [
-        *(("head", "model.safetensors", damage) for damage in DAMAGES),
-        *(("head", "config.json", damage) for damage in ("cut", "other")),
-        *(("config", "config.json", damage) for damage in DAMAGES), ("target", "tokenizer.json", "pointer"),
-        *(("target", "model.safetensors", damage) for damage in ("cut", "other")),
-        ("tokenizer", "tokenizer.json", "empty"), ("tokenizer", "tokenizer.json", "cut"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "file", "damage"), [
+    *(("head", "model.safetensors", damage) for damage in DAMAGES),
+    *(("head", "config.json", damage) for damage in ("cut", "other")),
+    *(("config", "config.json", damage) for damage in DAMAGES),
+    ("target", "tokenizer.json", "pointer"),
+    *(("target", "model.safetensors", damage) for damage in ("cut", "other")),
+    ("tokenizer", "tokenizer.json", "empty"),
+    ("tokenizer", "tokenizer.json", "cut"),
+])  # fmt: skip
 def test_what_is_damaged_in_the_cache_comes_again(
     kind: str, file: str, damage: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

@@ -158,9 +158,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def test_rows_with_bad_images_are_skipped_with_their_reasons(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_with_bad_images_are_skipped_with_their_reasons(tmp_path: Path, capsys: Any) -> None:
     reader = ImageReader.of(seeing_decoder("smolvlm").target)
     good = [TEXT, {"image": SMALL, **TEXT}] * 20 * len(BAD)
     rows = [*good[:4], *(row for row, _ in BAD.values()), *good[4:]]
@@ -208,13 +206,10 @@ class Prefilled(Callback):
             self.features: Tensor = report.tensors.features.clone()
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [("qwen2_5_vl", "eagle"), ("qwen2_5_vl", "eagle3"), ("qwen3_5", "mtp"), ("smolvlm", "eagle3"), ("gemma3", "eagle")],
-)
-def test_features_and_drafts_are_those_of_decoding(
-    family: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("family", "layout"), [
+    ("qwen2_5_vl", "eagle"), ("qwen2_5_vl", "eagle3"), ("qwen3_5", "mtp"), ("smolvlm", "eagle3"), ("gemma3", "eagle"),
+])  # fmt: skip
+def test_features_and_drafts_are_those_of_decoding(family: str, layout: str, tmp_path: Path, monkeypatch: Any) -> None:
     """In a batch beside text: features of a row as of a prefill, the head's chain as of a draft tree, the loss by hand.
 
     The row's answer is the target's token, and a path of the tree that decoding drafts after it.

@@ -16,10 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fsd_infer import FuzzyDecoder, Target, TreeShape
-from fsd_infer.backends.cpu import stack as stack_module
 from fsd_infer.backends.cpu.kernels import MAX_ROWS, Kernels
 from fsd_infer.backends.cpu.packing import Packed, packed_of, packed_products
-from fsd_infer.backends.cpu.sets import SETS
 from fsd_infer.backends.cpu.stack import CpuStack
 from fsd_infer.device.cache import SlotCache, cache_argument
 from fsd_infer.drafters import EagleDrafter, NoDrafter
@@ -52,10 +50,9 @@ def assert_products(made: Packed, layer: torch.nn.Linear, x: Tensor, atol: float
 
 
 @in_each_set
-@pytest.mark.parametrize(
-    ("rows", "bias"),
-    [*((rows, rows % 2 == 0) for rows in range(1, 8)), (16, False), (33, True), (MAX_ROWS + 1, False)],
-)
+@pytest.mark.parametrize(("rows", "bias"), [
+    *((rows, rows % 2 == 0) for rows in range(1, 8)), (16, False), (33, True), (MAX_ROWS + 1, False),
+])  # fmt: skip
 def test_products_of_bf16_and_of_fp8_weights(rows: int, bias: bool) -> None:
     depth = 160  # which AVX2 reads in two parts
     layer = torch.nn.Linear(depth, 192, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
@@ -76,11 +73,10 @@ def test_products_of_bf16_and_of_fp8_weights(rows: int, bias: bool) -> None:
 
 SHORT, LONG, WIDE = ((4, 4), 20), ((4, 2), 75), ((16, 2), 75)  # heads of queries and of keys, length of the text
 ROTARY: dict[str, dict[str, Any]] = {
-    "default": {},
-    "linear": dict(factor=4.0),
+    "default": {}, "linear": dict(factor=4.0),
     "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
     "dynamic": dict(factor=2.0),
-}
+}  # fmt: skip
 
 
 def rotary(kind: str) -> dict[str, Any]:
@@ -88,10 +84,9 @@ def rotary(kind: str) -> dict[str, Any]:
 
 
 @in_each_set
-@pytest.mark.parametrize(
-    ("family", "sizes", "rope"),
-    [*product(KNOWN, (SHORT, LONG, WIDE), ["default"]), *product(["llama"], [LONG], ["linear", "llama3"])],
-)
+@pytest.mark.parametrize(("family", "sizes", "rope"), [
+    *product(KNOWN, (SHORT, LONG, WIDE), ["default"]), *product(["llama"], [LONG], ["linear", "llama3"]),
+])  # fmt: skip
 def test_layers_are_closer_to_fp32_than_torchs_own(family: str, sizes: tuple[tuple[int, int], int], rope: str) -> None:
     heads, length = sizes
     model = fitting_model(family, num_attention_heads=heads[0], num_key_value_heads=heads[1], **rotary(rope))
@@ -274,23 +269,6 @@ def test_exact_from_the_file_emits_what_the_plain_loop_emits() -> None:
     out = decoder.generate(prompts, max_new_tokens=16, do_sample=False)
     assert out.sequences == plain.generate(prompts, max_new_tokens=16, do_sample=False).sequences
     assert out.stats.acceptance_length > 1.5
-
-
-@in_each_set
-def test_long_prompts_are_read_by_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = fitting_model("llama")
-    target = Target(model)
-    prepare(target)
-    prompt = (tiny_prompts((60,))[0] * 3)[:150]
-    assert target.cache_bytes_per_token > 0  # found by a forward of its own
-    calls = calls_of_kernels(monkeypatch)
-    expected = FuzzyDecoder(target, NoDrafter(VOCAB)).generate([prompt], max_new_tokens=4, do_sample=False)
-    assert calls == [150, 1, 1, 1]
-    monkeypatch.setattr(stack_module, "MAX_SLOTS", dict.fromkeys(SETS, 100))
-    calls.clear()
-    found = FuzzyDecoder(target, NoDrafter(VOCAB)).generate([prompt], max_new_tokens=4, do_sample=False)
-    assert calls == [1, 1, 1], "the prompt's forward is not among them"
-    assert len(found.sequences[0]) == len(expected.sequences[0]) == 4
 
 
 @in_each_set

@@ -135,13 +135,9 @@ def test_own_fields_and_rows_that_do_not_fit(tmp_path: Path) -> None:
         layout_of("gpqa", {"prompt": "q"})
 
 
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        ("ANSWER: B", "B"), ("The answer is (c).", "C"), ("\\boxed{D}", "D"), ("**ANSWER: A**", "A"), ("A\nB\n", "B"),
-        ("Answer: [d]", "D"), ("the answer is a cat", None),
-        ("I think a cat", None), ("ANSWER: BED", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "letter"), [
+    ("ANSWER: B", "B"), ("The answer is (c).", "C"), ("\\boxed{D}", "D"), ("**ANSWER: A**", "A"), ("A\nB\n", "B"),
+    ("Answer: [d]", "D"), ("the answer is a cat", None), ("I think a cat", None), ("ANSWER: BED", None),
+])  # fmt: skip
 def test_the_letter_that_an_answer_names_last(text: str, letter: str | None) -> None:
     assert last_letter(text) == letter

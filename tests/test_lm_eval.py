@@ -104,17 +104,6 @@ def summed(toy: Toy, ids: list[int], first: int) -> float:
     return float(logits.gather(1, torch.tensor(ids[1:])[:, None])[first - 1 :].sum())
 
 
-def test_log_likelihoods_are_the_targets(toy: Toy, model: FsdLM) -> None:
-    whole = model.tokenizer("the cat sat on the mat", add_special_tokens=False).input_ids
-    context = model.tokenizer("the cat", add_special_tokens=False).input_ids
-    (found,) = model.loglikelihood([asked("the cat", " sat on the mat")], disable_tqdm=True)
-    assert found == (pytest.approx(summed(toy, whole, len(context)), abs=1e-4), False)
-    plain = AutoModelForCausalLM.from_pretrained(toy.target, dtype=torch.float32)
-    best = int(plain(torch.tensor([context])).logits[0, -1].argmax())
-    assert model._loglikelihood_tokens([(None, context, [best])])[0][1] is True
-    assert model.loglikelihood([asked("the", ""), asked("", "")], disable_tqdm=True) == [(0.0, True)] * 2
-
-
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_a_text_without_context_follows_bos_which_is_not_scored(
     toy: Toy, model: FsdLM, adds_bos: bool, monkeypatch: pytest.MonkeyPatch

@@ -99,14 +99,13 @@ def test_lm_head_is_the_targets(family: str) -> None:
 
 
 FSD = [
-    {"threshold": 0.0, "anchor": 0.0},
-    {"threshold": 0.2, "anchor": 0.3},
+    {"threshold": 0.0, "anchor": 0.0}, {"threshold": 0.2, "anchor": 0.3},
     {"divergence": "kl_qp", "threshold": [0.0, 0.5, math.inf], "softness": 0.3},
     {"divergence": "top_k_tv:4", "threshold": [0.1, 0.4], "anchor": 0.0},
     {"width": 3, "temperature": 0.7, "anchor": 0.0},
     {"width": 2, "temperature": 0.6, "threshold": [0.0, 0.2], "anchor": 0.7},
     {"temperature": 1.4, "threshold": [0.1, math.inf]},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("args", FSD, ids=str)

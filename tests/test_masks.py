@@ -68,34 +68,19 @@ def test_the_work_is_linear_in_the_number_of_turns(monkeypatch: pytest.MonkeyPat
     assert len(written) < 20
 
 
-def test_without_an_end_token_the_whole_answer_is_supervised() -> None:
-    tokenizer = tiny_tokenizer(CHATML.replace("<|end|>", ""))
-    inside = {"role": "assistant", "content": "it is <|start|> there"}
-    [sequence] = encode_conversation(tokenizer, [USER, inside, MORE, inside])
-    assert said(tokenizer, sequence) == "it is <|start|> there\n" * 2
-    [sequence] = encode_conversation(tiny_tokenizer(), [USER, inside], complete=False)
-    assert said(tokenizer, sequence) == "it is <|start|> there"
-
-
 ASKED = "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
 
 ENDED = CHATML.replace("<|end|>\n", "<|pad|>")
 
 
 @pytest.mark.parametrize("eos", ["<|end|>", "<|pad|>"])
-@pytest.mark.parametrize(
-    ("template", "end"),
-    [
-        (CHATML.replace(ASKED, "{{ '<|start|>assistant\n' }}"), "<|end|>"),  # opens the next turn unasked
-        (CHATML.replace(ASKED, "{{ '<|start|>assistant\n' }}").replace("<|end|>\n", "<|end|>"), "<|end|>"),
-        (CHATML.replace("{% endif %}", "{% else %}{{ '<|pad|>' }}{% endif %}"), "<|end|>"),  # closes the whole text
-        (
-            ENDED.replace("{% endif %}", "{% else %}{{ '<|end|>' }}{% endif %}"),
-            "<|pad|>",
-        ),  # by eos: Phi-4-mini
-        (CHATML.replace("<|end|>", "<|pad|><|end|>"), "<|pad|><|end|>"),  # ends turns by two tokens
-    ],
-)
+@pytest.mark.parametrize(("template", "end"), [
+    (CHATML.replace(ASKED, "{{ '<|start|>assistant\n' }}"), "<|end|>"),  # opens the next turn unasked
+    (CHATML.replace(ASKED, "{{ '<|start|>assistant\n' }}").replace("<|end|>\n", "<|end|>"), "<|end|>"),
+    (CHATML.replace("{% endif %}", "{% else %}{{ '<|pad|>' }}{% endif %}"), "<|end|>"),  # closes the whole text
+    (ENDED.replace("{% endif %}", "{% else %}{{ '<|end|>' }}{% endif %}"), "<|pad|>"),  # by eos: Phi-4-mini
+    (CHATML.replace("<|end|>", "<|pad|><|end|>"), "<|pad|><|end|>"),  # ends turns by two tokens
+])  # fmt: skip
 def test_what_a_template_writes_after_the_end_of_a_turn_is_not_supervised(template: str, end: str, eos: str) -> None:
     tokenizer = tiny_tokenizer(template)
     tokenizer.eos_token = eos
@@ -194,9 +179,8 @@ def test_a_system_column_goes_before_the_conversation(name: str, form: str) -> N
     forms: dict[str, Any] = {
         "conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}],
         "messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}],
-        "prompt": "u",
-        "turns": ["u", "later"],
-    }
+        "prompt": "u", "turns": ["u", "later"],
+    }  # fmt: skip
     row = {form: forms[form], name: "be kind"}
     system = {"role": "system", "content": "be kind"}
     assert row_messages(row) == [system, {"role": "user", "content": "u"}]

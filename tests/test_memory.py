@@ -84,20 +84,3 @@ def test_free_memory_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert free_bytes(torch.device("meta")) is None
     monkeypatch.setattr("fsd_infer.device.memory.Path", lambda path: Path("/nowhere/meminfo"))
     assert free_bytes(torch.device("cpu")) is None
-
-
-def test_rows_that_stay_move_up_in_place() -> None:
-    cache = SlotCache(SimpleNamespace(num_hidden_layers=2), 4, 3)
-    states = torch.arange(4.0)[:, None, None, None].expand(4, 2, 3, 5)
-    cache.set_write_slots(torch.arange(3).expand(4, -1), 0, 3)
-    for layer in range(2):
-        cache.update(states, -states, layer)
-    begins = [layer.keys.data_ptr() for layer in cache.layers]
-    cache.keep_rows(torch.tensor([1, 3]))
-    for layer, begin in zip(cache.layers, begins, strict=True):
-        assert layer.keys.data_ptr() == begin
-        assert torch.equal(layer.keys, states[[1, 3]]) and torch.equal(layer.values, -states[[1, 3]])
-    cache.set_write_slots(torch.tensor([[0], [2]]), None, 3)
-    keys, _ = cache.update(torch.full((2, 2, 1, 5), 9.0), torch.zeros(2, 2, 1, 5), 1)
-    assert keys[0, 0, :, 0].tolist() == [9, 1, 1] and keys[1, 0, :, 0].tolist() == [3, 3, 9]
-    assert float(cache.layers[0].keys.max()) == 3

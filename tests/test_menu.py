@@ -20,7 +20,7 @@ from fsd_infer.engine.state import DecodeState
 from fsd_infer.rules import parse_rule
 from fsd_infer.trees.costs import PRIORS
 from fsd_infer.trees.estimates import PolicyStore, RuleProfile
-from fsd_infer.trees.menu import MenuPolicy, menu_of
+from fsd_infer.trees.menu import MenuPolicy
 from fsd_infer.trees.policy import TreeReport
 from fsd_infer.trees.shape import MENU, NO_TREE, TreeShape
 from tests.families import VOCAB, tiny_head, tiny_model
@@ -201,16 +201,3 @@ def test_the_choice_is_as_fast_as_the_best_shape(sure: float, said: float) -> No
         tokens, spent = rounds_of(policy_of(store), sure, min(sure * said, 0.97), 150, draws)
         rates.append(tokens / spent)
     assert fmean(rates[3:]) > 0.93 * best_of(sure)
-
-
-def test_a_hopeless_passage_does_not_silence_drafts_for_long() -> None:
-    policy, draws = policy_of(PolicyStore(PRIORS["cuda"])), random.Random(0)
-    rounds_of(policy, 0.02, 0.02, 200, draws)
-    assert policy.stats.nodes[-50:].count(1) > 30, "hardly any drafts"
-    tokens, spent = rounds_of(policy, 0.8, 0.8, 200, draws)
-    assert tokens / spent > 0.85 * best_of(0.8)
-
-
-def test_menus_of_chains_differ_in_depth_alone() -> None:
-    assert menu_of(MENU, False) == MENU
-    assert menu_of(MENU, True) == (NO_TREE, *(TreeShape.chain(depth) for depth in (1, 2, 3, 5, 8)))

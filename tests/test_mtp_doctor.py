@@ -114,13 +114,10 @@ def test_a_planted_fault_is_named(line: str, world: Path, tmp_path: Path) -> Non
     assert all(word in found[line]["says"] for word in words), found[line]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--trained-on", "other"], ["--trained-on: MTP layers belong"]),
-        ([], ["is truncated or damaged", "cut off: ", "model.mtp_layers.0."]),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    (["--trained-on", "other"], ["--trained-on: MTP layers belong"]),
+    ([], ["is truncated or damaged", "cut off: ", "model.mtp_layers.0."]),
+])  # fmt: skip
 def test_truncated_files_and_foreign_options_are_named(
     options: list[str], words: list[str], world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

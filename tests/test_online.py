@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
-from itertools import accumulate
-from statistics import mean
 from typing import Any
 
 import pytest
@@ -26,7 +23,6 @@ from fsd_infer.drafters import (
     RecycleDrafter,
 )
 from fsd_infer.drafters.loading import choose_trees, main_of
-from fsd_infer.trees.calibration import Calibration, DraftKind
 from fsd_infer.trees.costs import PRIORS, CostPrior
 from fsd_infer.trees.estimates import PolicyStore, RuleProfile
 from fsd_infer.trees.policy import TRIALS, PricePolicy, RoundSeconds, TreeReport, policy_store
@@ -69,10 +65,6 @@ class Machine:
 
 def small_machine(nodes: int) -> float:
     return 8e-3 + 2e-3 * (nodes > 6) + 6e-4 * max(nodes - 6, 0)
-
-
-def blocks_machine(nodes: int) -> float:
-    return 4.1e-3 + 6e-4 * (nodes - 1)
 
 
 def large_machine(nodes: int) -> float:
@@ -176,87 +168,6 @@ def test_the_choice_is_as_fast_as_the_best_shape(forward: Callable[[int], float]
     assert speed(choice, machine, sure, 400) >= 0.9 * best_speed(forward, sure)
 
 
-@pytest.mark.parametrize(
-    ("of_node", "of_draft", "sure"), [(0.3, 0.6, 0.6), (0.3, 0.6, 0.2), (0.3, 0.1, 0.2), (0.15, 0.6, 0.6)]
-)
-def test_a_machine_unlike_the_assumed_one_is_found_out(of_node: float, of_draft: float, sure: float) -> None:
-    """Where drafts lose time, the first eight answers take hardly longer than without: what was assumed hid it."""
-    machine = Machine(lambda nodes: 5e-3 * (1 + of_node * (nodes - 1)), 2e-3 * of_draft, reading=3e-3 * of_draft)
-    store, tokens = PolicyStore(PRIORS["amx blocks"], machine), 0
-    for number in range(8):
-        text, choice = Text(sure, number, sibling=0.15), policy_of(store)
-        tokens += sum(round_of(text, machine, choice) for _ in range(60))
-    assert tokens / machine.spent >= 0.9 / 6e-3  # of the speed without drafts
-
-
-@pytest.mark.parametrize("kinds", [(0.3,), (0.7,), (0.3, 0.3, 0.3, 0.3, 0.9)])
-def test_hard_texts_do_not_silence_the_drafts_of_easy_ones(kinds: tuple[float, ...]) -> None:
-    """Drafts that cost more than they bring pause, and come back within the first rounds of a text where they pay."""
-    machine = Machine(blocks_machine, 7.5e-4, reading=8e-4)
-    store = PolicyStore(PRIORS["avx512 blocks"], machine)
-    speeds: dict[float, list[float]] = {kind: [] for kind in kinds}
-    for number in range(30):
-        kind, start = kinds[number % len(kinds)], machine.spent
-        text, choice = Text(kind, number, sibling=0.15), policy_of(store)
-        tokens = sum(round_of(text, machine, choice) for _ in range(60))
-        speeds[kind].append(tokens / (machine.spent - start))
-    for kind, each in speeds.items():
-        alone = 1.0 / (machine.forward(1) + 1e-3)  # without drafts
-        fixed, text = Machine(blocks_machine, 7.5e-4, reading=8e-4), Text(kind, sibling=0.15)
-        tokens = sum(round_of(text, fixed, TreeShape(3, 2, 4)) for _ in range(600))
-        best = max(alone, tokens / fixed.spent)
-        assert mean(each[len(each) // 2 :]) >= 0.95 * best
-
-
-@pytest.mark.parametrize(("copy", "drafts"), [((0.9,), True), ((0.98,) * 12, False)])
-def test_a_head_drafts_beyond_a_short_copy_and_not_beside_a_long_one(copy: tuple[float, ...], drafts: bool) -> None:
-    choice = policy_of(PolicyStore(PRIORS["cpu"], lambda: 0.0))
-    choice.state.trials = 12
-    shape, scores = choice.choose(1), [0.0, *accumulate(map(math.log, copy))]
-    copied = tree_of(([0] * len(scores), [0, *range(len(copy))], scores), vocab=1)
-    assert PricedGrowth(replace(shape, prices=shape.prices.given_grafted(copied)), 1).starts() is drafts
-
-
-def test_a_text_without_copies_leaves_the_heads_drafts_alone() -> None:
-    curve = Calibration()
-    of_head = curve.accept_prob(-0.5, 1, True)
-    for _ in range(40):
-        curve.learn(-0.5, 1, True, DraftKind.GRAFTED, accepted=False)
-    assert (
-        curve.accept_prob(-0.5, 1, True) == of_head
-        and curve.accept_prob(-0.7, 1, True, DraftKind.GRAFTED) < 0.6 * of_head
-    )
-
-
-GRAFTS = [(0.5, 0.0, 0.25), (0.5, 1.0, 1.0), (0.0, 0.9, 1.0), (2.0, 0.2, 0.25)]
-
-
-@pytest.mark.parametrize(("grafted_ms", "right", "share"), GRAFTS)
-def test_a_grafted_drafter_is_asked_where_its_drafts_pay(grafted_ms: float, right: float, share: float) -> None:
-    """Rounds of 5 ms: 0.5 ms for nothing do not pay, nor 2 ms for a fifth of a token. It is asked again for a copy."""
-    choice, asked = policy_of(PolicyStore(PRIORS["avx512 blocks"])), list[bool]()
-    drafts = tree_of(([0, 1], [0, 0], [0.0, math.log(0.5)]), vocab=2)
-    drafts = replace(drafts, proposers=torch.ones_like(drafts.tokens))
-
-    def decode(rounds: int, hits: float) -> float:
-        for number in range(rounds):
-            shape, nodes = choice.choose(1), 1
-            growth = PricedGrowth(shape, 1)
-            growth.asked_grafted = growth.prices.asks_grafted
-            asked.append(growth.asked_grafted)
-            if growth.asked_grafted:
-                growth.grafted_seconds = grafted_ms / 1e3
-                nodes = growth.choose(drafts).shape[1]
-            accepted = int(nodes > 1 and int((number + 1) * hits) > int(number * hits))
-            seconds = RoundSeconds(growth.grafted_seconds + 1e-4, 5e-3 * (1 + 0.07 * (nodes - 1)), 1e-4)
-            choice.update(TreeReport(shape, [accepted], growth=growth, paths=[[0, accepted]], seconds=seconds))
-        return mean(asked[-rounds // 2 :])
-
-    found = decode(200, right)
-    assert found == 1.0 if share == 1.0 else found <= share
-    assert decode(100, 1.0) > 0.9  # a copy begins
-
-
 # decoding -------------------------------------------------------------------------------------------------------------
 
 
@@ -282,13 +193,10 @@ def adversary_of(drafter: Drafter, target: Target) -> Adversary:
     return clock
 
 
-@pytest.mark.parametrize(
-    ("kind", "seed"),
-    [
-        *((kind, None) for kind in ("head+lookup", "lm", "lookup", "lookup+recycle")),
-        *((kind, 3) for kind in ("head+lookup", "lm")),
-    ],
-)
+@pytest.mark.parametrize(("kind", "seed"), [
+    *((kind, None) for kind in ("head+lookup", "lm", "lookup", "lookup+recycle")),
+    *((kind, 3) for kind in ("head+lookup", "lm")),
+])  # fmt: skip
 def test_exact_answers_stay_the_same_whatever_the_clock_says(kind: str, seed: int | None) -> None:
     target = Target(tiny_model("llama"))
     drafter = choose_trees(drafter_of(kind, target), target)

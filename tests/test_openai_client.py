@@ -123,9 +123,7 @@ def greedy(toy: Toy) -> Behaviour:
     return Behaviour(answer, burst=2)
 
 
-def test_server_gets_the_same_tokens_and_is_measured_alike(
-    toy: Toy, greedy: Behaviour, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_server_gets_the_same_tokens_and_is_measured_alike(toy: Toy, greedy: Behaviour, capsys: Any) -> None:
     """It may have another tokenizer, which its protocol does not tell: another name is said aloud."""
     with serving(greedy) as url:
         methods = ["plain", f"theirs=server:{url}#toy"]
@@ -147,16 +145,6 @@ def test_server_gets_the_same_tokens_and_is_measured_alike(
     assert all({**body, **neutral} == body for body in greedy.requests)
 
 
-def test_server_takes_batches_and_sampling(toy: Toy) -> None:
-    behaviour = Behaviour(made_up)
-    with serving(behaviour) as url:
-        record = toy_run(toy, [f"s=server:{url}"], batch_size=2, temperature=0.7, seed=3)
-    rows = record["prompts"]
-    assert len({row["methods"]["s"][0]["tokens_sha256"] for row in rows}) == len(rows)
-    assert all(len(body["prompt"]) == 2 and body["temperature"] == 0.7 for body in behaviour.requests)
-    assert behaviour.requests[0]["seed"] == 3
-
-
 NO_EVENT = "sent no event of the OpenAI API"
 # a server that is stopped cuts answers short, which would count as answers of full length
 ABORTED = {"choices": [{"text": "x", "token_ids": [1], "finish_reason": "abort"}], "usage": {"completion_tokens": 1}}
@@ -168,9 +156,7 @@ ABORTED = {"choices": [{"text": "x", "token_ids": [1], "finish_reason": "abort"}
     ({"choices": 3}, NO_EVENT), ({"choices": [{"text": 3}]}, NO_EVENT), ({"usage": "many"}, NO_EVENT),
     (ABORTED, "aborted an answer: is it stopping"),
 ])  # fmt: skip
-def test_an_event_that_cannot_be_measured_is_named(
-    odd: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_event_that_cannot_be_measured_is_named(odd: dict[str, Any], said: str, monkeypatch: Any) -> None:
     with serving(Behaviour(made_up)) as url:
         method = ServerMethod("s", Server(url))
         monkeypatch.setattr(method.server, "stream", lambda *arguments: iter([odd]))
@@ -187,9 +173,7 @@ def test_tokens_of_another_vocabulary_end_the_run(toy: Toy, tmp_path: Path) -> N
             toy_run(toy, ["plain", f"s=server:{url}"], json_path=tmp_path / "r.json", log_likelihood=True)
 
 
-def test_an_absent_server_is_named_and_leaves_nothing(
-    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_absent_server_is_named_and_leaves_nothing(toy: Toy, tmp_path: Path, capsys: Any) -> None:
     with serving(Behaviour(made_up)) as url:
         with pytest.raises(ServerError, match="does not serve 'x'. It serves: toy"):
             toy_run(toy, [f"server:{url}#x"])

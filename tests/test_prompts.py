@@ -59,8 +59,7 @@ MALFORMED = {
 }  # fmt: skip
 # what is read, the files that are there, and what is said of them
 UNREADABLE: list[tuple[str, dict[str, bytes], str]] = [
-    ("none.jsonl", {}, "no such file"),
-    ("none.parquet", {}, "no such file"),
+    ("none.jsonl", {}, "no such file"), ("none.parquet", {}, "no such file"),
     ("cut.jsonl.gz", {"": gzip.compress(b'{"prompt": "a"}\n' * 1000)[:40]}, r"cut\.jsonl\.gz: unreadable"),
     ("array.json", {"": b'[{"prompt": "a"}, 3]'}, "array.json:2: expected a JSON object"),
     ("cut.json", {"": b'[{"prompt": "a"}'}, "cut.json: not JSON"),
@@ -73,7 +72,7 @@ UNREADABLE: list[tuple[str, dict[str, bytes], str]] = [
     ("other", {"a.jsonl": b"{}"}, r"neither \.parquet files nor a dataset"),
     ("splits", {"test-0.parquet": b"", "validation-0.parquet": b""}, "none called train"),
     *(("bad.jsonl", {"": b'"fine"\n' + line}, f"bad.jsonl:2.*{problem}") for line, problem in MALFORMED.items()),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "files", "message"), UNREADABLE)
@@ -163,11 +162,8 @@ FORMS: list[tuple[dict[str, Any], list[dict[str, str]], list[dict[str, str]] | N
     ({"turns": ["c", "later"]}, asks("c"), None),
     ({"instruction": "Add:", "input": "1 and 2", "answer": "3"}, asks("Add:\n\n1 and 2"), None),
     ({"instruction": "Sum up.", "context": "d", "response": "e"}, asks("Sum up.\n\nd"), None),
-    (
-        {"instruction": "Add:", "input": "1 and 2", "output": IT["content"]},
-        asks("Add:\n\n1 and 2"),
-        [*asks("Add:\n\n1 and 2"), IT],
-    ),
+    ({"instruction": "Add:", "input": "1 and 2", "output": IT["content"]}, asks("Add:\n\n1 and 2"),
+     [*asks("Add:\n\n1 and 2"), IT]),
     ({"input": "b", "instruction": None, "output": [IT], "data": "d"}, asks("b"), [*asks("b"), IT]),
     ({"messages": TURNS, "output": "not this"}, TURNS[:-1], TURNS),
     ({"problem": "g", "solution": "h"}, asks("g"), None),
@@ -183,7 +179,7 @@ FORMS: list[tuple[dict[str, Any], list[dict[str, str]], list[dict[str, str]] | N
     ({"messages": None, "prompt": USER["content"], "completion": BOT["content"]}, [USER], [USER, BOT]),
     ({"conversations": [SHAREGPT[2], *SHAREGPT[1:3]]}, [USER], [USER, BOT]),  # an answer to nothing
     ({"messages": [*TURNS, MORE]}, [*TURNS, MORE], TURNS),  # a question without an answer
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("row", "prompt", "whole"), FORMS)
@@ -270,13 +266,11 @@ BLOCKS = [
     # the block also holds what the template puts after the end
     (OPEN + "{{ m['content'] + '<|end|>\n' }}" + CLOSE, "it is <|start|> there<|end|>sat on the mat<|end|>"),
     # earlier answers are shortened
-    (
-        OPEN + "{{ (m['content'] if loop.last else m['content'].split()[-1]) + '<|end|>' }}" + CLOSE,
-        "there<|end|>sat on the mat<|end|>",
-    ),
+    (OPEN + "{{ (m['content'] if loop.last else m['content'].split()[-1]) + '<|end|>' }}" + CLOSE,
+     "there<|end|>sat on the mat<|end|>"),
     # without the end it is taken as it is
     (OPEN + "{{ m['content'] }}" + CLOSE + "{{ '<|end|>' }}", "it is <|start|> theresat on the mat"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("answer", "kept"), BLOCKS)

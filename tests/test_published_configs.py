@@ -28,12 +28,6 @@ OF_SPARK = {"projector_type": "dspark", "markov_rank": RANK, "target_layer_ids":
 SPARK = {"architectures": ["DFlashDraftModel"], "dflash_config": z_lab(**OF_SPARK)["dflash_config"]}
 SAID: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # a layout, and two ways to say the same
     "M-RoPE, which block heads copy": (Z_LAB, {"rope_scaling": MROPE, "partial_rotary_factor": 0.25}, {}),
-    "M-RoPE of P-EAGLE": ("p-eagle", {"rope_scaling": MROPE}, {}),
-    "rotary options by their new name": (
-        Z_LAB,
-        {"rope_theta": ..., "rope_scaling": ..., "rope_parameters": {"rope_type": "default", "rope_theta": THETA}},
-        {},
-    ),
     "rotary options by type, and one beside them that agrees": (
         Z_LAB,
         {
@@ -143,7 +137,6 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
         "dflash of z-lab", z_lab(target_layer_ids=[0, 9]), r"layers \[0, 9\]; .* has 0 to 3, each once"
     ),
     "another target": ("dflash of z-lab", {"num_target_layers": 36}, "for a target of 36 layers"),
-    "the embeddings": ("dflash of z-lab", z_lab(target_layer_ids=[-1, 2]), "-1\\) are not read here"),
     "a second version": ("dflash of z-lab", z_lab(conv_kernel_size=4), "conv_group_size .* from 1 to 16, got None"),
     "sinks": ("dflash of z-lab", z_lab(attention_sink_bias=True), "attention_sink_bias is True .* and False by"),
     "channels in no groups": (
@@ -153,7 +146,6 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
     "a scale of embeddings": ("dflash2", z_lab(input_embedding_scale=2.0), "input_embedding_scale 2.0, which is not"),
     "another refiner": ("xpress", {"xpress_mlp_ratio": 4}, "wrong shape .'refiner_head.mlp_down.weight'"),
     "two values": ("dflash of z-lab", z_lab(block_size=8), "says block_size twice"),
-    "slots without end": ("dflash of z-lab", {"block_size": 10**9}, "block_size .* from 2 to 1024, got 1000000000"),
     "no mask": ("dflash of z-lab", z_lab(mask_token_id=None), "no mask_token_id"),
     "another vocabulary": ("dflash of z-lab", {"vocab_size": 9}, "drafts over 9 tokens"),
     "a missing correction": ("dflash of z-lab", z_lab(projector_type="domino"), "whose tensors are missing"),
@@ -162,17 +154,11 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
     "another correction": ("dflash of z-lab", {"architectures": ["LiLiCorrDraftModel"]}, "as LiLiCorr does"),
     "too many layers": ("dflash of z-lab", {"num_hidden_layers": 3}, "names 3 layers"),
     "another architecture": ("hydra", {"hydra_head_arch": "prefix-mlp"}, "'prefix-mlp': only \"mlp\""),
-    "ungrounded": ("hydra", {"grounded_heads": False}, "unexpected"),
-    "an inner state": ("hydra", {"hidden_state_offset": 1}, "hidden_state_offset of 1"),
     "fewer steps": ("mlp speculator", {"n_predict": 2}, "unexpected"),
     "steps without end": ("mlp speculator, tied", {"n_predict": 10**12}, "from 1 to 64, got 1000000000000"),
-    "steps in words": ("mlp speculator", {"n_predict": "3"}, "n_predict .* must be a whole number .*, got '3'"),
     "ties that differ": ("mlp speculator", {"tie_weights": True}, "its emb.1.weight differs from emb.0.weight"),
-    "an unknown tensor": ("mlp speculator, tied", {}, r"unexpected \['strange.weight'\]"),
-    "what P-EAGLE adds": ("dflash of z-lab", {}, r"unexpected \['draft_ids', 'mask_hidden'\]"),
     "no epsilon": ("p-eagle", {"rms_norm_eps": None}, "does not describe a Llama layer .*'rms_norm_eps'"),
     "a width of its states": ("mlp speculator", {"inner_dim": 7}, "inner_dim is 7 in its config.json, and 12 by"),
-    "a width of the target": ("mlp speculator", {"emb_dim": 99}, f"emb_dim is 99 in its config.json, and {H} by"),
     "a scale of its logits": ("medusa of vLLM", {"logit_scale": 0.5}, "logit_scale 0.5, which is not known"),
     "a reduced vocabulary": ("dflash of speculators", {"draft_vocab_size": 77}, "draft_vocab_size is 77 .* and 3 by"),
     "a rank": ("dspark of speculators", {"markov_rank": 9}, f"markov_rank is 9 in its config.json, and {RANK} by"),
@@ -180,7 +166,6 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
     "two directions": ("dflash of z-lab", z_lab(causal=True) | {"is_causal": False}, "says causal twice"),
     "slots in words": ("dspark of speculators", {"sample_from_anchor": "false"}, "must be true or false"),
     "an input in words": ("mlp speculator, tied", {"scale_input": "false"}, "scale_input .* or false, got 'false'"),
-    "ties in words": ("mlp speculator", {"tie_weights": "false"}, "tie_weights in its config.json must be true or"),
     "ground in words": ("hydra", {"grounded_heads": "false"}, "grounded_heads in its config.json must be true or"),
     "features in words": ("dflash of z-lab", z_lab(use_aux_hidden_state="false"), "use_aux_hidden_state .* must be"),
     "biases that are missing": ("medusa of vLLM", {"medusa_fc_bias": True}, "missing .'blocks.0.0.linear.bias'"),
@@ -189,10 +174,8 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
     "two rotary scalings": ("dflash of z-lab", {"rope_parameters": {"factor": 5.0}, **SCALED}, "says factor twice"),
     "two masks": ("p-eagle", {"ptd_token_id": 1}, r"needs one token of its masks, .* has \[1, "),
     "an unknown activation": ("dflash of z-lab", {"hidden_act": "x"}, "not describe a decoder layer .KeyError: 'x'"),
-    "a rotary base in words": ("dflash of z-lab", {"rope_theta": "1e4"}, "not describe a decoder layer .TypeErr"),
     "types of layers": ("dflash with sinks", {"layer_types": [[], "full_attention"]}, "not those of 2 full or"),
     "no proposals": ("p-eagle", {"speculators_config": {"proposal_methods": ["greedy"]}}, "not say what it proposes"),
-    "no masks": ("p-eagle", {"mask_token_id": ...}, "needs one token of its masks, .* has none"),
     "LM heads of some": ("medusa", {}, "3 with 2 LM heads"),
     "truncated": ("medusa of vLLM", {"truncated_vocab_size": 2}, "drafts over 2 of 4 ids and has no token_map"),
 }  # fmt: skip
@@ -204,11 +187,6 @@ def test_what_cannot_be_told_or_run_is_refused_by_name(tmp_path: Path, fault: st
     made = layout(name)
     if fault == "LM heads of some":
         made = replace(made, tensors={name: value for name, value in made.tensors.items() if name != "0.2.weight"})
-    if fault == "an unknown tensor":
-        made = replace(made, tensors={**made.tensors, "strange.weight": torch.ones(1)})
-    if fault == "what P-EAGLE adds":  # and a tensor of the target, which is left out
-        more = {name: torch.ones(1) for name in ("draft_ids", "mask_hidden", "x.verifier_norm.weight")}
-        made = replace(made, tensors=made.tensors | more)
     with pytest.raises(FsdError, match=words):
         load_drafter(str(made.write(tmp_path / "head", **changes)), target(), None)
 
@@ -261,9 +239,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, fault: str) -> Non
         load_drafter(str(copied.write(tmp_path)), target())
 
 
-def test_an_adapter_beside_a_head_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_beside_a_head_is_told(tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Model-Optimizer trains a LoRA of the target with a head, and exports both into one directory."""
     place = layout("p-eagle").write(tmp_path)
     (place / "adapter_config.json").write_text("{}")

@@ -152,9 +152,8 @@ def test_medusa_heads_may_lie_beside_or_inside_a_model(root: Path, kind: str, tm
         save_file(own, place / "medusa_lm_head.safetensors")
         save_file(model, place / "model.safetensors")
     found, tree = (
-        drafted(load_drafter(str(place), whole, TREE), PROMPTS),
-        drafted(load(root, "medusa", TREE), PROMPTS),
-    )
+        drafted(load_drafter(str(place), whole, TREE), PROMPTS), drafted(load(root, "medusa", TREE), PROMPTS),
+    )  # fmt: skip
     if kind != "blocks alone":
         assert torch.equal(found.tokens, tree.tokens) and torch.equal(found.q_logits, tree.q_logits)
         return

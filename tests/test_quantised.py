@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import GenerationConfig
@@ -36,7 +35,7 @@ from tests.kernel_toys import CPU, needs_kernels, prepare, restore
 from tests.loopback_hub import loopback_hub
 from tests.quantised_checkpoints import AT_LOAD, STORED, load, packed, write
 from tests.test_adapters import save_adapter
-from tests.train_toys import TRAINER, eagle_module, fit_command, toy_target
+from tests.train_toys import fit_command
 
 NEEDED = {
     "torchao": "torchao", "bitsandbytes": "bitsandbytes", "quanto": "optimum.quanto",
@@ -183,20 +182,6 @@ def test_a_head_is_trained_for_a_quantised_target(toys: Path, tmp_path: Path) ->
         assert found["precision"]["says"] == says and "in brackets with" in found["what it costs"]["says"]
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"quantization_config": {"quant_method": "fp8"}}], ids=str)
-def test_training_quantises_a_target_on_its_own_device(
-    kwargs: dict[str, Any], toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such weights cannot be moved, and most kinds need a GPU; others are moved later, or sharded."""
-    module, places = eagle_module(toys, target_kwargs=kwargs), list[torch.device]()
-    monkeypatch.setattr(module, "whole_target", lambda dtype, place: places.append(torch.device(place)) or toy_target())
-    trainer: Any = Trainer(**{**TRAINER, "default_root_dir": tmp_path})
-    trainer.strategy._root_device = torch.device("cuda", 1)
-    module.trainer = trainer
-    module._load_target()
-    assert places == [torch.device("cuda", 1) if kwargs else torch.device("cpu")]
-
-
 def test_what_a_cpu_cannot_compute_is_refused_by_name(plain: Path) -> None:
     for config, words in (
         ({"quant_method": "eetq", "weights": "int8"}, "'eetq' need a GPU"),
@@ -239,10 +224,8 @@ def with_fp8(end: str) -> Any:
 
 UNREAD: dict[str, tuple[str, Any, Any, str]] = {  # stored kind, change of tensors, config, words
     "GPTQ without a config": ("gptq int4", (), None, "has not read their 'model.layers.0.mlp.down_proj.g_idx'"),
-    "AWQ without a config": ("awq int4", (), None, "quant_config.json"),
     "Model-Optimizer": ("", with_fp8("_scale"), {"quant_method": "modelopt"}, "'modelopt', which transformers"),
     "fp8 without a config": ("", with_fp8("_scale"), None, "has not read their .*weight_scale'"),
-    "fp8 by other names": ("", with_fp8("_scale"), {"quant_method": "fp8"}, "has not read their .*weight_scale'"),
     "fp8 without scales": ("", with_fp8("_"), {"quant_method": "fp8"}, "down_proj.weight is of type F8_E4M3 without"),
     "zeros of GPTQ's second format": (
         "gptq int4", lambda state: [value.add_(0x11111111) for name, value in state.items() if "qzeros" in name],

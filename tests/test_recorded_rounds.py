@@ -244,9 +244,7 @@ def test_rounds_are_recorded_at_loading(device: SimulatedDevice) -> None:
         record_rounds(FuzzyDecoder(target(CPU), drafter("none", CPU)), [(1, 20)])
 
 
-def test_what_cannot_be_recorded_runs_eagerly_and_says_so(
-    device: SimulatedDevice, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_recorded_runs_eagerly_and_says_so(device: SimulatedDevice, caplog: Any) -> None:
     attempts = 0
 
     def refuses(run: Any, generator: Any) -> Any:

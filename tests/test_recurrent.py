@@ -79,20 +79,6 @@ def test_options_of_families(case: str) -> None:
     check_greedy(tiny_model(family, **options))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["mamba2", "qwen3_5_text"])
-@pytest.mark.parametrize("name", ["memory", "forgetful", "reduced+lookup", "oracle+lookup", "small"])
-def test_whatever_drafts_greedy_answers_are_the_targets(family: str, name: str) -> None:
-    target = Target(model_of(family))
-    small = Target(tiny_model("llama"))
-    drafter = LMDrafter(small, target, TreeShape(3, 2, 6)) if name == "small" else drafter_of(name, target, nodes=12)
-    limits, prompts = dict(max_new_tokens=24, do_sample=False), tiny_prompts()
-    expected = reference(target.model, prompts)
-    assert FuzzyDecoder(target, drafter).generate(prompts, **limits).sequences == expected
-    if name != "memory":
-        assert FuzzyDecoder(target, drafter).generate(prompts, "fuzzy:js:0", **limits).sequences == expected
-
-
 def _states(cache: SlotCache, row: int) -> dict[Any, Tensor]:
     return {key: state for key, state in cache.saved(row, 1).items() if key[0] == STATE}
 

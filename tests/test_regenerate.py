@@ -240,9 +240,7 @@ def test_every_turn_is_answered_with_the_targets_own_answers_before_it(tmp_path:
     assert output.read_bytes() == whole
 
 
-def test_a_later_turn_that_the_template_refuses_ends_its_conversation_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_later_turn_that_the_template_refuses_ends_its_conversation_alone(tmp_path: Path, capsys: Any) -> None:
     asked, given = {"role": "user", "content": "the cat"}, {"role": "assistant", "content": "there"}
     rows = [{"id": word, "messages": [asked, given, {**asked, "content": word}]} for word in WORDS]
     refusing = "{% if messages[-1]['content'] == 'mat' %}{{ raise_exception('no mat') }}{% endif %}"
@@ -347,7 +345,6 @@ FAILURES = [
     ((500, {"error": "out of memory"}), 3, "status 500: .*out of memory.* after 3 tries. Finished"),
     ((200, {"result": 1}), 1, "sent no completion"),
     ((200, {"choices": [{"text": None, "finish_reason": "stop"}]}), 1, "sent no completion"),
-    ((200, {"choices": [{"text": "", "finish_reason": "stop", "token_ids": ["1"]}]}), 1, "sent no completion"),
     (completion({"prompt": [5] * 9}, prompt_token_ids=[1]), 1, "changed the prompt's token ids"),
 ]
 

@@ -53,10 +53,9 @@ def traced(root: Path, calls: set[Call], packages: tuple[str, ...] = PACKAGES) -
         sys.setprofile(None)
 
 
-@pytest.mark.parametrize(
-    ("layout", "rule", "files", "functions"),
-    [("eagle3", "exact", 13, 42), ("fsd", "exact", 13, 43), ("eagle3", "fuzzy:js:0.3", 16, 53)],
-)
+@pytest.mark.parametrize(("layout", "rule", "files", "functions"), [
+    ("eagle3", "exact", 13, 42), ("fsd", "exact", 13, 43), ("eagle3", "fuzzy:js:0.3", 16, 53),
+])  # fmt: skip
 def test_a_greedy_round_is_short_to_follow(
     layout: str, rule: str, files: int, functions: int, repo_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

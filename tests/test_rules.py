@@ -178,16 +178,12 @@ AS_EXACT = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("spec", "kinds"),
-    [
-        *((spec, KINDS) for spec in AS_EXACT),
-        ("fuzzy-strict:tv:0", KINDS[:2]),  # a sampled chain's other tokens come from p itself
-        ("exact", KINDS[:2]),
-        ("fly:entropy=inf", KINDS[1:2]),
-        *((f"asd:{zero}", KINDS[1:2]) for zero in ("budget=0:gap=inf", "inf:0", "0:9:budget=inf")),
-    ],
-)
+@pytest.mark.parametrize(("spec", "kinds"), [
+    *((spec, KINDS) for spec in AS_EXACT),
+    ("fuzzy-strict:tv:0", KINDS[:2]),  # a sampled chain's other tokens come from p itself
+    ("exact", KINDS[:2]), ("fly:entropy=inf", KINDS[1:2]),
+    *((f"asd:{zero}", KINDS[1:2]) for zero in ("budget=0:gap=inf", "inf:0", "0:9:budget=inf")),
+])  # fmt: skip
 def test_exact_token_for_token_at_the_end_of_its_range(spec: str, kinds: list[tuple[str, bool]]) -> None:
     for (shape, greedy), seed in product(kinds, range(12)):
         round = any_round(shape, seed, greedy)
@@ -234,17 +230,6 @@ def test_draws_never_leave_the_support(weights: list[float], uniform: float) -> 
         index = int(draw(torch.tensor([weights]), torch.tensor([uniform], dtype=dtype)))
         shares = torch.tensor([0.0, *weights]).double().cumsum(0) / sum(weights)
         assert weights[index] > 0 and shares[index] - 1e-6 <= uniform <= shares[index + 1] + 1e-6
-
-
-def test_logits_of_a_narrower_type_count_as_what_they_are() -> None:
-    for seed in range(8):  # bf16 rounds to many ties, which the smallest token wins
-        round = tree_round(seed, greedy=True)
-        narrow = round.logits.bfloat16()
-        wide = narrow.float()
-        for spec in ("exact", "fuzzy:js:0.3", "draft-only"):
-            rule = parse_rule(spec)
-            found = verdict_of(rule, replace(round, logits=narrow, scores=narrow))
-            assert_same(found, verdict_of(rule, replace(round, logits=wide, scores=wide)))
 
 
 def test_sampled_drafts_have_to_be_a_chain() -> None:

@@ -35,7 +35,7 @@ from tests.covering import covering, fast_only
 from tests.output_probs import output_probs
 from tests.rules_enumeration import RULES, check_distribution
 from tests.rules_toy import TOYS, Toy, V
-from tests.tree_rounds import chain_round, tree_round
+from tests.tree_rounds import tree_round
 
 # Each rule on each toy, but reduced vocabularies and options only where they may matter.
 CASES = [
@@ -248,12 +248,6 @@ def test_what_would_decode_exactly_in_silence_is_refused(form: str, greedy: bool
 
     with pytest.raises(FsdError, match=words):
         Own()(tree_round(0, greedy=greedy))
-
-
-def test_a_sampled_chain_needs_no_bias() -> None:
-    inputs = RuleInputs(chain_round(0))
-    for bias in (None, inputs.logprob_gap, lambda: pytest.fail("a chain has no use for it")):
-        assert OutputDistribution.biased(inputs, bias).logit_bias is None
 
 
 CONDITIONS: dict[str, Callable[[VocabRows], Tensor | bool]] = {

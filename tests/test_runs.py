@@ -160,9 +160,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
     assert torch.equal(load_head(run.head).fc.weight, load_head(uninterrupted).fc.weight)
 
 
-def test_a_signal_amid_a_validation_ends_it_and_it_comes_again(
-    toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_amid_a_validation_ends_it_and_it_comes_again(toys: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """The checkpoint holds what was before it, also where it measures averaged weights."""
     more = [*TWO_BATCHES, "--trainer.limit_val_batches", "3", "--trainer.val_check_interval", "4",
             "--data.validation_batch_tokens", "64", "--trainer.callbacks+",
@@ -235,9 +233,7 @@ def test_a_kill_amid_exports_costs_nothing(toys: Path, tmp_path: Path, monkeypat
     assert kept.is_dir() and not [path for path in run.root.iterdir() if path.name.startswith(".head")]
 
 
-def test_checkpoints_are_written_beside_their_place(
-    toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_are_written_beside_their_place(toys: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """They need no room elsewhere, and a full disk leaves the earlier ones, whole."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
     run = Run(toys, tmp_path / "run")

@@ -49,10 +49,9 @@ def turn(*parts: Any) -> list[dict[str, Any]]:
 
 
 SHOWN = [
-    turn("the cat ", an_image(1), " what is it"),
-    turn("is there an answer to that"),
+    turn("the cat ", an_image(1), " what is it"), turn("is there an answer to that"),
     turn(an_image(2), "the end", an_image(3, 16, 32), "it is the cat, and the mat"),
-]
+]  # fmt: skip
 
 
 @cache
@@ -161,17 +160,6 @@ def test_beams_equal_generate(family: str) -> None:
     options = dict(num_beams=3, max_new_tokens=8)
     expected = [expected_of(decoder, messages, **options) for messages in SHOWN]
     assert decoder.generate(SHOWN, **{**LIMITS, **options}).sequences == expected
-
-
-def test_lossy_rules_and_several_answers() -> None:
-    decoder = decoder_of("qwen2_5_vl")
-    drafter = drafter_of("head", decoder.target)
-    exact = [expected_of(decoder, messages) for messages in SHOWN]
-    assert decoder.generate(SHOWN, "fuzzy:js:0", drafter=drafter, **LIMITS).sequences == exact
-    lossy = decoder.generate(SHOWN, "fuzzy:js:inf", drafter=drafter, **LIMITS)
-    assert lossy.stats.divergence_spent > 0
-    drawn = dict(max_new_tokens=6, do_sample=True, num_return_sequences=2, seed=3)
-    assert decoder.generate(SHOWN[0], **drawn).sequences == decoder.generate(SHOWN[0], **drawn).sequences
 
 
 class HostPrompt(ImagePrompt):

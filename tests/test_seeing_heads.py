@@ -131,13 +131,10 @@ def eagle3_config(family: str, kind: str) -> dict[str, Any]:
     return {**own, **layer, "architectures": ["LlamaForCausalLMEagle3"]}
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [("qwen2_5_vl", "mrope"), ("qwen3_vl", "mrope"), ("qwen2_5_vl", "plain"), ("qwen3_vl", "speculators")],
-)
-def test_eagle_heads_stand_where_they_were_trained_to(
-    family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("family", "kind"), [
+    ("qwen2_5_vl", "mrope"), ("qwen3_vl", "mrope"), ("qwen2_5_vl", "plain"), ("qwen3_vl", "speculators"),
+])  # fmt: skip
+def test_eagle_heads_stand_where_they_were_trained_to(family: str, kind: str, tmp_path: Path, monkeypatch: Any) -> None:
     """In a ragged batch, beside a prompt without images: at the root and at every node below."""
     tensors, decoder = eagle3_tensors(), seeing_decoder(family)
     (tmp_path / "config.json").write_text(json.dumps(eagle3_config(family, kind)))

@@ -30,60 +30,49 @@ def with_part(**part: Any) -> dict[str, Any]:
     return asked(messages=[{"role": "user", "content": [part]}])
 
 
-@pytest.mark.parametrize(
-    ("content", "status", "message"),
-    [
-        (asked(rule="nonsense"), 400, "nonsense"),
-        (asked(vllm_xargs={"rule": "nonsense"}), 400, "nonsense"),
-        (asked(temperature=-1), 400, "temperature"),
-        (asked(n=0), 400, "Invalid value for 'n': expected greater than or equal to 1, but got 0."),
-        (asked(temperature=True), 400, "'temperature': expected a number, but got a boolean instead."),
-        (asked(stream="yes"), 400, "'stream': expected a boolean, but got a string instead."),
-        (asked(max_tokens=4.0), 400, "'max_tokens': expected an integer, but got a decimal instead."),
-        (asked(logit_bias={"5": True}), 400, "'logit_bias.5': expected a number, but got a boolean"),
-        (asked(stream_options={"include_usage": 1}), 400, "'stream_options.include_usage': expected a boolean"),
-        (with_part(type="text", text=1), 400, "'messages[0].content[0].text'"),
-        (
-            asked(messages=[{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]),
-            400,
-            "messages[1]: a message of the role tool answers a call",
-        ),
-        (asked(tools=[], tool_choice="required"), 400, "tool_choice needs tools"),
-        (asked(tool_choice="sometimes"), 400, "'tool_choice': expected 'none', 'auto' or 'required'"),
-        (asked(tool_choice={"type": "function"}), 400, "Missing required parameter: 'tool_choice.function'."),
-        (asked(functions=[]), 400, "functions: this server does not support it"),
-        (asked(response_format={"type": "json_schema"}), 400, "response_format"),
-        (asked(response_format=NO_SCHEMA), 400, "schema cannot"),
-        (asked(guided_regex="("), 400, "regular expression cannot be followed"),
-        (asked(guided_regex="a", response_format={"type": "json_object"}), 400, "name one"),
-        (asked(top_logprobs=3), 400, "top_logprobs needs logprobs"),
-        (asked(stream_options={"include_usage": True}), 400, "stream_options needs stream = true"),
-        (asked(max_completion_tokens=5), 400, "max_tokens and max_completion_tokens name one limit"),
-        (asked(store=True), 400, "'store': expected false, but got true."),
-        (asked(stop=3), 400, "'stop': expected a string or an array of strings, but got an integer"),
-        (asked(logit_bias={"a.b": 1}), 400, "'logit_bias': its names are token ids, but one is 'a.b'."),
-        (asked(guided_regex="\ud83d"), 400, "the regular expression: character 1 is half of a surrogate pair"),
-        (asked(chat_template_kwargs={"enable_thinking": True}), 400, "does not read 'enable_thinking'"),
-        (with_part(type="text", text="a", cache_control={}), 400, "messages[0].content[0].cache_control: this server"),
-        (with_part(type="image_url", image_url={"url": "x"}, x=1), 400, "messages[0].content[0].x: this server"),
-        (with_part(type="input_audio"), 400, "'messages[0].content[0]': expected a part of the type 'text' or 'im"),
-        (b"[" * 4000, 400, "the body is nested too deeply" if sys.version_info < (3, 13) else "the body is not JSON"),
-        (asked(logit_bias={"99999999": 1}), 400, "logit_bias: there is no token 99999999"),
-        (asked(quality=1.5), 400, "quality"),
-        (asked(quality=0.9, rule="tilted"), 400, "leave out quality, or the rule"),
-        (asked(quality=0.9), 400, "nothing was calibrated yet"),
-        (asked(rule="quality:x"), 400, "quality is above 0 and at most 1"),
-        (asked(chat_template_kwargs={"chat_template": "{{ 7 }}"}), 400, "'chat_template' is not the template's"),
-        (asked(model="another"), 404, "model 'another' is not here"),
-        ({"max_tokens": 4}, 400, "messages"),
-        (asked("the cat " * 400), 400, "tokens, but the model has a context of"),
-        (b'{"messages": [', 400, "the body is not JSON"),
-        (b'{"messages": "\xff"}', 400, "the body is not JSON: it is not utf-8 (invalid start byte, at byte 14)"),
-        (b"[1]", 400, "must be a JSON object"),
-        (asked("x" * 5000), 413, "more than 4096 bytes"),
-        (iter([b" " * 3000, b" " * 3000]), 413, "more than 4096 bytes"),  # sent without its length
-    ],
-)
+@pytest.mark.parametrize(("content", "status", "message"), [
+    (asked(rule="nonsense"), 400, "nonsense"),
+    (asked(vllm_xargs={"rule": "nonsense"}), 400, "nonsense"),
+    (asked(temperature=-1), 400, "temperature"),
+    (asked(n=0), 400, "Invalid value for 'n': expected greater than or equal to 1, but got 0."),
+    (asked(temperature=True), 400, "'temperature': expected a number, but got a boolean instead."),
+    (asked(logit_bias={"5": True}), 400, "'logit_bias.5': expected a number, but got a boolean"),
+    (asked(messages=[{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]), 400,
+     "messages[1]: a message of the role tool answers a call"),
+    (asked(tools=[], tool_choice="required"), 400, "tool_choice needs tools"),
+    (asked(tool_choice="sometimes"), 400, "'tool_choice': expected 'none', 'auto' or 'required'"),
+    (asked(tool_choice={"type": "function"}), 400, "Missing required parameter: 'tool_choice.function'."),
+    (asked(functions=[]), 400, "functions: this server does not support it"),
+    (asked(response_format={"type": "json_schema"}), 400, "response_format"),
+    (asked(response_format=NO_SCHEMA), 400, "schema cannot"),
+    (asked(guided_regex="("), 400, "regular expression cannot be followed"),
+    (asked(guided_regex="a", response_format={"type": "json_object"}), 400, "name one"),
+    (asked(top_logprobs=3), 400, "top_logprobs needs logprobs"),
+    (asked(stream_options={"include_usage": True}), 400, "stream_options needs stream = true"),
+    (asked(max_completion_tokens=5), 400, "max_tokens and max_completion_tokens name one limit"),
+    (asked(store=True), 400, "'store': expected false, but got true."),
+    (asked(stop=3), 400, "'stop': expected a string or an array of strings, but got an integer"),
+    (asked(logit_bias={"a.b": 1}), 400, "'logit_bias': its names are token ids, but one is 'a.b'."),
+    (asked(guided_regex="\ud83d"), 400, "the regular expression: character 1 is half of a surrogate pair"),
+    (asked(chat_template_kwargs={"enable_thinking": True}), 400, "does not read 'enable_thinking'"),
+    (with_part(type="text", text="a", cache_control={}), 400, "messages[0].content[0].cache_control: this server"),
+    (with_part(type="input_audio"), 400, "'messages[0].content[0]': expected a part of the type 'text' or 'im"),
+    (b"[" * 4000, 400, "the body is nested too deeply" if sys.version_info < (3, 13) else "the body is not JSON"),
+    (asked(logit_bias={"99999999": 1}), 400, "logit_bias: there is no token 99999999"),
+    (asked(quality=1.5), 400, "quality"),
+    (asked(quality=0.9, rule="tilted"), 400, "leave out quality, or the rule"),
+    (asked(quality=0.9), 400, "nothing was calibrated yet"),
+    (asked(rule="quality:x"), 400, "quality is above 0 and at most 1"),
+    (asked(chat_template_kwargs={"chat_template": "{{ 7 }}"}), 400, "'chat_template' is not the template's"),
+    (asked(model="another"), 404, "model 'another' is not here"),
+    ({"max_tokens": 4}, 400, "messages"),
+    (asked("the cat " * 400), 400, "tokens, but the model has a context of"),
+    (b'{"messages": [', 400, "the body is not JSON"),
+    (b'{"messages": "\xff"}', 400, "the body is not JSON: it is not utf-8 (invalid start byte, at byte 14)"),
+    (b"[1]", 400, "must be a JSON object"),
+    (asked("x" * 5000), 413, "more than 4096 bytes"),
+    (iter([b" " * 3000, b" " * 3000]), 413, "more than 4096 bytes"),  # sent without its length
+])  # fmt: skip
 def test_bad_requests_say_what_is_wrong(client: TestClient, content: Any, status: int, message: str) -> None:
     body = json.dumps(content) if isinstance(content, dict) else content
     found = client.post(CHAT, content=body, headers={"Content-Type": "application/json"})
@@ -119,17 +108,14 @@ def test_variables_of_the_template(client: TestClient, toy_decoder: FuzzyDecoder
     assert lengths[1] > lengths[0] == lengths[2]
 
 
-@pytest.mark.parametrize(
-    ("kind", "wrong"),
-    [
-        (ChatCompletionRequest, {"messages": [1] * 9000}),
-        (ChatCompletionRequest, {"messages": [{}] * 8000}),
-        (ChatCompletionRequest, asked(tools=[{}] * 99)),
-        (ChatCompletionRequest, asked(**{f"field{number}": 1 for number in range(9000)})),
-        (ChatCompletionRequest, asked(logit_bias={f"a{number}": 1 for number in range(20_000)})),
-        (TextCompletionRequest, {"prompt": ["a"] * 9000}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "wrong"), [
+    (ChatCompletionRequest, {"messages": [1] * 9000}),
+    (ChatCompletionRequest, {"messages": [{}] * 8000}),
+    (ChatCompletionRequest, asked(tools=[{}] * 99)),
+    (ChatCompletionRequest, asked(**{f"field{number}": 1 for number in range(9000)})),
+    (ChatCompletionRequest, asked(logit_bias={f"a{number}": 1 for number in range(20_000)})),
+    (TextCompletionRequest, {"prompt": ["a"] * 9000}),
+])  # fmt: skip
 def test_a_wrong_item_ends_the_check(kind: Any, wrong: dict[str, Any]) -> None:
     """The event loop waits for the list of errors: 12 s for one MiB of them."""
     with pytest.raises(ValidationError) as found:
@@ -195,11 +181,8 @@ def test_a_quality_is_shown_in_usage_and_metrics(client: TestClient) -> None:
 
 NAMES = [
     *(TextCompletionRequest.model_fields | ChatCompletionRequest.model_fields),
-    *ViewRequest.model_fields,
-    "functions",
-    "schema",
-    "",
-]
+    *ViewRequest.model_fields, "functions", "schema", "",
+]  # fmt: skip
 POSTS = [*[CHAT] * 4, *[COMPLETIONS] * 3, "/view/decode", "/v1/nothing"]
 GETS = ["/v1/models", "/metrics", "/health", "/", "/docs", CHAT]
 NASTY = [  # values that are well-formed for their field

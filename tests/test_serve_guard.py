@@ -22,20 +22,17 @@ from fsd_infer.serving.app import Limits, make_app
 from fsd_infer.serving.batcher import AnswerJob, Batcher
 from fsd_infer.serving.gate import is_known, known_hosts
 from fsd_infer.serving.listen import Connection, serve
-from fsd_infer.targets.prefixes import PrefixCache
 from tests.serve_toys import CHAT, COMPLETIONS, LIMITS, ask, asked, connections, listening, make_job, rest
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 HALVES = {
-    "nothing": b"",
-    "part of a line": b"POST /v1/ch",
-    "part of the headers": HEAD,
+    "nothing": b"", "part of a line": b"POST /v1/ch", "part of the headers": HEAD,
     "part of a body": HEAD + b"Content-Length: 100\r\n\r\n{",
     "no body": HEAD + b"Content-Length: 100\r\n\r\n",
     "part of a chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\n50\r\n{",
     "a request and a part": b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD + b"Content-Length: 9\r\n\r\n{",
     "a body that nobody reads": b"POST /v1/nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{",
-}
+}  # fmt: skip
 GARBAGE = [  # what is no request, or says too much
     b"PRI * HTTP/2.0\r\n\r\n", b"\x16\x03\x01\r\n\r\n", b"[" * 3000, HEAD + b": \r\n\r\n", HEAD + b"X: " + b"x" * 9000,
     HEAD + b"Content-Length: -1\r\n\r\n{", HEAD + b"Expect: 100-continue\r\nContent-Length: 9000\r\n\r\n\xff",
@@ -131,9 +128,7 @@ def test_a_signal_ends_the_server_and_not_the_process(toy_decoder: FuzzyDecoder,
     assert not raised and b'"finish_reason": "abort"' in said[0] and said[0].rstrip(b"\r\n0").endswith(b"[DONE]")
 
 
-def test_an_answer_that_does_not_end_does_not_hold_the_end(
-    toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_does_not_end_does_not_hold_the_end(toy_decoder: FuzzyDecoder, monkeypatch: Any) -> None:
     begun, go, said = threading.Event(), threading.Event(), list[str]()
     real = toy_decoder.generate
 
@@ -157,9 +152,7 @@ def test_an_answer_that_does_not_end_does_not_hold_the_end(
 
 
 @pytest.mark.parametrize("left", [1, 2])
-def test_prompts_that_nobody_waits_for_are_not_read_on(
-    toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch, left: int
-) -> None:
+def test_prompts_that_nobody_waits_for_are_not_read_on(toy_decoder: FuzzyDecoder, monkeypatch: Any, left: int) -> None:
     """Of two clients of a batch one or both leave while the first prompt is read."""
     monkeypatch.setattr("fsd_infer.request.prompts.PREFILL_CHUNK", 4)
     batcher, forwards, real = Batcher(toy_decoder, max_batch=2, max_queue=4), list[int](), toy_decoder.target.forward
@@ -241,15 +234,12 @@ def test_the_key_comes_before_the_body(toy_decoder: FuzzyDecoder) -> None:
             make_app(toy_decoder, api_key=key)
 
 
-@pytest.mark.parametrize(
-    ("host", "known"),
-    [
-        ("localhost:8000", True), ("LOCALHOST", True), ("a.localhost:1", True), ("127.0.0.1:8000", True), ("", True),
-        ("[::1]:8000", True), ("10.0.0.7", True), ("mine.example:80", True), ("Mine.Example.", True),
-        (socket.gethostname(), True), ("evil.example:8000", False), ("localhost.evil.example", False),
-        ("127.0.0.1.evil.example", False), ("[evil]", False), ("mine.example.evil", False), ("::1", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("host", "known"), [
+    ("localhost:8000", True), ("LOCALHOST", True), ("a.localhost:1", True), ("127.0.0.1:8000", True), ("", True),
+    ("[::1]:8000", True), ("10.0.0.7", True), ("mine.example:80", True), ("Mine.Example.", True),
+    (socket.gethostname(), True), ("evil.example:8000", False), ("localhost.evil.example", False),
+    ("127.0.0.1.evil.example", False), ("[evil]", False), ("mine.example.evil", False), ("::1", False),
+])  # fmt: skip
 def test_pages_of_other_sites_cannot_ask(host: str, known: bool) -> None:
     """A name that an attacker resolves to this machine is refused, unless every name is allowed."""
     assert is_known(host, known_hosts(["127.0.0.1", "mine.example"])) == known
@@ -266,19 +256,16 @@ def test_another_host_is_refused_before_its_body(toy_decoder: FuzzyDecoder) -> N
 DEEP = "[" * 900 + "]" * 900
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        '"rule": "' + "x" * 3000 + '"', '"' + "y" * 3000 + '": 1', '"rule": "\\ud800"', '"model": "\\ud800"',
-        '"guided_regex": "(' + "\\ud800" * 300 + '"', f'"guided_json": {{"const": {DEEP}}}', f'"rule": {DEEP}',
-        '"seed": 1' + "0" * 3000, '"guided_json": {"minimum": 1' + "0" * 3000 + "}", '"seed": 1e999', '"stop": ' + DEEP,
-        '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"const": ' + DEEP + "}}}]",
-        '"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": {"const": '
-        + DEEP + "}}}]",
-        f'"response_format": {{"type": "json_schema", "json_schema": {{"schema": {{"items": {DEEP}}}}}}}',
-        '"\\ud800": 1', "[" * 3000, '"a": ' + '{"a": ' * 600,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("fields", [
+    '"rule": "' + "x" * 3000 + '"', '"' + "y" * 3000 + '": 1', '"rule": "\\ud800"', '"model": "\\ud800"',
+    '"guided_regex": "(' + "\\ud800" * 300 + '"', f'"guided_json": {{"const": {DEEP}}}', f'"rule": {DEEP}',
+    '"seed": 1' + "0" * 3000, '"guided_json": {"minimum": 1' + "0" * 3000 + "}", '"seed": 1e999', '"stop": ' + DEEP,
+    '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"const": ' + DEEP + "}}}]",
+    '"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": {"const": '
+    + DEEP + "}}}]",
+    f'"response_format": {{"type": "json_schema", "json_schema": {{"schema": {{"items": {DEEP}}}}}}}',
+    '"\\ud800": 1', "[" * 3000, '"a": ' + '{"a": ' * 600,
+])  # fmt: skip
 def test_errors_are_short_whatever_they_quote(client: TestClient, fields: str) -> None:
     body = '{"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 2, ' + fields + "}"
     found = client.post(CHAT, content=body.encode(), headers={"Content-Type": "application/json"})
@@ -306,30 +293,7 @@ def test_prompts_are_encoded_beside_the_event_loop(toy_decoder: FuzzyDecoder, mo
     assert found == [200]
 
 
-def test_prompts_that_begin_alike_are_read_once(toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within one user, and not for requests with a seed, whose answers come again to the last bit."""
-    monkeypatch.setattr(toy_decoder.target, "prefixes", PrefixCache(1 << 24))
-    prompt = list(range(5, 45))
-
-    def usage(**more: Any) -> Any:
-        body = {"prompt": prompt, "max_tokens": 3, "temperature": 0, **more}
-        return client.post(COMPLETIONS, json=body).json()["usage"]
-
-    with TestClient(make_app(toy_decoder)) as client:
-        first = usage()
-        assert first["prompt_tokens"] == 40 and first["prompt_tokens_details"] == {"cached_tokens": 0}
-        cached = [usage(**more)["prompt_tokens_details"]["cached_tokens"] for more in ({}, {"user": "me"}, {"n": 2})]
-        assert cached == [39, 0, 39]
-        again = [{"user": "me"}, {"user": "you"}, {"seed": 1}, {"seed": 1, "user": "me"}]
-        assert [usage(**more)["prompt_tokens_details"]["cached_tokens"] for more in again] == [39, 0, 0, 0]
-        body = {"prompt": prompt, "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
-        last = json.loads(client.post(COMPLETIONS, json=body).text.split("data: ")[-2])
-    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 39}
-
-
-def test_the_decoding_thread_outlives_what_nobody_expects(
-    toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_decoding_thread_outlives_what_nobody_expects(toy_decoder: FuzzyDecoder, monkeypatch: Any) -> None:
     """A fault outside of the decoder ends its own job alone."""
     batcher, ended, finish = Batcher(toy_decoder, max_batch=1, max_queue=4), threading.Event(), AnswerJob.finish
     broken = make_job(toy_decoder, 4, lambda text, job: None)

@@ -65,13 +65,12 @@ class Record(Callback):
             pl_module.head.reshard()  # validation leaves it whole
         weight = next(p for p in pl_module.head.parameters() if p.requires_grad and p.ndim == 2)
         self.facts = {
-            "target_sharded": isinstance(layer, DTensor),
-            "target_share": _held(layer) / layer.numel(),
+            "target_sharded": isinstance(layer, DTensor), "target_share": _held(layer) / layer.numel(),
             "head_share": _held(weight) / weight.numel(),
             "moment_share": _held(trainer.optimizers[0].state[weight]["exp_avg"]) / weight.numel(),
             "target_frozen": not any(p.requires_grad for p in pl_module.target.model.parameters()),
             "trained": len([p for p in pl_module.parameters() if p.requires_grad]),
-        }
+        }  # fmt: skip
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         with whole_head(pl_module):

@@ -40,11 +40,9 @@ def test_numbers_on_a_worked_example() -> None:
     ]  # fmt: skip
     plain = {"rule": {"rule": "exact"}, "drafter": {"name": "none", "depth": 0}}
     methods = {
-        "plain": plain,
-        "exact@slow": DRAFTED,
-        "exact": DRAFTED,
+        "plain": plain, "exact@slow": DRAFTED, "exact": DRAFTED,
         "tilted": {**DRAFTED, "rule": {"rule": "tilted"}},
-    }
+    }  # fmt: skip
     prompts = [BenchPrompt(str(i), "a", f"f:{i}", [1]) for i in range(6)]
     record = build_record(prompts, methods, comparisons, baselines=["plain", "exact", "exact@slow"])
     record["settings"] = {"batch_size": 1, "target": "models/toy"}

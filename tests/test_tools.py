@@ -65,61 +65,55 @@ def test_the_template_tells_the_format() -> None:
         assert tool_format(tokenizer, TOOLS) is None
 
 
-@pytest.mark.parametrize(
-    ("format", "answer", "content", "calls"),
-    [
-        (HERMES, '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>', "", [("time", "{}")]),
-        (
-            HERMES,
-            'I look.\n<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>\n'
-            '<tool_call>[{"name": "time", "arguments": {}}]</tool_call> Done <tool',
-            "I look. Done <tool",
-            [("weather", '{"city": "Ulm"}'), ("time", "{}")],
-        ),
-        (HERMES, '<tool_call>{"name": "time", "arguments": {}}', "", [("time", "{}")]),  # ended without its closing
-        (HERMES, '<tool_call>{"name": "time", "argu', '<tool_call>{"name": "time", "argu', []),  # cut off
-        (HERMES, "<tool_call>no JSON</tool_call> so", "<tool_call>no JSON</tool_call> so", []),
-        (HERMES, '<tool_call>{"name": "x", "arguments": {}}</tool_call>', None, []),  # no such tool
-        (HERMES, '<tool_call>{"name": "time", "arguments": 3}</tool_call>', None, []),
-        (HERMES, "a < b, 3 ", "a < b, 3 ", []),
-        (  # a closing in a string ends no call, and characters stay as they are
-            HERMES,
-            '<tool_call>{"name": "weather", "arguments": {"city": "Z\u00fcrich </tool_call> \\" x"}}</tool_call> end',
-            " end",
-            [("weather", '{"city": "Z\u00fcrich </tool_call> \\" x"}')],
-        ),
-        (  # an escaped quote ends no string
-            HERMES,
-            '<tool_call>{"name": "weather", "arguments": {"city": "a\\"</tool_call>"}}</tool_call>',
-            "",
-            [("weather", '{"city": "a\\"</tool_call>"}')],
-        ),
-        (  # mentions of the opening, the second with an unfinished call, before a call
-            HERMES,
-            '<think>A <tool_call> or <tool_call>{"x: </think><tool_call>{"name": "time", "arguments": {}}</tool_call>',
-            '<think>A <tool_call> or <tool_call>{"x: </think>',
-            [("time", "{}")],
-        ),
-        (HERMES, '<tool_call>{"name": "time</tool_call> so', '<tool_call>{"name": "time</tool_call> so', []),
-        (HERMES, '<tool_call>a 5" board</tool_call> so', '<tool_call>a 5" board</tool_call> so', []),
-        (HERMES, '<tool_call>{"name": "time", "arguments": {"a": NaN}}</tool_call>', None, []),
-        (HERMES, '<tool_call>{"name": "time", "arguments": {"a": 1e999}}</tool_call>', None, []),
-        (HERMES, '<tool_call>{"name": "time", "arguments": {"a": "\\ud800"}}</tool_call>', "",
-         [("time", '{"a": "\\ud800"}')]),
-        (LLAMA, '{"name": "time", "parameters": ' + "[" * 3000, None, []),
-        (MISTRAL, '[TOOL_CALLS] [{"name": "time", "arguments": {}}]', "", [("time", "{}")]),
-        (MISTRAL, ' [{"name": "time", "arguments": {}}, {"name": "time", "arguments": {}}]', "", [("time", "{}")] * 2),
-        (MISTRAL, "[1, 2] are numbers", "[1, 2] are numbers", []),
-        (MISTRAL, '[1] [TOOL_CALLS][{"name": "time", "arguments": {}}]', "[1]", [("time", "{}")]),
-        (MISTRAL, "See: [TOOL_CALLS][]", "See: [TOOL_CALLS][]", []),
-        (LLAMA, '{"name": "weather", "parameters": {"city": "Bonn"}}', "", [("weather", '{"city": "Bonn"}')]),
-        (LLAMA, '<|python_tag|>{"name": "time", "parameters": {}}; {"name": "time", "parameters": {}}', "",
-         [("time", "{}")] * 2),
-        (LLAMA, ' {"name": "time"}', ' {"name": "time"}', []),
-        (LLAMA, "It is {late}.", "It is {late}.", []),
-        (LLAMA, "", "", []),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("format", "answer", "content", "calls"), [
+    (HERMES, '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>', "", [("time", "{}")]),
+    (
+        HERMES,
+        'I look.\n<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>\n'
+        '<tool_call>[{"name": "time", "arguments": {}}]</tool_call> Done <tool',
+        "I look. Done <tool",
+        [("weather", '{"city": "Ulm"}'), ("time", "{}")],
+    ),
+    (HERMES, '<tool_call>{"name": "time", "arguments": {}}', "", [("time", "{}")]),  # ended without its closing
+    (HERMES, '<tool_call>{"name": "time", "argu', '<tool_call>{"name": "time", "argu', []),  # cut off
+    (HERMES, "<tool_call>no JSON</tool_call> so", "<tool_call>no JSON</tool_call> so", []),
+    (HERMES, '<tool_call>{"name": "x", "arguments": {}}</tool_call>', None, []),  # no such tool
+    (HERMES, '<tool_call>{"name": "time", "arguments": 3}</tool_call>', None, []),
+    (  # a closing in a string ends no call, and characters stay as they are
+        HERMES,
+        '<tool_call>{"name": "weather", "arguments": {"city": "Z\u00fcrich </tool_call> \\" x"}}</tool_call> end',
+        " end",
+        [("weather", '{"city": "Z\u00fcrich </tool_call> \\" x"}')],
+    ),
+    (  # an escaped quote ends no string
+        HERMES,
+        '<tool_call>{"name": "weather", "arguments": {"city": "a\\"</tool_call>"}}</tool_call>',
+        "",
+        [("weather", '{"city": "a\\"</tool_call>"}')],
+    ),
+    (  # mentions of the opening, the second with an unfinished call, before a call
+        HERMES,
+        '<think>A <tool_call> or <tool_call>{"x: </think><tool_call>{"name": "time", "arguments": {}}</tool_call>',
+        '<think>A <tool_call> or <tool_call>{"x: </think>',
+        [("time", "{}")],
+    ),
+    (HERMES, '<tool_call>{"name": "time</tool_call> so', '<tool_call>{"name": "time</tool_call> so', []),
+    (HERMES, '<tool_call>{"name": "time", "arguments": {"a": NaN}}</tool_call>', None, []),
+    (HERMES, '<tool_call>{"name": "time", "arguments": {"a": 1e999}}</tool_call>', None, []),
+    (HERMES, '<tool_call>{"name": "time", "arguments": {"a": "\\ud800"}}</tool_call>', "",
+     [("time", '{"a": "\\ud800"}')]),
+    (LLAMA, '{"name": "time", "parameters": ' + "[" * 3000, None, []),
+    (MISTRAL, '[TOOL_CALLS] [{"name": "time", "arguments": {}}]', "", [("time", "{}")]),
+    (MISTRAL, ' [{"name": "time", "arguments": {}}, {"name": "time", "arguments": {}}]', "", [("time", "{}")] * 2),
+    (MISTRAL, "[1, 2] are numbers", "[1, 2] are numbers", []),
+    (MISTRAL, '[1] [TOOL_CALLS][{"name": "time", "arguments": {}}]', "[1]", [("time", "{}")]),
+    (MISTRAL, "See: [TOOL_CALLS][]", "See: [TOOL_CALLS][]", []),
+    (LLAMA, '{"name": "weather", "parameters": {"city": "Bonn"}}', "", [("weather", '{"city": "Bonn"}')]),
+    (LLAMA, '<|python_tag|>{"name": "time", "parameters": {}}; {"name": "time", "parameters": {}}', "",
+     [("time", "{}")] * 2),
+    (LLAMA, ' {"name": "time"}', ' {"name": "time"}', []),
+    (LLAMA, "", "", []),
+])  # fmt: skip
 def test_answers_are_split_however_they_arrive(
     format: ToolFormat, answer: str, content: str | None, calls: list[tuple[str, str]]
 ) -> None:
@@ -173,26 +167,20 @@ def test_calls_can_be_required_or_named(served: tuple[Any, Any]) -> None:
             assert whole["finish_reason"] == streamed(client, {**body, "max_tokens": count - 1})[1] == "tool_calls"
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tools has no function 'x'"),
-        ({"tools": None, "tool_choice": "auto"}, "tool_choice needs tools"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "tools: strict needs"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"response_format": {"type": "json_object"}}, "tools: an answer that calls tools cannot"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls: false needs a tool_choice"),
-        ({"messages": [*CALLED, {"role": "tool", "tool_call_id": "c2", "content": "x"}]}, "messages[1].tool_call_id"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}],
-             "tool_choice": "required"},
-            "tools: the grammar cannot be followed",
-        ),
-        ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages: name and tool_call_id"),
-        ({"messages": [{"role": "user", "content": "x", "audio": {}}]}, "messages[0].audio: this server does not"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "malformed `tool_calls`"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tools has no function 'x'"),
+    ({"tools": None, "tool_choice": "auto"}, "tool_choice needs tools"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "tools: strict needs"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"response_format": {"type": "json_object"}}, "tools: an answer that calls tools cannot"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls: false needs a tool_choice"),
+    ({"messages": [*CALLED, {"role": "tool", "tool_call_id": "c2", "content": "x"}]}, "messages[1].tool_call_id"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}],
+     "tool_choice": "required"}, "tools: the grammar cannot be followed"),
+    ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages: name and tool_call_id"),
+    ({"messages": [{"role": "user", "content": "x", "audio": {}}]}, "messages[0].audio: this server does not"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "malformed `tool_calls`"),
+])  # fmt: skip
 def test_malformed_tools_are_refused(served: tuple[Any, Any], fields: dict[str, Any], message: str) -> None:
     found = served[0].post(CHAT, json=asked(**fields))
     assert found.status_code == 400 and message in found.json()["error"]["message"], found.text

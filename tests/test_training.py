@@ -205,12 +205,10 @@ def test_bad_checkpoints_are_refused_before_training(toys: Path, checkpoint: Pat
     for path, words, options in [
         (cut, "truncated", {}),
         (text, "truncated or no Lightning checkpoint", {}),
-        (foreign, "did not write it", {}),
-        (weights, "only weights", {}),
-        (none, "no such checkpoint", {}),
+        (foreign, "did not write it", {}), (weights, "only weights", {}), (none, "no such checkpoint", {}),
         (directory, "directory, but no sharded", {}),
         (checkpoint, "other settings.*draft_ids", {"draft_vocab_size": 50}),
-    ]:
+    ]:  # fmt: skip
         with pytest.raises(CheckpointError, match=f"{path}.*{words}"):
             resumed(toys, tmp_path / "again", path, **options)
 

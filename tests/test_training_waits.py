@@ -192,9 +192,7 @@ def moved(target: Target, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_a_run(
-    toys: Path, tmp_path: Path, cached: bool, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run(toys: Path, tmp_path: Path, cached: bool, device: SimulatedDevice, monkeypatch: Any) -> None:
     monkeypatch.setattr("fsd_train.models.distillation.move", moved)
     watch = Waits(device)
     options = {**TRAINER, "default_root_dir": tmp_path, "val_check_interval": 2, "limit_val_batches": 1}

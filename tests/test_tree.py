@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
 from dataclasses import replace
 
 import pytest
@@ -14,35 +12,8 @@ from fsd_infer import Target, TreeShape
 from fsd_infer.drafters import Drafter, DraftRequest, LMDrafter
 from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.trees.tree import DraftTree, select_nodes, visit_scores
-from tests.families import VOCAB, noisy_model, tell, tiny_head, tiny_model, tiny_prompts
+from tests.families import noisy_model, tell, tiny_head, tiny_model, tiny_prompts
 from tests.tree_rounds import check_tree, tree_of, tree_round
-
-PARENTS = [0, 0, 0, 1, 1, 2, 3, 3]
-STEPS = [1.0, 0.5, 0.3, 0.6, 0.2, 0.9, 0.7, 0.1]
-
-
-def path_of(parents: list[int], node: int) -> list[int]:
-    """From the node up to the root."""
-    path = [node]
-    while path[-1]:
-        path.append(parents[path[-1]])
-    return path
-
-
-@pytest.mark.parametrize("kernels", [True, False])
-def test_paths_are_those_of_the_parents(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not kernels:
-        monkeypatch.delitem(functional.KERNELS["ancestors"], "cpu")
-    for count in (1, 2, 3, 9, 40):
-        parents = torch.tensor(
-            [[0, *(random.Random(count + row).randrange(node) for node in range(1, count))] for row in range(3)]
-        )
-        found = DraftTree(parents, parents, parents.float(), torch.empty(3, 0, VOCAB), parents - count)
-        for row, of_row in enumerate(parents.tolist()):
-            for node in range(count):
-                path = path_of(of_row, node)
-                assert found.ancestors[row, node].nonzero()[:, 0].tolist() == path[::-1]
-                assert found.depths[row, node] == len(path) - 1
 
 
 @pytest.mark.parametrize("kernels", [True, False])
@@ -71,32 +42,6 @@ def test_a_part_of_a_tree_is_a_tree(kernels: bool, monkeypatch: pytest.MonkeyPat
         ([0, 1, 2], [0, 0, 1], [0.0, -1.0, -2.0]), vocab=4, q_logits=torch.zeros(1, 2, 4), q_index=[[0, 1, -1]]
     )
     assert without.keep(torch.tensor([[0, 1]])).q_index.tolist() == [[0, -1]], "what became a leaf has no q"
-
-
-def by_enumeration(steps: list[float], parents: list[int], bonus: list[float]) -> list[float]:
-    """Chances that walks visit nodes when each walk's chance under q is weighed by e^(sum of its drafts' bonus)."""
-    visited, total = [0.0] * len(steps), 0.0
-    for end in range(len(steps)):
-        path = path_of(parents, end)
-        ends_here = 1 - sum(steps[node] for node in range(1, len(steps)) if parents[node] == end)
-        weight = ends_here * math.prod(steps[node] for node in path) * math.exp(sum(bonus[node] for node in path))
-        total += weight
-        for node in path:
-            visited[node] += weight
-    return [weight / total for weight in visited]
-
-
-@pytest.mark.parametrize("without", [0, 1, 2])
-@pytest.mark.parametrize("draft_bonus", [0.0, 0.3, 1.0, 2.5])
-def test_visits_are_those_of_the_tilted_distribution(draft_bonus: float, without: int) -> None:
-    """The distribution r ∝ q·e^(v·draft_bonus) by one backward pass is, over whole walks, q times e^(draft_bonus ·
-    drafts). Every ``without``-th draft has no bonus.
-    """
-    scores = [math.log(math.prod(STEPS[node] for node in path_of(PARENTS, end))) for end in range(len(STEPS))]
-    bonus = [0.0 if not node or without and node % without == 0 else draft_bonus for node in range(len(STEPS))]
-    of_call = torch.tensor([bonus]) if without else draft_bonus
-    found = visit_scores(torch.tensor([scores], dtype=torch.double), torch.tensor([PARENTS]), 4, of_call)
-    assert found.exp()[0].tolist() == pytest.approx(by_enumeration(STEPS, PARENTS, bonus))
 
 
 SESSIONS = [

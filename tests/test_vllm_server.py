@@ -20,11 +20,8 @@ from tests.vllm_distributions import ALLOWED, FUZZY, NEEDS_VLLM, NGRAM, PYTHON, 
 from tests.vllm_v2 import V2
 
 RULES = [
-    None,
-    "tilted:0.3:exact_ngram_size=0:min_p=0",
-    "typical:0:0",
-    "tilted:0.2:exact_ngram_size=0:min_p=0:budget=1.5",
-]
+    None, "tilted:0.3:exact_ngram_size=0:min_p=0", "typical:0:0", "tilted:0.2:exact_ngram_size=0:min_p=0:budget=1.5",
+]  # fmt: skip
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"vllm_xargs": {"rule": "nonsense"}}, "rule: unknown rule 'nonsense'"),
     ({"vllm_xargs": {"rule": "fuzzy:js:0.3"}}, "needs the drafter's distribution"),

@@ -64,14 +64,10 @@ def decoded(decoder: FuzzyDecoder, drafter: Drafter, rule: str | Rule, temperatu
 
 
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize(
-    ("kind", "temperature"),
-    [
-        ("lm", 0.8),
-        ("head", 0.0),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("lm", 0.0), ("head", 0.8))),
-    ],
-)
+@pytest.mark.parametrize(("kind", "temperature"), [
+    ("lm", 0.8), ("head", 0.0),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("lm", 0.0), ("head", 0.8))),
+])  # fmt: skip
 def test_the_forecast_of_exact_is_measured(kind: str, temperature: float, decoders: dict[str, FuzzyDecoder]) -> None:
     decoder = decoders[kind]
     found = forecast(decoder, PROMPTS, ["tilted:3"], temperature=temperature, max_new_tokens=NEW)
@@ -145,9 +141,7 @@ def command(toy: Toy, *more: str) -> int:
 
 
 @pytest.mark.usefixtures("few")
-def test_the_command_prints_and_records_the_forecast(
-    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_and_records_the_forecast(toy: Toy, tmp_path: Path, capsys: Any) -> None:
     record = tmp_path / "worth.json"
     assert command(toy, "--limit", "2", "--details", "--rules", "relaxed:3:0.5", "--json", str(record)) == 0
     text = capsys.readouterr().out
