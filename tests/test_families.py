@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GitConfig, GitForCausalLM
 
 from fsd_bench.planned import sizes_of
 from fsd_core.errors import ModelLoadError
@@ -109,11 +109,17 @@ def test_unsupported_layers_and_attention_are_refused() -> None:
     model.set_attn_implementation("flex_attention")
     with pytest.raises(ModelLoadError, match='"sdpa" or "eager"'):
         Target(model)
-    for window in (0, -1):
+    for window in (0, -1, 1):  # at 1, generate does not apply it to its cache
         with pytest.raises(ModelLoadError, match=f"sliding_window in the config of gemma2 is {window}, so"):
             Target(tiny_model("gemma2", sliding_window=window))
     with pytest.raises(ModelLoadError, match='is on the device "meta"'):
         FuzzyDecoder.from_pretrained(tiny_model("llama").to("meta"), "lookup")
+
+
+def test_captured_layers_are_those_of_the_text() -> None:
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    git = GitForCausalLM(GitConfig(vocab_size=VOCAB, vision_config=dict(sizes, image_size=8, patch_size=4), **sizes))
+    assert Target(git).layers([0, 1]) == list(git.git.encoder.layer)
 
 
 _HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=64, sliding_window=WINDOW)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import TextIteratorStreamer
 
 import fsd_infer
 from fsd_infer import Drafter, FsdError, FuzzyDecoder, Target
+from fsd_infer.device.lock import RequestLock
 from fsd_infer.drafters import NoDrafter
 from fsd_infer.targets.prefixes import MIN_TOKENS, Prefix, PrefixCache
 from tests.families import drafter_of, tiny_head, tiny_model, tiny_prompts
@@ -66,6 +68,16 @@ def test_threads_share_a_model_through_the_hook() -> None:
     with ThreadPoolExecutor(8) as pool:
         for found in pool.map(lambda _: model.generate(ids, **hook, **options), range(8)):
             assert torch.equal(found, expected)
+
+
+def test_a_forked_process_does_not_wait_for_threads_that_it_lacks() -> None:
+    lock = RequestLock()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lock.__enter__).result()
+    process = multiprocessing.get_context("fork").Process(target=lock.__enter__, daemon=True)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
 
 
 FAMILIES = ["gemma3_text", "gpt2"]  # layers with sliding windows beside whole ones, and learned positions

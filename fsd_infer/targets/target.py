@@ -376,5 +376,7 @@ class Target(CachedModel):
 def layer_list(decoder: nn.Module, count: int) -> nn.ModuleList | None:
     """Return the list of a decoder's ``count`` layers, or None. A decoder may hold what sees images, too."""
     own: Any = getattr(decoder, "layers", None)
-    lists = (part for part in (own, *decoder.modules()) if isinstance(part, nn.ModuleList))
+    seeing = (part for part in decoder.modules() if getattr(part, "main_input_name", "") == "pixel_values")
+    not_ours = {inner for part in seeing if part is not decoder for inner in part.modules()}  # GIT's has equal lists
+    lists = (part for part in (own, *decoder.modules()) if isinstance(part, nn.ModuleList) and part not in not_ours)
     return next((layers for layers in lists if len(layers) == count), None)
