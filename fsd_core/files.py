@@ -169,7 +169,8 @@ def _holding(lock: Path, take: Callable[[int], object]) -> Iterator[None]:
             try:
                 yield
             finally:
-                lock.unlink(missing_ok=True)
+                with suppress(OSError):
+                    lock.unlink()
             return
 
 
@@ -350,14 +351,14 @@ def lock_for_run(descriptor: int, path: Path, advice: str, error: type[FsdError]
     Raises:
         FsdError: ``error``, which names ``path`` and ends in ``advice``, if another run holds the lock.
     """
-    import fcntl  # of POSIX systems
-
     try:
+        import fcntl  # of POSIX systems
+
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as problem:
         raise error(f"another run is writing {path}. {advice}") from problem
-    except OSError as problem:
-        _warn_unlocked(path, problem.strerror)
+    except (OSError, ModuleNotFoundError) as problem:
+        _warn_unlocked(path, getattr(problem, "strerror", None) or str(problem))
         return False
     return True
 

@@ -39,4 +39,5 @@ def _free_locks() -> None:
             lock._lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_free_locks)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_free_locks)
