@@ -127,6 +127,7 @@ _INKLING: dict[str, Any] = dict(
     _HEADS, hidden_size=32, num_hidden_layers=2, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=8,
     n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
 )  # fmt: skip
+_BYTES = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, intermediate_size=32)
 _GLM: dict[str, Any] = dict(
     _HEADS, num_key_value_heads=4, vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, q_lora_rank=16,
     kv_lora_rank=16, qk_rope_head_dim=0, qk_nope_head_dim=8, v_head_dim=8, index_head_dim=16, index_n_heads=16,
@@ -151,6 +152,7 @@ _GLM: dict[str, Any] = dict(
         ("glm5_next", {"text_config": _GLM, "vision_config": dict(depth=1, hidden_size=32, num_heads=4)}),
         ("inkling_text", _INKLING),
         ("inkling2_text", {**_INKLING, "unpadded_vocab_size": VOCAB}),
+        ("blt", dict.fromkeys(("patcher_config", "encoder_config", "decoder_config", "global_config"), _BYTES)),
         ("dory", dict(hidden_size=32, num_hidden_layers=4, n_input_layers=1, n_output_layers=1, **_HEADS)),
     ],
 )
