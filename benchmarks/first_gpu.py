@@ -4,9 +4,9 @@
 
 Each step is a command of this repository with a time limit. After a kill, a failure or a time limit the same command
 continues: it runs the steps that were not tried yet, then retries those that are not done. With --minutes it ends after
-so many, where longer commands are killed. After every step the record and the page are written to runs/first-gpu and
-benchmarks/results (first-gpu.json and .md). Logs and the steps' own records are in runs/first-gpu. With --rehearse toys
-go through the same steps on a CPU, in minutes.
+so many, where longer commands are killed, with status 1 if steps are left. After every step the record and the page are
+written to runs/first-gpu and benchmarks/results (first-gpu.json and .md). Logs and the steps' own records are in
+runs/first-gpu. With --rehearse toys go through the same steps on a CPU, in minutes.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def run_steps(
     record: dict[str, Any],
     save: Callable[[dict[str, Any]], None],
     minutes: float = math.inf,
-) -> None:
-    """Run the steps that are not done, those never tried first.
+) -> bool:
+    """Run the steps that are not done, those never tried first. Return whether all are done or left out.
 
     Args:
         steps: in order.
@@ -100,12 +100,13 @@ def run_steps(
             left_over = (end - time.monotonic()) / 60
             if left_over < LEAST:
                 print("the rest is for the next run of this command", file=sys.stderr, flush=True)
-                return
+                return False
             step = replace(step, minutes=min(step.minutes, left_over))
             print(f"{step.name}: {step.why} (at most {step.minutes:.3g} min) ...", file=sys.stderr, flush=True)
             known[step.name] = {"why": step.why, **_run(step, directory / f"{step.name}.log")}
             print(f"{step.name}: {known[step.name]['status']}", file=sys.stderr, flush=True)
         save(record)
+    return {known[step.name]["status"] for step in steps} <= {"done", "left out"}
 
 
 def _run(step: Stage, log: Path) -> dict[str, Any]:
@@ -292,7 +293,7 @@ def _training(sizes: RunSizes, directory: Path) -> list[Stage]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the remaining steps. Return 1 if a step failed or ran out of time, 2 without a GPU."""
+    """Run the remaining steps. Return 1 if some are left, failed or ran out of time, 2 without a GPU."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.first_gpu", description=__doc__.partition("\n")[0])
     parser.add_argument("--rehearse", action="store_true", help="toys on a CPU")
@@ -318,9 +319,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_text(each.with_suffix(".md"), page(record))
 
     steps = steps_of(toys(directory) if args.rehearse else full(args, directory), directory)
-    run_steps(steps, directory, record, save, args.minutes)
+    finished = run_steps(steps, directory, record, save, args.minutes)
     print(page(record))
-    return int(any(outcome["status"] not in ("done", "left out") for outcome in record["steps"].values()))
+    return int(not finished)
 
 
 if __name__ == "__main__":

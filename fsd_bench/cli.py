@@ -187,7 +187,7 @@ def _worth_options(parser: argparse.ArgumentParser) -> None:
     add(parser, "--max-new-tokens", default=96)
     parser.add_argument("--rules", default="", metavar="RULE,...", help="rules to forecast besides the usual ones")
     add_flags(parser, ("--details", "print the tables of all rules, not only what is recommended"))
-    add(parser, "--json", help="write forecast and environment to FILE")
+    add(parser, "--json", help="write forecast and environment to FILE; rerun to resume")
     add(parser, "--overwrite")
     add_models(parser)
 

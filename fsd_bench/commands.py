@@ -138,10 +138,12 @@ def worth(args: argparse.Namespace) -> int:
     named = picked(args, "prompts temperature limit max_new_tokens raw seed strict")
     options = WorthOptions(rules=words(args.rules), **named, **model_options(args))
     with reserved(args.json, "the record", args.overwrite) as record:
-        found, facts = run_worth(options, progress=True)
+        kept = None if record is None else record.with_name(f"{record.name}.partial.json")
+        found, facts = run_worth(options, progress=True, kept=kept)
         print(worth_text(found) if args.details else brief_text(found, options))
-        if record is not None:
+        if record is not None and kept is not None:
             write_json(record, jsonable(facts), indent=1)
+            kept.unlink(missing_ok=True)
             print(f"record: {record}", file=sys.stderr)
     return 0
 

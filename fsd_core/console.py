@@ -59,6 +59,7 @@ def run(program: str, command: Callable[[], int | None], debug: bool = False) ->
     except TerminatedError as error:
         return _say(program, str(error), 128 + error.number)
     except KeyboardInterrupt:
+        _expect_another()
         return _say(program, "interrupted", INTERRUPTED)
     except BrokenPipeError:
         with contextlib.suppress(OSError):  # or Python complains again when it flushes the rest
@@ -73,6 +74,12 @@ def run(program: str, command: Callable[[], int | None], debug: bool = False) ->
             return _say(program, text, BAD_INPUT)
         message = f"unexpected {type(error).__name__}: {error} (a bug; its traceback is in {_keep_traceback(program)})"
         return _say(program, message, UNEXPECTED)
+
+
+def _expect_another() -> None:
+    """Let a second Ctrl-C print nothing, while the interpreter waits for threads at its end."""
+    usual = sys.unraisablehook
+    sys.unraisablehook = lambda it: None if issubclass(it.exc_type, KeyboardInterrupt) else usual(it)
 
 
 class TerminatedError(KeyboardInterrupt):

@@ -11,14 +11,15 @@ import os
 import re
 import sys
 import threading
+import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
 from fsd_core.errors import CheckpointError, DataError, FsdError
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
-QUIET = 2.0  # seconds that one process waits for another without a word
+QUIET, PAUSE = 2.0, 0.125  # seconds that one process waits for another without a word, and between attempts
 MAX_BYTES = 255, 4095  # of a file's name and of a path, on the usual systems
 _MACHINE = f"{zlib.crc32(os.uname().nodename.encode()):08x}"  # others number their processes alike
 
@@ -143,16 +144,34 @@ def _remove_left(path: Path) -> None:
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
     """Hold a lock file between processes, and say on stderr, as ``what``, that another process holds it."""
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=QUIET)
-    except Timeout:
-        print(f"[{what}] waiting for the process that holds {path}", file=sys.stderr, flush=True)
-        lock.acquire()
-    try:
+
+    def wait(descriptor: int) -> None:
+        for attempt in count():
+            with suppress(DataError):
+                lock_for_run(descriptor, path, "")
+                return
+            if attempt == QUIET / PAUSE:
+                print(f"[{what}] waiting for the process that holds {path}", file=sys.stderr, flush=True)
+            time.sleep(PAUSE)
+
+    with _holding(path, wait):
         yield
-    finally:
-        lock.release()
+
+
+@contextmanager
+def _holding(lock: Path, take: Callable[[int], object]) -> Iterator[None]:
+    """Hold a lock file, which the block's end removes. ``take`` locks a descriptor."""
+    while True:
+        with lock.open("a") as file:
+            take(file.fileno())
+            if os.fstat(file.fileno()).st_nlink == 0:  # its last holder has just removed it
+                continue
+            try:
+                yield
+            finally:
+                with suppress(OSError):
+                    lock.unlink()
+            return
 
 
 def writable(name: str | os.PathLike[str], what: str, overwrite: bool = True) -> Path:
@@ -187,12 +206,9 @@ def reserved(name: str | os.PathLike[str] | None, what: str, overwrite: bool) ->
         return
     path = writable(name, what, overwrite)
     lock = path.with_name(f"{_partial_prefix(path)}lock")
-    with lock.open("a") as file:
-        lock_for_run(file.fileno(), path, "Wait for it, or give another name.", FsdError)
-        try:
-            yield writable(name, what, overwrite)  # another run may have written it before the lock was taken
-        finally:
-            lock.unlink(missing_ok=True)
+    advice = "Wait for it, or give another name."
+    with _holding(lock, lambda descriptor: lock_for_run(descriptor, path, advice, FsdError)):
+        yield writable(name, what, overwrite)  # another run may have written it before the lock was taken
 
 
 def write_text(path: Path, text: str) -> None:
@@ -335,14 +351,14 @@ def lock_for_run(descriptor: int, path: Path, advice: str, error: type[FsdError]
     Raises:
         FsdError: ``error``, which names ``path`` and ends in ``advice``, if another run holds the lock.
     """
-    import fcntl  # of POSIX systems
-
     try:
+        import fcntl  # of POSIX systems
+
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as problem:
         raise error(f"another run is writing {path}. {advice}") from problem
-    except OSError as problem:
-        _warn_unlocked(path, problem.strerror)
+    except (OSError, ModuleNotFoundError) as problem:
+        _warn_unlocked(path, getattr(problem, "strerror", None) or str(problem))
         return False
     return True
 

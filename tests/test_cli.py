@@ -272,6 +272,31 @@ def test_a_pipe_that_closes_early_is_no_error() -> None:
     assert child.stderr.read() == b"" and child.wait() == 0
 
 
+TWICE = """
+import os, signal, sys, threading, time
+from fsd_core.console import run
+
+def again():
+    main = threading.main_thread().ident
+    while sys._current_frames()[main].f_code.co_name != "_shutdown":  # the interpreter waits for this thread
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+
+def work():
+    threading.Thread(target=again).start()
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(run("prog", work))
+"""
+
+
+def test_a_second_ctrl_c_prints_nothing() -> None:
+    child = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, check=False, timeout=60)
+    assert (child.returncode, child.stderr) == (INTERRUPTED, "prog: interrupted\n")
+
+
 def test_text_is_utf8_whatever_the_terminal_says(capsys: pytest.CaptureFixture[str]) -> None:
     script = "from fsd_infer.cli.commands import read_text; print(ascii(read_text('-')))"
     for shell, status, said in (

@@ -127,6 +127,7 @@ def test_an_index_that_is_not_right_is_refused_in_a_line(tmp_path: Path, target:
         open_corpus(file, target)
     with pytest.raises(FsdError, match="no rows"):
         open_corpus(save_rows(tmp_path / "empty.jsonl", []), target)
+    assert not list(tmp_path.glob("*.lock"))
     with pytest.raises(FsdError, match="corpus .*none.jsonl: No such file"):
         open_corpus(tmp_path / "none.jsonl", target)
 

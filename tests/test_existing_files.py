@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fsd_bench.cli import main as bench
+from fsd_core import files
 from fsd_core.console import BAD_INPUT
 from fsd_core.directories import replacing_directory
 from fsd_core.errors import DataError
@@ -89,7 +91,7 @@ def test_what_cannot_be_written_is_found_before_the_work(
 # locks ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_directory_or_a_record_has_one_writer_at_a_time(tmp_path: Path) -> None:
+def test_a_directory_or_a_record_has_one_writer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two exports mixed their files, and the later of two records replaced the other without --overwrite."""
     head, record = tmp_path / "head", tmp_path / "r.json"
     for text in ("one", "two"):
@@ -97,6 +99,14 @@ def test_a_directory_or_a_record_has_one_writer_at_a_time(tmp_path: Path) -> Non
             (draft / "config.json").write_text(text)
             with pytest.raises(DataError, match=f"another run is writing {head}. Wait"), replacing_directory(head):
                 raise AssertionError
+    real, lock = fcntl.flock, record.with_name(f"{files._partial_prefix(record)}lock")
+
+    def late(descriptor: int, operation: int) -> None:  # the run that holds the lock ends before it is asked for
+        monkeypatch.setattr(fcntl, "flock", real)
+        lock.unlink()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
     with reserved(record, "the record", False):
         with pytest.raises(FsdError, match=f"another run is writing {record}. Wait"):
             with reserved(record, "the record", False):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GitConfig, GitForCausalLM
 
 from fsd_bench.planned import sizes_of
 from fsd_core.errors import ModelLoadError
@@ -109,11 +109,17 @@ def test_unsupported_layers_and_attention_are_refused() -> None:
     model.set_attn_implementation("flex_attention")
     with pytest.raises(ModelLoadError, match='"sdpa" or "eager"'):
         Target(model)
-    for window in (0, -1):
+    for window in (0, -1, 1):  # at 1, generate does not apply it to its cache
         with pytest.raises(ModelLoadError, match=f"sliding_window in the config of gemma2 is {window}, so"):
             Target(tiny_model("gemma2", sliding_window=window))
     with pytest.raises(ModelLoadError, match='is on the device "meta"'):
         FuzzyDecoder.from_pretrained(tiny_model("llama").to("meta"), "lookup")
+
+
+def test_captured_layers_are_those_of_the_text() -> None:
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    git = GitForCausalLM(GitConfig(vocab_size=VOCAB, vision_config=dict(sizes, image_size=8, patch_size=4), **sizes))
+    assert Target(git).layers([0, 1]) == list(git.git.encoder.layer)
 
 
 _HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=64, sliding_window=WINDOW)
@@ -121,6 +127,7 @@ _INKLING: dict[str, Any] = dict(
     _HEADS, hidden_size=32, num_hidden_layers=2, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=8,
     n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
 )  # fmt: skip
+_BYTES = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, intermediate_size=32)
 _GLM: dict[str, Any] = dict(
     _HEADS, num_key_value_heads=4, vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, q_lora_rank=16,
     kv_lora_rank=16, qk_rope_head_dim=0, qk_nope_head_dim=8, v_head_dim=8, index_head_dim=16, index_n_heads=16,
@@ -145,6 +152,7 @@ _GLM: dict[str, Any] = dict(
         ("glm5_next", {"text_config": _GLM, "vision_config": dict(depth=1, hidden_size=32, num_heads=4)}),
         ("inkling_text", _INKLING),
         ("inkling2_text", {**_INKLING, "unpadded_vocab_size": VOCAB}),
+        ("blt", dict.fromkeys(("patcher_config", "encoder_config", "decoder_config", "global_config"), _BYTES)),
         ("dory", dict(hidden_size=32, num_hidden_layers=4, n_input_layers=1, n_output_layers=1, **_HEADS)),
     ],
 )

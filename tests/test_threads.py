@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from transformers import TextIteratorStreamer
 
 from fsd_infer import Drafter, FsdError, FuzzyDecoder, Target
+from fsd_infer.device.lock import RequestLock
 from fsd_infer.drafters import NoDrafter
 from fsd_infer.targets.prefixes import MIN_TOKENS, Prefix, PrefixCache
 from tests.families import drafter_of, tiny_head, tiny_model, tiny_prompts
@@ -55,6 +57,16 @@ def test_answers_do_not_depend_on_who_else_asks(decoder: FuzzyDecoder, drafters:
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda one: answer(decoder, *one), asked))
     assert found[::2] == found[1::2] == alone
+
+
+def test_a_forked_process_does_not_wait_for_threads_that_it_lacks() -> None:
+    lock = RequestLock()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lock.__enter__).result()
+    process = multiprocessing.get_context("fork").Process(target=lock.__enter__, daemon=True)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
 
 
 FAMILIES = ["gemma3_text", "gpt2"]  # layers with sliding windows beside whole ones, and learned positions

@@ -157,6 +157,31 @@ def test_the_command_prints_and_records_the_forecast(toy: Toy, tmp_path: Path, c
 
 
 @pytest.mark.usefixtures("few")
+def test_a_killed_forecast_continues(
+    tmp_path: Path, decoders: dict[str, FuzzyDecoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, kept, asked = decoders["lm"], tmp_path / "kept.json", list[Any]()
+    options: dict[str, Any] = dict(temperature=0.8, max_new_tokens=NEW)
+    right, real = forecast(decoder, PROMPTS, **options), decoder.generate
+
+    def generate(prompts: Any, **more: Any) -> Any:
+        asked.append(prompts)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return real(prompts, **more)
+
+    monkeypatch.setattr(decoder, "generate", generate)
+    with pytest.raises(KeyboardInterrupt):
+        forecast(decoder, PROMPTS, kept=kept, **options)
+    found = forecast(decoder, PROMPTS, kept=kept, **options)
+    assert asked.count([PROMPTS[0]]) == asked.count([PROMPTS[2]]) and found.drafts == right.drafts
+    taus = [{row.rule: [shape.tau for shape in row.shapes] for row in made.rows} for made in (found, right)]
+    assert taus[0] == taus[1]
+    with pytest.raises(FsdError, match="was made with other settings: use the same, or delete it"):
+        forecast(decoder, PROMPTS, kept=kept, seed=1, **options)
+
+
+@pytest.mark.usefixtures("few")
 def test_a_calibration_that_names_no_rules_gets_the_forecasts(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     options = SweepOptions(prompts=[toy.prompts], rules=["auto"], max_new_tokens=8, **toy.options)
     kept: list[Forecast] = []

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from fsd_bench.trials import decoding
+from fsd_bench.worth.kept import KeptSums
 from fsd_bench.worth.replay import Replay, Tally
 from fsd_bench.worth.result import Forecast, ForecastRow, RuleOnShape
 from fsd_bench.worth.watch import YARDSTICKS, Forwards, Watch
@@ -83,6 +86,7 @@ def forecast(
     usual: bool = True,
     seed: int = 0,
     progress: bool = False,
+    kept: Path | None = None,
 ) -> Forecast:
     """Decode the prompts once with ``exact``, and replay rules on the rounds.
 
@@ -99,9 +103,11 @@ def forecast(
         usual: replay :data:`RULES` too, and at temperature 0 :data:`MATCHING`.
         seed: seed of draws.
         progress: show a progress bar.
+        kept: file that keeps the sums after each answer; a forecast goes on with those it finds there.
 
     Raises:
-        FsdError: no prompts, a drafter without shapes, an invalid rule, or whatever ``generate`` raises.
+        FsdError: no prompts, a drafter without shapes, an invalid rule, sums of other settings, or whatever
+            ``generate`` raises.
     """
     if not prompts:
         raise FsdError("no prompts: give at least one.")
@@ -115,7 +121,14 @@ def forecast(
     watch = Watch(first.add, temperature, max_new_tokens, torch.Generator().manual_seed(seed), temperatures)
     options = {"drafter": deep, "callbacks": [watch], "apply_chat_template": chat}
     options |= decoding(temperature, max_new_tokens)
-    decoded = _decode(decoder, prompts, replays, watch, seed, options, progress)
+    decoded = _Decoded()
+    settings = {
+        "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest(), "rules": [*tried.values()], "seed": seed,
+        "temperature": temperature, "max_new_tokens": max_new_tokens, "shape": asdict(deep.shape),
+        "target": decoder.target.weights_digest(), "drafter": deep.name,
+    }  # fmt: skip
+    sums = KeptSums(kept, settings, replays.values(), watch, decoded)
+    _decode(decoder, prompts, replays, watch, seed, options, progress, decoded, sums)
     forwards = Forwards(decoder.target, decoded.length // len(prompts), deep.max_nodes)
     seconds = _RoundSeconds(forwards, watch.draft_seconds / max(watch.steps, 1), decoded.rest / decoded.rounds)
     spent = {t: nats / watch.contexts for t, nats in watch.spent.items()}
@@ -178,22 +191,25 @@ def _decode(
     seed: int,
     options: Mapping[str, Any],
     progress: bool,
-) -> _Decoded:
-    """Decode the prompts by the rule of each replay, which gets the rounds. Return sums over the first one's.
+    decoded: _Decoded,
+    sums: KeptSums,
+) -> None:
+    """Decode the prompts by the rule of each replay, which gets the rounds. ``decoded`` adds up the first one's.
 
     Raises:
         FsdError: the first rule's answers end with their first tokens.
     """
-    decoded, exact = _Decoded(), next(iter(replays))
-    jobs = [(rule, number) for rule in replays for number in range(len(prompts))]
+    exact, done = next(iter(replays)), sums.restore()
+    jobs = [(rule, number) for rule in replays for number in range(len(prompts))][done:]
     for rule, number in tqdm(jobs, desc="worth", unit="answer", disable=not progress):
         watch.replay, prompt = replays[rule].add, prompts[number]
         stats = decoder.generate([prompt], rule=rule, seed=seed + number, **options).stats
         if rule == exact:
             decoded.add(stats, len(decoder.encode(prompt, options["apply_chat_template"])))
+        done += 1
+        sums.save(done)
     if not decoded.rounds:
         raise FsdError("every answer ended with its first token: give other prompts, or more --max-new-tokens.")
-    return decoded
 
 
 def _tried(rules: Sequence[str | Rule], usual: bool, temperature: float) -> dict[Rule, str]:

@@ -62,13 +62,15 @@ class WorthOptions(ModelOptions):
         return encode_rows(without_copies(rows, kept=True), encode)
 
 
-def worth(options: WorthOptions, *, progress: bool = False) -> tuple[Forecast, dict[str, Any]]:
-    """Return the forecast and its record. Raises as :func:`.forecast`, and whatever loading raises."""
+def worth(
+    options: WorthOptions, *, progress: bool = False, kept: Path | None = None
+) -> tuple[Forecast, dict[str, Any]]:
+    """Return the forecast and its record. ``kept`` as for :func:`.forecast`. Raises as that, or as loading."""
     options.check()
     decoder = options.load(options.drafter)
     found = forecast(
         decoder, options.encoded(decoder), options.rules, temperature=options.temperature,
-        max_new_tokens=options.max_new_tokens, seed=options.seed, progress=progress,
+        max_new_tokens=options.max_new_tokens, seed=options.seed, progress=progress, kept=kept,
     )  # fmt: skip
     described = {**asdict(options), "prompts": Path(options.prompts).name}
     return found, {"options": described, "forecast": found.to_dict(), "environment": environment()}

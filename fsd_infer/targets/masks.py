@@ -60,10 +60,10 @@ def layer_windows(config: Any) -> dict[str, int | None]:
 
 
 def _checked(window: int | None, config: Any) -> int | None:
-    if window is not None and window < 1:
+    if window is not None and window < 2:  # at 1, transformers' cache keeps all tokens
         raise ModelLoadError(
-            f"sliding_window in the config of {config.model_type} is {window}, so tokens would see nothing: set it to "
-            "null where there is no window."
+            f"sliding_window in the config of {config.model_type} is {window}, so tokens would see no others: set it "
+            "to null where there is no window."
         )
     return window
 
