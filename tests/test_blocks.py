@@ -165,7 +165,9 @@ def test_a_model_decodes_from_its_file(tmp_path: Path, family: str, tied: bool) 
     assert isinstance(prepare(target, release=True), CpuStack) and target.device == torch.device("cpu")
     assert tokenizer is not None and its is not None and its.get_vocab() == tokenizer.get_vocab()
     packed = packed_products(held)
-    assert [made.kind for made in packed].count(0) == held.config.num_hidden_layers, "what was not quantised is packed"
+    assert [weight.ggml_type for weight in packed].count(0) == held.config.num_hidden_layers, (
+        "what was not quantised is packed"
+    )
     ids = torch.tensor([[3, 9, 200, 40, 41, 7, 7, 100]])
     assert torch.equal(target.embed(ids), whole.embed(ids).bfloat16())
     assert torch.equal(target.lm_head_rows(ids[0])[0], whole.lm_head_rows(ids[0])[0].bfloat16())

@@ -263,7 +263,9 @@ def test_exact_from_the_file_emits_what_the_plain_loop_emits() -> None:
     """No draft changes a token of the built-in model. That of bf16 weights: the test of heads in fp8, below."""
     decoder = FuzzyDecoder.from_pretrained("smollm2-135m", "shipped+lookup", tree=TreeShape(5, 6, 16))
     assert isinstance(decoder.target.stack, CpuStack)
-    assert {made.kind for made in packed_products(decoder.target.model)} == {3, 8}, "Q4_1, and embeddings of Q8_0"
+    assert {weight.ggml_type for weight in packed_products(decoder.target.model)} == {3, 8}, (
+        "Q4_1, and embeddings of Q8_0"
+    )
     plain = FuzzyDecoder(decoder.target, NoDrafter(decoder.target.vocab_size))
     prompts = ["Why is the sky blue?", "Name ten rivers."]
     out = decoder.generate(prompts, max_new_tokens=16, do_sample=False)

@@ -101,7 +101,7 @@ def test_packing_takes_plain_layers_and_blocks(kind: str, tmp_path: Path) -> Non
     layers = [part for part in target.decoder.modules() if isinstance(part, nn.Linear)]
     prepare(target, release=True)
     assert packed_of(target.model.lm_head) is not None
-    packed = {made.kind for made in map(packed_of, layers) if made is not None}
+    packed = {weight.ggml_type for weight in map(packed_of, layers) if weight is not None}
     if CPU.describe() is None or kind not in IN_BLOCKS:
         assert not packed and target.stack is target.plain_stack
         made = FuzzyDecoder(target, drafted(target, **sizes)).generate(prompt, max_new_tokens=4, do_sample=False)
