@@ -11,14 +11,13 @@ from collections.abc import Sequence
 
 from fsd_bench import commands
 from fsd_core.completion import HELP, add_completion, commands_of, script
-from fsd_core.console import ConsoleParser, run_parsed
+from fsd_core.console import run_parsed
 from fsd_core.options import (
     add,
-    add_commands,
-    add_common,
     add_counts,
     add_flags,
     add_models,
+    command_parser,
     positive,
     real_number,
     whole_number,
@@ -40,12 +39,6 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands and their options."""
     from fsd_infer import __version__
 
-    parser = ConsoleParser(
-        prog="fsd-bench", description="Measure and forecast speculative decoding: speed, scores, cost."
-    )
-    parser.add_argument("--version", action="version", version=f"fsd-bench {__version__}")
-    common = ConsoleParser(add_help=False)
-    add_common(common)
     table = (
         (commands.run, _bench_options, "measure methods on a file of prompts: speed, acceptance length, scores"),
         (commands.table, _table_options, "print what rules keep of a target's score on sets of prompts, and gain"),
@@ -57,8 +50,8 @@ def build_parser() -> argparse.ArgumentParser:
         (commands.skip_layers, _skip_options, "find layers that a drafter made from the target can skip"),
         (completion, add_completion, HELP.replace("PROGRAM", "fsd-bench")),
     )
-    add_commands(parser, table, common)
-    return parser
+    description = "Measure and forecast speculative decoding: speed, scores, cost."
+    return command_parser("fsd-bench", __version__, description, table)
 
 
 def completion(args: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsd_core.console import ConsoleParser
 from fsd_core.errors import DataError
 from fsd_core.files import parse_json
 from fsd_core.registry import MAX_SEED, read_float, read_int
@@ -58,10 +59,10 @@ def json_object(text: str) -> dict[str, Any]:
 
 def target_keywords(text: str) -> dict[str, Any]:
     """Parse keywords for a target. Raises ArgumentTypeError for other text, and for what options of their own give."""
-    given = json_object(text)
-    for name in {"dtype", "device"} & given.keys():
+    keywords = json_object(text)
+    for name in {"dtype", "device"} & keywords.keys():
         raise ArgumentTypeError(f"{name} is no such keyword: commands that let you choose it have --{name}")
-    return given
+    return keywords
 
 
 def named_directory(text: str) -> tuple[str, str]:
@@ -221,12 +222,6 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     add(parser.add_argument_group("models"), *MODELS)
 
 
-def add_common(parser: argparse.ArgumentParser) -> None:
-    """Add what every command takes."""
-    add_flags(parser, ("--debug", "show tracebacks and the libraries' own messages"))
-    add_import(parser)
-
-
 def add_import(parser: argparse.ArgumentParser) -> None:
     """Add --import."""
     parser.add_argument(
@@ -235,12 +230,24 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def add_commands(
-    parser: argparse.ArgumentParser,
+def command_parser(
+    program: str,
+    version: str,
+    description: str,
     commands: Sequence[tuple[Callable[..., int], Callable[[argparse.ArgumentParser], None] | None, str]],
-    common: argparse.ArgumentParser,
-) -> None:
-    """Add subcommands: (function of the parsed options, what adds its options, help) each, named as the function."""
+) -> ConsoleParser:
+    """Return the parser of a program with subcommands.
+
+    Args:
+        program: its name.
+        version: what --version prints.
+        description: what it does.
+        commands: (function of the parsed options, what adds its options, help) each, named as the function.
+    """
+    parser, common = ConsoleParser(prog=program, description=description), ConsoleParser(add_help=False)
+    parser.add_argument("--version", action="version", version=f"{program} {version}")
+    add_flags(common, ("--debug", "show tracebacks and the libraries' own messages"))
+    add_import(common)
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command, add_options, help in commands:
         name, described = command.__name__.replace("_", "-"), f"{help[0].upper()}{help[1:]}."
@@ -250,6 +257,7 @@ def add_commands(
         subparser.set_defaults(function=command)
         if add_options is not None:
             add_options(subparser)
+    return parser
 
 
 def picked(args: argparse.Namespace, names: str) -> dict[str, Any]:

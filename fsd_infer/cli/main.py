@@ -15,11 +15,10 @@ from fsd_core.completion import HELP, add_completion, commands_of, script
 from fsd_core.console import ConsoleParser, run_parsed
 from fsd_core.options import (
     add,
-    add_commands,
-    add_common,
     add_counts,
     add_flags,
     add_models,
+    command_parser,
     existing_directory,
     gibibytes,
     gibibytes_or_none,
@@ -58,12 +57,6 @@ def build_parser() -> ConsoleParser:
     """Return the parser of all commands and their options."""
     from fsd_infer import __version__
 
-    parser = ConsoleParser(
-        prog="fsd-infer", description="Speculative decoding with a dial: exact, or fuzzy within a stated divergence."
-    )
-    parser.add_argument("--version", action="version", version=f"fsd-infer {__version__}")
-    common = ConsoleParser(add_help=False)
-    add_common(common)
     table = (
         (commands.generate, _generate_options, "answer one prompt"),
         (commands.warmup, _warmup_options, "load the models and compile the CPU kernels before the first request"),
@@ -72,8 +65,8 @@ def build_parser() -> ConsoleParser:
         (commands.rules, None, "list rules, divergences, drafters and built-in targets"),
         (completion, add_completion, HELP.replace("PROGRAM", "fsd-infer")),
     )
-    add_commands(parser, table, common)
-    return parser
+    description = "Speculative decoding with a dial: exact, or fuzzy within a stated divergence."
+    return command_parser("fsd-infer", __version__, description, table)
 
 
 def completion(args: argparse.Namespace) -> int:
