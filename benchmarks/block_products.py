@@ -33,23 +33,23 @@ SCALES |= {"Q2_K": (80, 82), "Q6_K": (208,), "IQ2_XXS": (0,)}  # where a block's
 def random_rows(kind: GGMLQuantizationType, rows: int, depth: int) -> np.ndarray:
     """Return rows of any codes, with scales of one order."""
     block, size = GGML_QUANT_SIZES[kind]
-    made = np.random.randint(0, 256, (rows, depth // block, size), dtype=np.uint8)
-    for at in SCALES[kind.name]:
+    blocks = np.random.randint(0, 256, (rows, depth // block, size), dtype=np.uint8)
+    for offset in SCALES[kind.name]:
         numbers = (np.random.rand(rows, depth // block) * 0.01 + 0.005).astype("<f2")
-        made[:, :, at : at + 2] = numbers[..., None].view(np.uint8)
-    return made.reshape(rows, -1)
+        blocks[:, :, offset : offset + 2] = numbers[..., None].view(np.uint8)
+    return blocks.reshape(rows, -1)
 
 
 def checkout_kernels(directory: Path) -> Kernels:
     """Build and load the kernels of another checkout."""
-    own = build._SOURCE
+    source = build._SOURCE
     build._SOURCE = directory / "fsd_infer/backends/cpu/kernels.cpp"
     try:
-        made = kernels()
-        assert made is not None, "needs kernels"
-        return build.build_for(Kernels, made.name)
+        current = kernels()
+        assert current is not None, "needs kernels"
+        return build.build_for(Kernels, current.name)
     finally:
-        build._SOURCE = own
+        build._SOURCE = source
 
 
 def main() -> None:
@@ -63,43 +63,44 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="for each number of rows")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    own = kernels()
-    assert own is not None, "needs kernels"
-    libraries = {"now": own}
-    libraries |= {name: checkout_kernels(Path(where)) for name, _, where in (o.partition("=") for o in options.other)}
+    current = kernels()
+    assert current is not None, "needs kernels"
+    libraries = {"now": current}
+    for name, _, directory in (other.partition("=") for other in options.other):
+        libraries[name] = checkout_kernels(Path(directory))
     columns, depth, copies = options.columns, options.depth, range(options.copies)
-    plain = [nn.Linear(depth, columns, bias=False, dtype=torch.bfloat16).requires_grad_(False) for _ in copies]
-    expanded = [Packed(layer) for layer in plain]
-    print(f"{own.name}: µs per million weights of [{columns}, {depth}], up to {FEW_TOKENS} rows as of one text")
+    layers = [nn.Linear(depth, columns, bias=False, dtype=torch.bfloat16).requires_grad_(False) for _ in copies]
+    expanded = [Packed(layer) for layer in layers]
+    print(f"{current.name}: µs per million weights of [{columns}, {depth}], up to {FEW_TOKENS} rows as of one text")
     print("type    rows; " + ", ".join(calls_with(torch.zeros(1, 1, depth), libraries, {}, expanded)))
     for name in options.kinds.split(","):
         kind = int(GGMLQuantizationType[name])
         stored = random_rows(GGMLQuantizationType[name], columns, depth)
-        held = {which: [packed(library, stored, kind, depth) for _ in copies] for which, library in libraries.items()}
+        weights = {key: [packed(library, stored, kind, depth) for _ in copies] for key, library in libraries.items()}
         for rows in map(int, options.rows.split(",")):
-            calls = calls_with(torch.randn(1, rows, depth).bfloat16(), libraries, held, expanded)
+            calls = calls_with(torch.randn(1, rows, depth).bfloat16(), libraries, weights, expanded)
             best = shortest(calls, len(copies), options.seconds)
             million = columns * depth / 1e6
-            print(f"{name:8}{rows:4}" + "".join(f"{1e6 * best[which] / million:9.1f}" for which in calls), flush=True)
+            print(f"{name:8}{rows:4}" + "".join(f"{1e6 * best[key] / million:9.1f}" for key in calls), flush=True)
 
 
 def calls_with(
-    x: Tensor, libraries: dict[str, Kernels], held: dict[str, list[tuple[Tensor, Linear]]], expanded: list[Packed]
+    x: Tensor, libraries: dict[str, Kernels], weights: dict[str, list[tuple[Tensor, Linear]]], expanded: list[Packed]
 ) -> dict[str, Callable[[int], object]]:
     """Return products of x [1, rows, depth] with the copy of a number, by name."""
 
-    def of_blocks(which: str) -> Callable[[int], object]:
-        return lambda at: libraries[which].linear(x, held[which][at][1])
+    def of_blocks(name: str) -> Callable[[int], object]:
+        return lambda index: libraries[name].linear(x, weights[name][index][1])
 
-    def of_bf16(at: int) -> Tensor:
-        layer = expanded[at].native
+    def of_bf16(index: int) -> Tensor:
+        layer = expanded[index].native
         assert layer is not None, "oneDNN's layout is one that the kernels do not read"
         return libraries["now"].linear(x, layer)
 
-    def of_torch(at: int) -> Tensor:
-        return linear_pointwise(x, expanded[at].weight, None, "none", [], "")
+    def of_torch(index: int) -> Tensor:
+        return linear_pointwise(x, expanded[index].weight, None, "none", [], "")
 
-    calls: dict[str, Callable[[int], object]] = {which: of_blocks(which) for which in libraries} | {"bf16": of_bf16}
+    calls: dict[str, Callable[[int], object]] = {name: of_blocks(name) for name in libraries} | {"bf16": of_bf16}
     return calls | {"torch": of_torch} if torch.ops.mkldnn._is_mkldnn_bf16_supported() else calls
 
 
@@ -117,11 +118,11 @@ def shortest(calls: dict[str, Callable[[int], object]], copies: int, seconds: fl
     end, turn = time.perf_counter() + seconds, 0
     while turn < 1 or time.perf_counter() < end:
         turn += 1
-        for which, call in calls.items():
-            for at in range(copies):
+        for name, call in calls.items():
+            for copy in range(copies):
                 start = time.perf_counter()
-                call(at)
-                best[which] = min(best[which], time.perf_counter() - start)
+                call(copy)
+                best[name] = min(best[name], time.perf_counter() - start)
     return best
 
 

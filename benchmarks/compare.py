@@ -86,18 +86,18 @@ def target_files(args: argparse.Namespace, work: Workplace, forms: set[str]) -> 
 
 def peer_methods(args: argparse.Namespace, work: Workplace) -> list[str]:
     """Return the methods of ``--peers`` that this machine can run. Raises FsdError for an unknown one."""
-    asked = [text for text in args.peers.split(",") if text]
-    unknown = sorted(set(asked) - set(PEER_METHODS))
+    peers = [text for text in args.peers.split(",") if text]
+    unknown = sorted(set(peers) - set(PEER_METHODS))
     if unknown:
         raise FsdError(f"--peers: unknown {unknown[0]!r}. Known: {', '.join(PEER_METHODS)}.")
-    if not asked:
+    if not peers:
         return []
     pythons = {
         name: Path(os.path.abspath(path)) for name, _, path in (text.partition("=") for text in args.peer_python)
     }
-    words = {word for text in asked for word in PEERS[text.partition(":")[0]].modes[text.partition(":")[2]]}
+    words = {word for text in peers for word in PEERS[text.partition(":")[0]].modes[text.partition(":")[2]]}
     files = target_files(args, work, {form for form in FILES if f"{{{form}}}" in words})
-    return prepare(asked, ROOT, pythons, files, args.threads)
+    return prepare(peers, ROOT, pythons, files, args.threads)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -94,8 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("old", type=Path, help="a checkout of this repository")
     parser.add_argument("new", type=Path, help="another one")
-    given = sys.argv[1:] if argv is None else list(argv)
-    args = parser.parse_args(given)
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = parser.parse_args(words)
     places = {"old": args.old.resolve(), "new": args.new.resolve()}
     rules = args.rules.split(",")
     methods = []
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(bench_table(record))
     if args.json:  # without this machine's paths
         settings = {**record["settings"], "methods": list(record["methods"]), "target": Path(args.target).name}
-        record["environment"]["command"] = shlex.join(shown_command("benchmarks.compare_checkouts", given))
+        record["environment"]["command"] = shlex.join(shown_command("benchmarks.compare_checkouts", words))
         write_record(args.json, {**record, "settings": settings})
     return 0
 

@@ -34,11 +34,11 @@ COLUMNS = (
 )
 
 
-def _run(args: argparse.Namespace, temperature: float, place: Path | None) -> dict[str, Any]:
+def _run(args: argparse.Namespace, temperature: float, file: Path | None) -> dict[str, Any]:
     methods = [f"{name}={rule}" for name, rule in METHODS.items()]
     seed = None if args.seed is None else int(args.seed)
     return run_resumed(
-        args.prompts, methods, place, target=args.target, drafter=args.drafter, temperature=temperature,
+        args.prompts, methods, file, target=args.target, drafter=args.drafter, temperature=temperature,
         max_new_tokens=args.max_new_tokens, every=args.every, limit=args.limit, seed=seed,
         tree=parse_tree(args.tree) if args.tree else None,
     )  # fmt: skip
@@ -46,32 +46,34 @@ def _run(args: argparse.Namespace, temperature: float, place: Path | None) -> di
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return by temperature each method's numbers and its ratios to likely tokens."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for temperature in args.temperatures:
-        place = args.json and args.json.with_name(f"{args.json.stem}-{temperature}.json")
-        record = read_json(place, _AGAIN) if place and place.exists() else _run(args, float(temperature), place)
-        methods = {name: {key: of[key] for key in COLUMNS if key in of} for name, of in record["methods"].items()}
-        found[temperature] = {"methods": methods, "ratios": record["ratios"]["likely"]}
-    return {"temperatures": found}
+        file = args.json and args.json.with_name(f"{args.json.stem}-{temperature}.json")
+        record = read_json(file, _AGAIN) if file and file.exists() else _run(args, float(temperature), file)
+        methods = {
+            name: {key: facts[key] for key in COLUMNS if key in facts} for name, facts in record["methods"].items()
+        }
+        results[temperature] = {"methods": methods, "ratios": record["ratios"]["likely"]}
+    return {"temperatures": results}
 
 
 def report(record: dict[str, Any]) -> str:
     """Return a table of all temperatures."""
     rows = []
-    for temperature, found in record["temperatures"].items():
-        for name, of in found["methods"].items():
-            ratios = found["ratios"].get(name, {})
+    for temperature, result in record["temperatures"].items():
+        for name, facts in result["methods"].items():
+            ratios = result["ratios"].get(name, {})
             cells = [_ratio(ratios.get(key)) for key in ("tau", "decode_tokens_per_second")]
-            taus = [number(of[key], 3) for key in ("tau", "tau_category_mean")]
-            rows.append([temperature, name, *taus, number(of["decode_tokens_per_second"], 1), *cells])
+            taus = [number(facts[key], 3) for key in ("tau", "tau_category_mean")]
+            rows.append([temperature, name, *taus, number(facts["decode_tokens_per_second"], 1), *cells])
     head = ["temperature", "drafts", "tau", "mean of categories", "tok/s", "times likely's tau", "its tok/s"]
     return table(head, rows)
 
 
-def _ratio(found: dict[str, float] | None) -> str:
-    if found is None:
+def _ratio(interval: dict[str, float] | None) -> str:
+    if interval is None:
         return ""
-    return f"{found.get('ratio', found.get('median')):.2f} ({found['low']:.2f}-{found['high']:.2f})"
+    return f"{interval.get('ratio', interval.get('median')):.2f} ({interval['low']:.2f}-{interval['high']:.2f})"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

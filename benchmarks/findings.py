@@ -33,14 +33,14 @@ def record_of(sweep: Sweep) -> dict[str, Any]:
     Raises FsdError for a sweep without a prompt that every setting has answered.
     """
     settings = {key: value for key, value in sweep.head["settings"].items() if key != "examples"}
-    found = {
-        f"{at.temperature:g}": summarise(at.comparisons, sweep.settings, settings["seed"])
-        for at in sweep.at
-        if at.comparisons
+    summaries = {
+        f"{run.temperature:g}": summarise(run.comparisons, sweep.settings, settings["seed"])
+        for run in sweep.at
+        if run.comparisons
     }
-    if not found:
+    if not summaries:
         raise FsdError("no prompt has been answered under every setting yet: continue the sweep.")
-    return {"settings": settings, "environment": sweep.head["environment"], "temperatures": found}
+    return {"settings": settings, "environment": sweep.head["environment"], "temperatures": summaries}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -47,9 +47,9 @@ ROUNDS = {  # parts of benchmarks.gpu_round, which go together
     "context": "its rounds by context",
     "transformers,static": "transformers at that shape, eager and compiled",
 }
-LIMIT = 8.0  # minutes of a step, at most
-LEAST = 1.5  # minutes in which a step is worth beginning
-KEPT = ("tokens_per_second", "decode_tokens_per_second", "tau", "identical_to_baseline", "gate_open_fraction",
+MAX_MINUTES = 8.0  # minutes of a step, at most
+MIN_MINUTES = 1.5  # minutes in which a step is worth beginning
+RECORDED = ("tokens_per_second", "decode_tokens_per_second", "tau", "identical_to_baseline", "gate_open_fraction",
         "divergence_spent")  # fmt: skip
 
 
@@ -91,22 +91,22 @@ def run_steps(
         minutes: no step goes on for longer.
     """
     end = time.monotonic() + 60 * minutes
-    known = record.setdefault("steps", {})
-    left = [step for step in steps if known.get(step.name, {}).get("status") != "done"]
-    for step in sorted(left, key=lambda step: step.name in known):
+    outcomes = record.setdefault("steps", {})
+    unfinished = [step for step in steps if outcomes.get(step.name, {}).get("status") != "done"]
+    for step in sorted(unfinished, key=lambda step: step.name in outcomes):
         if step.missing:
-            known[step.name] = {"status": "left out", "why": step.why, "reason": step.missing}
+            outcomes[step.name] = {"status": "left out", "why": step.why, "reason": step.missing}
         else:
-            left_over = (end - time.monotonic()) / 60
-            if left_over < LEAST:
+            minutes_left = (end - time.monotonic()) / 60
+            if minutes_left < MIN_MINUTES:
                 print("the rest is for the next run of this command", file=sys.stderr, flush=True)
                 return False
-            step = replace(step, minutes=min(step.minutes, left_over))
+            step = replace(step, minutes=min(step.minutes, minutes_left))
             print(f"{step.name}: {step.why} (at most {step.minutes:.3g} min) ...", file=sys.stderr, flush=True)
-            known[step.name] = {"why": step.why, **_run(step, directory / f"{step.name}.log")}
-            print(f"{step.name}: {known[step.name]['status']}", file=sys.stderr, flush=True)
+            outcomes[step.name] = {"why": step.why, **_run(step, directory / f"{step.name}.log")}
+            print(f"{step.name}: {outcomes[step.name]['status']}", file=sys.stderr, flush=True)
         save(record)
-    return {known[step.name]["status"] for step in steps} <= {"done", "left out"}
+    return {outcomes[step.name]["status"] for step in steps} <= {"done", "left out"}
 
 
 def _run(step: Stage, log: Path) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _run(step: Stage, log: Path) -> dict[str, Any]:
     if status == "done" and step.record is not None:
         written = json.loads(step.record.read_text(encoding="utf-8"))
         outcome["methods"] = {
-            name: {key: facts.get(key) for key in KEPT} for name, facts in written.get("methods", {}).items()
+            name: {key: facts.get(key) for key in RECORDED} for name, facts in written.get("methods", {}).items()
         }
         outcome["table"] = bench_table(written).partition("\n\n")[0]  # of speed
     return outcome
@@ -144,12 +144,12 @@ def _run(step: Stage, log: Path) -> dict[str, Any]:
 
 def page(record: dict[str, Any]) -> str:
     """Return the record as Markdown."""
-    where = record["environment"]
+    machine = record["environment"]
     lines = [
         f"# {'Rehearsal of the' if record['rehearsal'] else 'The'} first hour on a GPU",
         "",
-        f"{where['gpu'] or where['cpu']}; torch {where['torch']}, transformers {where['transformers']}; commit "
-        f"{str(where['commit'])[:10]}; `{where['command']}`.",
+        f"{machine['gpu'] or machine['cpu']}; torch {machine['torch']}, transformers {machine['transformers']}; commit "
+        f"{str(machine['commit'])[:10]}; `{machine['command']}`.",
         *(["", "Toys on a CPU: only the statuses mean anything."] if record["rehearsal"] else []),
         "",
         "| step | what | status | seconds |",
@@ -193,19 +193,19 @@ class RunSizes:
 def full(args: argparse.Namespace, directory: Path) -> RunSizes:
     """Return the sizes for a GPU."""
     recipe = (ROOT / "recipes" / "tinyllama-1.1b.yaml").read_text(encoding="utf-8")
-    for ours, here in {
+    for old, new in {
         "runs/tinyllama-1.1b-chat-v1.0/answers.jsonl": str(directory / "answers.jsonl"),
         "runs/tinyllama-1.1b-chat-v1.0": str(directory / "tinyllama"),
         "TinyLlama/TinyLlama-1.1B-Chat-v1.0": args.tinyllama,
         "warmup_steps: 500": "warmup_steps: 100",
     }.items():
-        recipe = recipe.replace(ours, here)
+        recipe = recipe.replace(old, new)
     write_text(directory / "recipe.yaml", recipe)
-    asked = ["data/tinyllama-1.1b-answers.jsonl.gz", "data/tinyllama-1.1b-answers-2.jsonl.gz"]
+    answer_files = ["data/tinyllama-1.1b-answers.jsonl.gz", "data/tinyllama-1.1b-answers-2.jsonl.gz"]
     return RunSizes(
         [], ["--prompts", "data/spec_bench_dev.jsonl", "--limit", "24", "--every", "10"], [],
         ["--target", args.tinyllama],
-        ["--prompts", *asked, "--max-new-tokens", "256", "--batch-size", "128", "--limit", "3000"],
+        ["--prompts", *answer_files, "--max-new-tokens", "256", "--batch-size", "128", "--limit", "3000"],
         10, ["--target", args.tinyllama, "--weights", "8.03e9"], ["-m", "gpu", "-k", "distribution"],
     )  # fmt: skip
 
@@ -238,11 +238,11 @@ def steps_of(sizes: RunSizes, directory: Path) -> list[Stage]:
     """Return all steps, most valuable first. TinyLlama is decoded with the head that an earlier step trains."""
 
     def tests(name: str, why: str, *more: str, missing: str = "") -> Stage:
-        return Stage(name, why, ["-m", "pytest", "-q", "-p", "no:cacheprovider", *more], LIMIT, missing=missing)
+        return Stage(name, why, ["-m", "pytest", "-q", "-p", "no:cacheprovider", *more], MAX_MINUTES, missing=missing)
 
     def measured(name: str, why: str, *words: str) -> Stage:
         file = directory / f"{name}.json"
-        return Stage(name, why, ["-m", *words, "--json", str(file)], LIMIT, file)
+        return Stage(name, why, ["-m", *words, "--json", str(file)], MAX_MINUTES, file)
 
     bench = ["fsd_bench.cli", "run", "--methods", RULES, *sizes.prompts]
     drafter = ["--drafter", f"{directory}/tinyllama/head"]
@@ -261,10 +261,10 @@ def steps_of(sizes: RunSizes, directory: Path) -> list[Stage]:
         *_training(sizes, directory),
         measured("tinyllama", "TinyLlama with that head", *bench, *sizes.tinyllama, *drafter),
         Stage("padded", "TinyLlama with the weights of an 8B model",
-             ["-m", "benchmarks.padded", *sizes.padded, "--output", f"{directory}/padded"], LIMIT),
+             ["-m", "benchmarks.padded", *sizes.padded, "--output", f"{directory}/padded"], MAX_MINUTES),
         measured("tinyllama-as-8b", "the same tokens at an 8B model's cost", *bench, *padded, *drafter),
         Stage("vllm", "the built-in model and vLLM", ["-m", "benchmarks.compare", *peer, "--output", str(directory)],
-             LIMIT, directory / "compare-smollm2-135m.json", no_vllm),
+             MAX_MINUTES, directory / "compare-smollm2-135m.json", no_vllm),
         tests("strategies", "FSDP and DeepSpeed's stages on the GPU", "-m", "gpu", "-k", "strategies"),
         tests("deepspeed", "its stages by two processes", "tests/test_deepspeed.py", missing=no_deepspeed),
     ]  # fmt: skip
@@ -273,7 +273,7 @@ def steps_of(sizes: RunSizes, directory: Path) -> list[Stage]:
 def _rounds(sizes: RunSizes, directory: Path) -> list[Stage]:
     """Rounds at an 8B model's shape, a few parts at a time; what is done stays in one record."""
     words = ["-m", "benchmarks.gpu_round", *sizes.rounds, "--json", f"{directory}/gpu-round.json", "--parts"]
-    return [Stage(f"round-{parts.split(',')[0]}", why, [*words, parts], LIMIT) for parts, why in ROUNDS.items()]
+    return [Stage(f"round-{parts.split(',')[0]}", why, [*words, parts], MAX_MINUTES) for parts, why in ROUNDS.items()]
 
 
 def _training(sizes: RunSizes, directory: Path) -> list[Stage]:
@@ -285,10 +285,10 @@ def _training(sizes: RunSizes, directory: Path) -> list[Stage]:
         return ["-m", "fsd_train.cli", "fit", *recipe, "--trainer.max_time", time_limit(round(60 * minutes)), *more]
 
     return [
-        Stage("answers", "TinyLlama's answers to learn from", answers, LIMIT,
+        Stage("answers", "TinyLlama's answers to learn from", answers, MAX_MINUTES,
              missing="" if sizes.answers else "a rehearsal has answers"),
-        Stage("training", "a head for TinyLlama", fit(sizes.minutes / 2, "--overwrite", "true"), LIMIT),
-        Stage("training-2", "the rest of its time", fit(sizes.minutes, "--ckpt_path", "auto"), LIMIT),
+        Stage("training", "a head for TinyLlama", fit(sizes.minutes / 2, "--overwrite", "true"), MAX_MINUTES),
+        Stage("training-2", "the rest of its time", fit(sizes.minutes, "--ckpt_path", "auto"), MAX_MINUTES),
     ]  # fmt: skip
 
 
@@ -309,14 +309,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = "first-gpu-rehearsal" if args.rehearse else "first-gpu"
     directory, file = Path("runs", name), Path("benchmarks", "results", f"{name}.json")
     directory.mkdir(parents=True, exist_ok=True)
-    kept = directory / file.name
-    record = next((json.loads(known.read_text(encoding="utf-8")) for known in (kept, file) if known.is_file()), {})
+    working_copy = directory / file.name
+    record = next((json.loads(path.read_text(encoding="utf-8")) for path in (working_copy, file) if path.is_file()), {})
     record |= {"rehearsal": args.rehearse, "environment": environment(shown_command("benchmarks.first_gpu", words))}
 
     def save(record: dict[str, Any]) -> None:
-        for each in (kept, file):
-            write_record(each, record)
-            write_text(each.with_suffix(".md"), page(record))
+        for path in (working_copy, file):
+            write_record(path, record)
+            write_text(path.with_suffix(".md"), page(record))
 
     steps = steps_of(toys(directory) if args.rehearse else full(args, directory), directory)
     finished = run_steps(steps, directory, record, save, args.minutes)

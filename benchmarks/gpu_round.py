@@ -73,13 +73,13 @@ def kernels(place: Place) -> Rows:
     from fsd_infer.backends.cuda import attention, layer
     from fsd_infer.backends.cuda import kernels as rows
 
-    config, found = place.config, Rows()
+    config, results = place.config, Rows()
     heads, key_heads = config.num_attention_heads, config.num_key_value_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     options: dict[str, Any] = {"device": place.device, "dtype": place.dtype}
 
     def note(name: str, run: Callable[[], Any], **facts: Any) -> None:
-        found[name] = {"ms": place.timed(run), **facts}
+        results[name] = {"ms": place.timed(run), **facts}
 
     for length in (600, 1800, 8000) if place.device.type == "cuda" else (20,):
         keys, values = torch.randn(2, 1, key_heads, length + 64, width, **options)
@@ -101,7 +101,7 @@ def kernels(place: Place) -> Rows:
     for count, size in ((1, _drafted(place)), (10, _drafted(place)), (60, config.vocab_size)):
         logits = torch.randn(count, size, **options)
         note(f"top 10 of {count} x {size}", lambda x=logits: rows.topk_logprobs(x, 10), bytes=logits.nbytes)
-    return found
+    return results
 
 
 @torch.inference_mode()
@@ -109,7 +109,7 @@ def products(place: Place) -> Rows:
     """Milliseconds of a product, of several weights in a row, so that none is still in the L2 cache."""
     from benchmarks.few_rows import TILES, product
 
-    config, found = place.config, Rows()
+    config, results = place.config, Rows()
     hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
     width = getattr(config, "head_dim", None) or hidden // heads
     both = (heads + 2 * config.num_key_value_heads) * width
@@ -130,14 +130,14 @@ def products(place: Place) -> Rows:
                     kinds["Triton " + ",".join(map(str, tile))] = lambda x, weight, tile=tile: product(x, weight, tile)
             for kind, run in kinds.items():
                 ms = place.timed(lambda run=run, x=x, all=weights: [run(x, weight) for weight in all]) / count
-                found[f"{name}, {rows} rows, {kind}"] = {"ms": ms, "bytes": weights[0].nbytes}
-    return found
+                results[f"{name}, {rows} rows, {kind}"] = {"ms": ms, "bytes": weights[0].nbytes}
+    return results
 
 
 @torch.inference_mode()
 def forwards(place: Place) -> Rows:
     decoder = FuzzyDecoder.from_pretrained(place.model(), NoDrafter(place.config.vocab_size), weights="packed")
-    target, found = decoder.target, Rows()
+    target, results = decoder.target, Rows()
     cache = SlotCache(target.cache_config, 1, place.prompt + 160)
     lengths = torch.tensor([place.prompt + 88], device=place.device)
     for nodes in (1, 6, 16, 60):
@@ -151,8 +151,8 @@ def forwards(place: Place) -> Rows:
         def run(tokens: Tensor = tokens, slots: Tensor = slots, visible: Tensor = visible) -> Any:
             return target.forward(tokens, slots, visible, cache)
 
-        found[f"{nodes} nodes"] = {"ms": place.timed(run), "stack": type(target.stack).__name__}
-    return found
+        results[f"{nodes} nodes"] = {"ms": place.timed(run), "stack": type(target.stack).__name__}
+    return results
 
 
 def decoded(place: Place, decoder: FuzzyDecoder, rule: str = "exact", batch: int = 1, **options: Any) -> dict[str, Any]:
@@ -196,35 +196,35 @@ def _drafted(place: Place) -> int:
 
 
 def plain(place: Place) -> Rows:
-    found = {"as it is": decoded(place, loaded(place))}
+    results = {"as it is": decoded(place, loaded(place))}
     if place.device.type == "cuda":
-        found["without graphs"] = decoded(place, loaded(place, graphs=False))
+        results["without graphs"] = decoded(place, loaded(place, graphs=False))
         os.environ["FSD_KERNELS"] = "0"
         from fsd_infer.backends.cuda.backend import uses_triton
 
         uses_triton.cache_clear()
-        for known in KERNELS.values():
-            known.pop("cuda", None)
-        found["torch's kernels, graphs"] = decoded(place, loaded(place))
-    return found
+        for implementations in KERNELS.values():
+            implementations.pop("cuda", None)
+        results["torch's kernels, graphs"] = decoded(place, loaded(place))
+    return results
 
 
 def rounds(place: Place) -> Rows:
-    decoder, found = loaded(place), Rows()
+    decoder, results = loaded(place), Rows()
     for tree in TREES:
         decoder.drafter = decoder.load_drafter(drafter_of(place, decoder, tree))
-        found[",".join(map(str, tree))] = decoded(place, decoder)
+        results[",".join(map(str, tree))] = decoded(place, decoder)
     decoder.drafter = choose_trees(decoder.load_drafter(drafter_of(place, decoder, TREES[-1])), decoder.target)
-    found["auto, of drafts that are wrong"] = decoded(place, decoder)
-    return found
+    results["auto, of drafts that are wrong"] = decoded(place, decoder)
+    return results
 
 
 def rules(place: Place) -> Rows:
     decoder = loaded(place, TREES[-1])
-    found = {rule: decoded(place, decoder, rule) for rule in ("exact", "tilted", "fuzzy:js:0.3")}
+    results = {rule: decoded(place, decoder, rule) for rule in ("exact", "tilted", "fuzzy:js:0.3")}
     for rule in ("exact", "tilted"):
-        found[f"{rule}, sampled"] = decoded(place, decoder, rule, do_sample=True, temperature=0.8, seed=0)
-    return found
+        results[f"{rule}, sampled"] = decoded(place, decoder, rule, do_sample=True, temperature=0.8, seed=0)
+    return results
 
 
 class AtOnce(Callback):
@@ -234,30 +234,30 @@ class AtOnce(Callback):
 
 
 def lag(place: Place) -> Rows:
-    decoder, found = loaded(place), Rows()
+    decoder, results = loaded(place), Rows()
     for name in ("plain", "exact"):
         if name == "exact":
             decoder.drafter = decoder.load_drafter(drafter_of(place, decoder, TREES[-1]))
-        found[f"{name}, a round late"] = decoded(place, decoder)
-        found[f"{name}, at once"] = decoded(place, decoder, callbacks=[AtOnce()])
-    return found
+        results[f"{name}, a round late"] = decoded(place, decoder)
+        results[f"{name}, at once"] = decoded(place, decoder, callbacks=[AtOnce()])
+    return results
 
 
 def batch(place: Place) -> Rows:
-    found, decoder = Rows(), loaded(place)
+    results, decoder = Rows(), loaded(place)
     sizes = (1, 4, 8, 16) if place.device.type == "cuda" else (2,)
-    found |= {f"plain, {rows} rows": decoded(place, decoder, batch=rows) for rows in sizes}
+    results |= {f"plain, {rows} rows": decoded(place, decoder, batch=rows) for rows in sizes}
     decoder.drafter = decoder.load_drafter(drafter_of(place, decoder, TREES[-1]))
-    return found | {f"exact, {rows} rows": decoded(place, decoder, batch=rows) for rows in sizes}
+    return results | {f"exact, {rows} rows": decoded(place, decoder, batch=rows) for rows in sizes}
 
 
 def context(place: Place) -> Rows:
-    found = Rows()
+    results = Rows()
     for length in (600, 8000) if place.device.type == "cuda" else (20,):
         place.prompt = length
-        found[f"plain, {length} tokens"] = decoded(place, loaded(place))
-        found[f"exact, {length} tokens"] = decoded(place, loaded(place, TREES[-1]))
-    return found
+        results[f"plain, {length} tokens"] = decoded(place, loaded(place))
+        results[f"exact, {length} tokens"] = decoded(place, loaded(place, TREES[-1]))
+    return results
 
 
 def generated(place: Place, **options: Any) -> dict[str, Any]:
@@ -270,8 +270,8 @@ def generated(place: Place, **options: Any) -> dict[str, Any]:
                        do_sample=False, pad_token_id=0, **options)  # fmt: skip
 
     first = place.seconds(lambda: (run(place.new), run(few)))
-    each = [place.seconds(lambda: run(place.new)) - place.seconds(lambda: run(few)) for _ in range(3)]
-    return {"ms": 1e3 * median(each) / (place.new - few), "first_s": first}
+    seconds = [place.seconds(lambda: run(place.new)) - place.seconds(lambda: run(few)) for _ in range(3)]
+    return {"ms": 1e3 * median(seconds) / (place.new - few), "first_s": first}
 
 
 def transformers(place: Place) -> Rows:
@@ -296,17 +296,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         raise FsdError(f"{unknown[0]} is not one of the parts {', '.join(PARTS)}.")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise FsdError("this machine has no CUDA device: --device cpu --shape DIRECTORY runs a toy.")
-    known = json.loads(args.json.read_text(encoding="utf-8")) if args.json is not None and args.json.is_file() else {}
-    found: dict[str, Any] = known.get("parts", {})
+    stored = json.loads(args.json.read_text(encoding="utf-8")) if args.json is not None and args.json.is_file() else {}
+    parts_done: dict[str, Any] = stored.get("parts", {})
     for name in parts:
-        if name in found and "error" not in found[name] and name != args.again:
+        if name in parts_done and "error" not in parts_done[name] and name != args.again:
             continue
         print(f"{name} ...", file=sys.stderr, flush=True)
-        found[name] = _in_process(name, args)
+        parts_done[name] = _in_process(name, args)
         if args.json is not None:  # what is done stays done
             args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps({**known, "parts": found}, indent=1), encoding="utf-8")
-    return {"parts": {name: found[name] for name in PARTS if name in found}}
+            args.json.write_text(json.dumps({**stored, "parts": parts_done}, indent=1), encoding="utf-8")
+    return {"parts": {name: parts_done[name] for name in PARTS if name in parts_done}}
 
 
 def _in_process(name: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -50,11 +50,11 @@ def run_vllm(python: Path, job: dict[str, Any]) -> dict[str, Any]:
     """
     output = Path(job["output"])
     output.mkdir(parents=True, exist_ok=True)
-    answers, call, asked = output / "answers.json", output / "call.safetensors", output / "job.json"
-    if not (answers.is_file() and asked.is_file() and json.loads(asked.read_text()) == job):
+    answers, call, job_file = output / "answers.json", output / "call.safetensors", output / "job.json"
+    if not (answers.is_file() and job_file.is_file() and json.loads(job_file.read_text()) == job):
         answers.unlink(missing_ok=True)
-        asked.write_text(json.dumps(job))
-        _call_vllm(python, asked)
+        job_file.write_text(json.dumps(job))
+        _call_vllm(python, job_file)
     reply: dict[str, Any] = json.loads(answers.read_text())
     return {**reply, "call": load_file(call) if call.is_file() else {}}
 
@@ -81,14 +81,14 @@ def our_logits(head: EagleHead, target: Target, call: dict[str, Tensor]) -> Tens
     if head.eagle3:  # the final features, which it does not read, come first
         features = torch.cat([features.new_zeros(count, head.config.target_hidden_size), features], dim=-1)
     embeds = head.embed(ids[:count], target).to(dtype)
-    read = head.readout(head(embeds[None], features[None], positions[None, :count])[0])
+    hidden = head.readout(head(embeds[None], features[None], positions[None, :count])[0])
     rows = target.lm_head_rows(head.draft_ids)[0].to(dtype) if head.lm_head is None else head.lm_head.weight
-    logits = (read @ rows.mT).float()
+    logits = (hidden @ rows.mT).float()
     if head.draft_ids is None:
         return logits
-    whole = torch.full((count, target.vocab_size), -torch.inf)
-    whole[:, head.draft_ids] = logits
-    return whole
+    full = torch.full((count, target.vocab_size), -torch.inf)
+    full[:, head.draft_ids] = logits
+    return full
 
 
 def compare(
@@ -116,19 +116,19 @@ def compare(
     """
     facts = target_facts(str(target))
     loaded = Target.from_pretrained(str(target), dtype=parse_dtype(dtype))
-    own = EagleHead.from_pretrained(head, loaded)
-    method = "eagle3" if own.eagle3 else "eagle"
-    export_head(own, scratch / "exported", "vllm", facts, dtype=loaded.dtype)
+    eagle = EagleHead.from_pretrained(head, loaded)
+    method = "eagle3" if eagle.eagle3 else "eagle"
+    export_head(eagle, scratch / "exported", "vllm", facts, dtype=loaded.dtype)
     job = {"target": facts.name, "prompts": [list(ids) for ids in prompts], "new": new, "dtype": dtype}
     plain = plain or run_vllm(python, {**job, "output": str(scratch / "plain")})
     weights = hashlib.sha256((scratch / "exported" / SINGLE).read_bytes()).hexdigest()
     speculation = {"head": str(scratch / "exported"), "weights": weights, "method": method, "drafted": drafted}
     theirs = run_vllm(python, {**job, **speculation, "output": str(scratch / method)})
-    if not own.eagle3:
-        own.set_draft_ids(None)  # vLLM knows no reduced vocabulary there
-    own.cast(loaded.dtype)
+    if not eagle.eagle3:
+        eagle.set_draft_ids(None)  # vLLM knows no reduced vocabulary there
+    eagle.cast(loaded.dtype)
     vllm = [count / max(theirs["drafts"], 1) for count in theirs["accepted"]]
-    logits, (ours, rounds) = _logits(own, loaded, theirs["call"]), _accepted(own, loaded, prompts, new, drafted)
+    logits, (ours, rounds) = _logits(eagle, loaded, theirs["call"]), _accepted(eagle, loaded, prompts, new, drafted)
     pairs = list(zip(theirs["answers"], plain["answers"], strict=True))
     exact = Target.from_pretrained(str(target), dtype=torch.float32) if any(a != b for a, b in pairs) else loaded
     return {

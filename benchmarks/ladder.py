@@ -75,8 +75,8 @@ def drafter_of(rung: str, args: argparse.Namespace, work: Workplace) -> str:
 
 def is_model(drafter: str) -> bool:
     """Return whether the drafter is a whole model, which can answer alone."""
-    found = is_builtin(drafter) or is_hub_id(drafter) or (Path(drafter) / "config.json").is_file()
-    return found and find_head(drafter) is None
+    exists = is_builtin(drafter) or is_hub_id(drafter) or (Path(drafter) / "config.json").is_file()
+    return exists and find_head(drafter) is None
 
 
 def measure_rung(args: argparse.Namespace, target: str, drafter: str, prompts: str, file: Path) -> dict[str, Any]:
@@ -94,8 +94,8 @@ def measure_rung(args: argparse.Namespace, target: str, drafter: str, prompts: s
             threads=args.threads, log_likelihood=True, baselines=[EXACT],
         )  # fmt: skip
     record = json.loads(file.read_text(encoding="utf-8"))
-    kept = {key: value for key, value in record["environment"].items() if key != "command"}  # which has paths
-    rung = {"drafts": record["methods"][EXACT]["drafts"], "rules": rules_of(record), "environment": kept}
+    environment = {key: value for key, value in record["environment"].items() if key != "command"}  # which has paths
+    rung = {"drafts": record["methods"][EXACT]["drafts"], "rules": rules_of(record), "environment": environment}
     training = Path(drafter) / "training.json"
     if training.is_file():
         trained = json.loads(training.read_text(encoding="utf-8"))
@@ -110,8 +110,8 @@ def rules_of(record: dict[str, Any]) -> dict[str, Any]:
     rules = {}
     for name, facts in record["methods"].items():
         rule = name.partition("@")[0]
-        kept = ("answers", "tau", "answer_tokens", "target_forwards", "divergence_spent", *BOUNDS)
-        rules[rule] = {key: facts.get(key) for key in kept}
+        keys = ("answers", "tau", "answer_tokens", "target_forwards", "divergence_spent", *BOUNDS)
+        rules[rule] = {key: facts.get(key) for key in keys}
         if rule == ALONE:  # its forwards are the drafter's
             rules[rule] |= {"tau": None, "target_forwards": None}
         if name in differences:
@@ -130,20 +130,20 @@ def forecast_of(args: argparse.Namespace, target: str, drafter: str, prompts: st
     """Return by rule: τ and nats forecast for the rung's chain, and tokens per cost / exact's best."""
     file = file.with_suffix(".forecast.json")
     if file.exists():
-        kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return kept
+        stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return stored
     decoder = FuzzyDecoder.from_pretrained(target, drafter, tree=TreeShape.chain(args.depth))
     encode = Encoder.of(decoder, args.raw)
-    asked = encode_rows(first_rows(prompts, encode, args.limit, args.every), encode)
+    rows = encode_rows(first_rows(prompts, encode, args.limit, args.every), encode)
     lossy = [rule for rule in args.rules if rule not in (EXACT, ALONE)]
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
-    found = forecast(decoder, asked, lossy, usual=False, seed=args.seed, progress=True, **options).to_dict()
-    exact = found["rows"][0]["per_cost"]
+    result = forecast(decoder, rows, lossy, usual=False, seed=args.seed, progress=True, **options).to_dict()
+    exact = result["rows"][0]["per_cost"]
     rules = {}
-    for row in found["rows"]:
-        shaped = next(s for s in row["shapes"] if s["shape"] == found["decoded"])
+    for row in result["rows"]:
+        shape = next(s for s in row["shapes"] if s["shape"] == result["decoded"])
         per_cost = {cost: value / exact[cost] for cost, value in row["per_cost"].items()}
-        rules[row["rule"]] = {"tau": shaped["tau"], "nats_per_token": shaped["nats"], "per_cost": per_cost}
+        rules[row["rule"]] = {"tau": shape["tau"], "nats_per_token": shape["nats"], "per_cost": per_cost}
     write_record(file, jsonable(rules))
     return rules
 
@@ -171,23 +171,24 @@ def routing_of(rules: dict[str, Any], depth: int, cost: float) -> dict[str, dict
     """
     if ALONE not in rules or rules[ALONE]["score"] is None:
         return {}
-    each = {rule: (1 + cost * depth) / facts["tau"] for rule, facts in rules.items() if facts["tau"]} | {ALONE: cost}
+    cost_per_token = {rule: (1 + cost * depth) / facts["tau"] for rule, facts in rules.items() if facts["tau"]}
+    cost_per_token[ALONE] = cost
     first, last = rules[EXACT]["score"], rules[ALONE]["score"]
-    found = {}
-    for rule, spent in each.items():
-        share = (each[EXACT] - spent) / (each[EXACT] - cost)
+    routing = {}
+    for rule, token_cost in cost_per_token.items():
+        share = (cost_per_token[EXACT] - token_cost) / (cost_per_token[EXACT] - cost)
         score = {"score": rules[rule]["score"], "routed": first + share * (last - first)}
-        found[rule] = {"tokens_per_cost": 1 / spent, **score}
-    return found
+        routing[rule] = {"tokens_per_cost": 1 / token_cost, **score}
+    return routing
 
 
 def correlations_of(rungs: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Return {outcome: {number: Spearman's rank correlation}} over the rungs that have the outcome, three or more."""
     numbers = {name: numbers_of(rung["drafts"]) for name, rung in rungs.items()}
     outcomes = {name: outcomes_of(rung["rules"]) for name, rung in rungs.items()}
-    found = {}
-    for outcome in dict.fromkeys(key for known in outcomes.values() for key in known):
-        names = [name for name, known in outcomes.items() if outcome in known]
+    correlations = {}
+    for outcome in dict.fromkeys(key for values in outcomes.values() for key in values):
+        names = [name for name, values in outcomes.items() if outcome in values]
         if len({outcomes[name][outcome] for name in names}) < 3:
             continue
         y = [outcomes[name][outcome] for name in names]
@@ -195,8 +196,8 @@ def correlations_of(rungs: dict[str, Any]) -> dict[str, dict[str, float]]:
             number_: float(spearmanr([numbers[name][number_] for name in names], y).statistic)
             for number_ in numbers[names[0]]
         }
-        found[outcome] = {"rungs": len(names), **ranked}
-    return found
+        correlations[outcome] = {"rungs": len(names), **ranked}
+    return correlations
 
 
 def forecast_error(rungs: dict[str, Any]) -> dict[str, Any]:
@@ -223,19 +224,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     os.chdir(work.directory)
     rungs = dict(joined)
     for rung, drafter in drafters.items():
-        asked = target, drafter, prompts, Path(f"{Path(drafter).name}.json")
+        job = target, drafter, prompts, Path(f"{Path(drafter).name}.json")
         name = Path(rung).name
-        rungs[name] = joined.get(name) or measure_rung(args, *asked)
+        rungs[name] = joined.get(name) or measure_rung(args, *job)
         if args.forecast:
-            rungs[name]["forecast"] = forecast_of(args, *asked)
+            rungs[name]["forecast"] = forecast_of(args, *job)
     if figure is not None:
         write_figure(rungs, figure)
     for rung in rungs.values():
         rung["routing"] = routing_of(rung["rules"], args.depth, args.cost)
     if routing is not None:
         write_routing(rungs, args.cost, routing)
-    found = {"correlations": correlations_of(rungs), "forecast_error": forecast_error(rungs)}
-    return {"bounds": BOUNDS, "rungs": rungs, **found}
+    statistics = {"correlations": correlations_of(rungs), "forecast_error": forecast_error(rungs)}
+    return {"bounds": BOUNDS, "rungs": rungs, **statistics}
 
 
 def write_figure(rungs: dict[str, Any], path: Path) -> None:
@@ -244,9 +245,9 @@ def write_figure(rungs: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(7.2, 4.4), layout="constrained")
     axes = figure.add_subplot(xlabel="median gap of a wrong first draft, nats", ylabel="tokens per forward / exact's")
-    regrets = {name: rung["drafts"]["regret_median"] or FLAWLESS for name, rung in rungs.items()}
+    gaps = {name: rung["drafts"]["regret_median"] or FLAWLESS for name, rung in rungs.items()}
     for number_, rule in enumerate(dict.fromkeys(rule for rung in rungs.values() for rule in rung["rules"])):
-        points = [(regrets[name], rung["rules"].get(rule, {})) for name, rung in rungs.items()]
+        points = [(gaps[name], rung["rules"].get(rule, {})) for name, rung in rungs.items()]
         drawn = sorted((x, facts["gain"]["ratio"], facts["equal"]) for x, facts in points if facts.get("gain"))
         if not drawn:  # exact, and the drafter alone
             continue
@@ -254,8 +255,8 @@ def write_figure(rungs: dict[str, Any], path: Path) -> None:
         axes.plot(x, y, color=f"C{number_}", label=rule)
         axes.scatter(x, y, edgecolors=f"C{number_}", c=[f"C{number_}" if same else "white" for same in equal], zorder=3)
     last = 0.0
-    for name, regret in sorted(regrets.items(), key=lambda item: item[1]):
-        last = max(regret, last * 1.11)  # names of like regrets stand side by side
+    for name, gap in sorted(gaps.items(), key=lambda item: item[1]):
+        last = max(gap, last * 1.11)  # names with similar gaps stand side by side
         axes.annotate(name, (last, 0.98), rotation=90, fontsize=6, ha="center", va="top")
     axes.axhline(1.0, color="grey", lw=0.8)
     axes.set_ylim(bottom=0.6)
@@ -271,12 +272,12 @@ def write_routing(rungs: dict[str, Any], cost: float, path: Path) -> None:
 
     drawn = {name: rung["routing"] for name, rung in rungs.items() if rung["routing"]}
     figure = Figure(figsize=(2.9 * len(drawn), 3.4), layout="constrained")
-    rules = list(dict.fromkeys(rule for found in drawn.values() for rule in found))
+    rules = list(dict.fromkeys(rule for routing in drawn.values() for rule in routing))
     panels = figure.subplots(1, len(drawn), squeeze=False)[0]
-    for axes, (name, found) in zip(panels, drawn.items()):
-        line = sorted((facts["tokens_per_cost"], facts["routed"]) for facts in found.values())
+    for axes, (name, routing) in zip(panels, drawn.items()):
+        line = sorted((facts["tokens_per_cost"], facts["routed"]) for facts in routing.values())
         axes.plot(*zip(*line), color="grey", lw=0.8, label="routing")
-        for rule, facts in found.items():
+        for rule, facts in routing.items():
             axes.scatter(facts["tokens_per_cost"], facts["score"], c=f"C{rules.index(rule)}", label=rule, zorder=3)
         axes.set_title(name, fontsize=8)
         axes.set_xscale("log", base=2)

@@ -111,16 +111,16 @@ class Counting(TorchDispatchMode):
         """Note a launch of Triton's."""
         if self.part is None:
             return
-        name, given = function.__name__, dict(zip(function.arg_names, args, strict=False)) | options
+        name, arguments = function.__name__, dict(zip(function.arg_names, args, strict=False)) | options
         unread = ("K", "V") if name in ("_rotate", "_attend") else ()  # all slots
-        size = sum(x.nbytes for key, x in given.items() if isinstance(x, Tensor) and key not in unread)
+        size = sum(x.nbytes for key, x in arguments.items() if isinstance(x, Tensor) and key not in unread)
         seconds = LAUNCH
         if name == "_attend":
-            keys = given["K"]
+            keys = arguments["K"]
             size += 2 * keys.nbytes * PROMPT // keys.shape[2]
             seconds += ATTENTION
         elif name == "_read":
-            seconds += SELECTION * given["COUNT"]
+            seconds += SELECTION * arguments["COUNT"]
         self._add(f"{name}{tuple(grid)}", size, seconds + size / BANDWIDTH)
 
     def _add(self, name: str, size: int, seconds: float) -> None:
@@ -141,11 +141,11 @@ def shapes_alone(counting: Counting) -> Iterator[None]:
     from fsd_infer.backends.cuda import attention, fused, stack
 
     _set_guard()
-    whole: dict[int, Tensor] = {}
+    fused_weights: dict[int, Tensor] = {}
 
     def joined(parts: Sequence[nn.Linear]) -> tuple[Tensor, None]:
         rows, weight = sum(part.out_features for part in parts), parts[0].weight
-        return whole.setdefault(id(parts[0]), weight.new_empty(rows, weight.shape[1])), None
+        return fused_weights.setdefault(id(parts[0]), weight.new_empty(rows, weight.shape[1])), None
 
     patches = [
         patch.object(torch.cuda, "device_of", lambda x: nullcontext()),
@@ -157,8 +157,8 @@ def shapes_alone(counting: Counting) -> Iterator[None]:
         patch("fsd_infer.engine.plan._recorder", lambda target, drafter: None),
     ]
     with ExitStack() as entered:
-        for each in patches:
-            entered.enter_context(each)
+        for patcher in patches:
+            entered.enter_context(patcher)
         for mode in (torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True), counting):
             entered.enter_context(mode)
         yield
@@ -245,18 +245,18 @@ def report(launches: Sequence[Launch], goal: float | None, each: bool) -> str:
     """Return a table by part, and of every launch if asked."""
     lines = []
     for part in dict.fromkeys(launch.part for launch in launches):
-        of_part = [launch for launch in launches if launch.part == part]
-        products = [launch for launch in of_part if launch.name in ("mm", "bmm", "addmm")]
-        lines.append([part, len(of_part), len(products), *_sums(of_part)])
+        in_part = [launch for launch in launches if launch.part == part]
+        products = [launch for launch in in_part if launch.name in ("mm", "bmm", "addmm")]
+        lines.append([part, len(in_part), len(products), *_sums(in_part)])
     lines.append(["all", len(launches), "", *_sums(launches)])
-    said = table(["part", "launches", "products", "GB", "ms, reckoned"], [[str(x) for x in line] for line in lines])
-    said += "" if goal is None else f"\ngoal: {goal} ms"
+    text = table(["part", "launches", "products", "GB", "ms, reckoned"], [[str(x) for x in line] for line in lines])
+    text += "" if goal is None else f"\ngoal: {goal} ms"
     if each:
-        found = Counter((launch.part, launch.name, launch.place) for launch in launches)
-        said += "\n\n" + table(
-            ["part", "times", "launch", "place"], [[a, str(n), b, c] for (a, b, c), n in found.items()]
+        counts = Counter((launch.part, launch.name, launch.place) for launch in launches)
+        text += "\n\n" + table(
+            ["part", "times", "launch", "place"], [[a, str(n), b, c] for (a, b, c), n in counts.items()]
         )
-    return said
+    return text
 
 
 def _sums(launches: Sequence[Launch]) -> list[str]:

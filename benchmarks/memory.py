@@ -84,7 +84,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     rows = [row for _, row in read_jsonl(args.prompts)]
     kinds = {"chat": CHAT, "rag": ("rag",), "summaries": ("summarization",)}
-    asked = [
+    questions = [
         {"workload": name, "turns": row["turns"]}
         for name, categories in kinds.items()
         for row in spread([row for row in rows if row["category"] in categories], args.each)
@@ -93,9 +93,9 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     edits = edits_of(ROOT, args.edits) if {"edits", "forced"} & set(args.workloads.split(",")) else []
     for name in args.workloads.split(","):
         if name in kinds:
-            yield from (row for row in asked if row["workload"] == name)
+            yield from (row for row in questions if row["workload"] == name)
         elif name == "replay":
-            yield from ({**row, "workload": name} for row in asked)
+            yield from ({**row, "workload": name} for row in questions)
         elif name == "samples":
             for row in spread([row for _, row in read_jsonl(args.problems)], args.sampled):
                 yield from [{"workload": name, "turns": [row["question"]], "temperature": 0.7}] * 8
@@ -119,19 +119,19 @@ def edits_of(repository: Path, count: int) -> list[tuple[str, str]]:
     git = ["git", "-C", str(repository)]
     log = [*git, "log", "--no-merges", "--format=%x00", "-p", "-U14", "-n", "400", "fb4a028", "--", "*.py"]
     patches = subprocess.run(log, capture_output=True, text=True, check=True).stdout
-    found = []
+    edits = []
     for hunk in re.split(r"^(?:\0|diff |@@ .*$)", patches, flags=re.MULTILINE):
         lines = [line for line in hunk.split("\n") if line[:1] in (" ", "+", "-")]
-        gone, come = ([line[1:] for line in lines if line[0] == sign] for sign in "-+")
+        removed, added = ([line[1:] for line in lines if line[0] == sign] for sign in "-+")
         signs = "".join(line[0] for line in lines)
         if 30 <= len(lines) <= 44 and re.fullmatch(r" +-{1,5}\+{1,6} +", signs):
             old, new = ([line[1:] for line in lines if line[0] in f" {sign}"] for sign in "-+")
             text = {
                 name: "".join(f"{line}\n" for line in part)
-                for name, part in zip(("old", "gone", "come"), (old, gone, come))
+                for name, part in zip(("old", "gone", "come"), (old, removed, added))
             }
-            found.append((EDIT.format(**text), "```python\n" + "".join(f"{line}\n" for line in new) + "```"))
-    return spread(found, count)
+            edits.append((EDIT.format(**text), "```python\n" + "".join(f"{line}\n" for line in new) + "```"))
+    return spread(edits, count)
 
 
 # the process that decodes ---------------------------------------------------------------------------------------------
@@ -189,9 +189,9 @@ def turns(decoder: Any, row: dict[str, Any], tokens: int) -> Iterator[tuple[list
         if "forced" in row:
             options["logits_processor"] = [forced(decoder, ids, row["forced"])]
         start = time.perf_counter()
-        out = decoder.generate([ids], max_new_tokens=row.get("new", tokens), **options)
-        yield ids, out, time.perf_counter() - start
-        messages.append({"role": "assistant", "content": out.texts[0]})
+        generation = decoder.generate([ids], max_new_tokens=row.get("new", tokens), **options)
+        yield ids, generation, time.perf_counter() - start
+        messages.append({"role": "assistant", "content": generation.texts[0]})
 
 
 def forced(decoder: Any, prompt: list[int], answer: str) -> Callable[[Any, Any], Any]:
@@ -201,9 +201,9 @@ def forced(decoder: Any, prompt: list[int], answer: str) -> Callable[[Any, Any],
 
     def process(text: Any, scores: Any) -> Any:
         token = ids[min(text.shape[1] - len(prompt), len(ids) - 1)]
-        kept = scores[:, token].clone()
+        score = scores[:, token].clone()
         scores = scores.new_full(scores.shape, float("-inf"))
-        scores[:, token] = kept
+        scores[:, token] = score
         return scores
 
     return process
@@ -222,13 +222,13 @@ class Oracle:
 
     def forwards(self, prompt: list[int], answer: list[int]) -> int:
         """Return the target forwards of an answer after its first token, and remember its text."""
-        text, place, read, count = [*prompt, *answer], len(prompt) + 1, 1, 0
-        while place < len(text):
-            self._read(text, read, place)
-            read, count = place, count + 1
-            while place < len(text) and text[place] in self._followers(text, place):
-                place += 1
-            place += 1
+        text, position, read, count = [*prompt, *answer], len(prompt) + 1, 1, 0
+        while position < len(text):
+            self._read(text, read, position)
+            read, count = position, count + 1
+            while position < len(text) and text[position] in self._followers(text, position):
+                position += 1
+            position += 1
         self._read(text, read, len(text))
         return count
 
@@ -237,8 +237,8 @@ class Oracle:
             for size in range(1, min(self.longest, index) + 1):
                 self.after.setdefault(tuple(text[index - size : index]), set()).add(text[index])
 
-    def _followers(self, text: list[int], place: int) -> set[int]:
-        contexts = (tuple(text[max(place - size, 0) : place]) for size in range(self.longest, 0, -1))
+    def _followers(self, text: list[int], position: int) -> set[int]:
+        contexts = (tuple(text[max(position - size, 0) : position]) for size in range(self.longest, 0, -1))
         return next((self.after[context] for context in contexts if context in self.after), set())
 
 
@@ -255,23 +255,25 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         name = "prompts" if row["workload"] in ("chat", "rag", "summaries", "replay") else row["workload"]
         groups[name] = groups.get(name, "") + json.dumps(row) + "\n"
     done = Finished(args.json)
-    found: dict[str, list[Any]] = {}
-    for (group, given), text in product(groups.items(), args.methods.split(",")):
+    answers: dict[str, list[Any]] = {}
+    for (group, rows), text in product(groups.items(), args.methods.split(",")):
         name, _, drafter = text.partition("=")
         words = [drafter.partition("@")[0], args.target, args.tree, str(args.threads), str(args.max_new_tokens)]
-        asked = hashlib.sha256(" ".join([given, *words]).encode()).hexdigest()
-        part = f"{name} {asked}"
-        if part not in done:
+        digest = hashlib.sha256(" ".join([rows, *words]).encode()).hexdigest()
+        key = f"{name} {digest}"
+        if key not in done:
             print(f"[{group}: {name}]", file=sys.stderr, flush=True)
             checkout = args.before if drafter.endswith("@before") else ROOT
             if checkout is None:
                 raise SystemExit(f"memory: {text} needs --before CHECKOUT.")
             command = [sys.executable, str(Path(__file__).resolve()), "--answer", *words]
             environment = {**os.environ, "PYTHONPATH": str(checkout.resolve())}
-            ended = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True, env=environment, check=True)
-            done[part] = [json.loads(line) for line in ended.stdout.splitlines()]
-        found.setdefault(name, []).extend(done[part])
-    return found
+            process = subprocess.run(
+                command, input=rows, stdout=subprocess.PIPE, text=True, env=environment, check=True
+            )
+            done[key] = [json.loads(line) for line in process.stdout.splitlines()]
+        answers.setdefault(name, []).extend(done[key])
+    return answers
 
 
 def summary(answers: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, Any]:
@@ -279,27 +281,27 @@ def summary(answers: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str
     from fsd_bench.intervals import ratio_interval
 
     def pairs(method: str, workload: str, over: Callable[[Any], float], under: Callable[[Any], float]) -> list[Any]:
-        return [(over(one), under(one)) for one in answers[method] if one["workload"] == workload]
+        return [(over(a), under(a)) for a in answers[method] if a["workload"] == workload]
 
     measures: dict[str, tuple[Callable[[Any], float], Callable[[Any], float]]] = {
-        "tau": (lambda one: one["tokens"] - 1, lambda one: one["forwards"]),
-        "tokens_per_second": (lambda one: one["tokens"], lambda one: one["seconds"]),
-        "decode_tokens_per_second": (lambda one: one["tokens"] - 1, lambda one: one["seconds"] - one["prefill"]),
+        "tau": (lambda a: a["tokens"] - 1, lambda a: a["forwards"]),
+        "tokens_per_second": (lambda a: a["tokens"], lambda a: a["seconds"]),
+        "decode_tokens_per_second": (lambda a: a["tokens"] - 1, lambda a: a["seconds"] - a["prefill"]),
     }
-    found: dict[str, Any] = {}
-    for workload in dict.fromkeys(one["workload"] for one in answers[baseline]):
-        found[workload] = {}
+    workloads: dict[str, Any] = {}
+    for workload in dict.fromkeys(a["workload"] for a in answers[baseline]):
+        workloads[workload] = {}
         for method in answers:
             cell: dict[str, Any] = {"answers": len(pairs(method, workload, *measures["tau"]))}
             for name, (over, under) in measures.items():
-                own, other = (pairs(one, workload, over, under) for one in (method, baseline))
-                cell[name] = sum(x for x, _ in own) / sum(y for _, y in own)
-                cell[f"{name}_ratio"] = ratio_interval(own, other)
-            copied = pairs(method, workload, measures["tau"][0], lambda one: one.get("oracle_forwards", 0))
+                ours, theirs = (pairs(which, workload, over, under) for which in (method, baseline))
+                cell[name] = sum(x for x, _ in ours) / sum(y for _, y in ours)
+                cell[f"{name}_ratio"] = ratio_interval(ours, theirs)
+            copied = pairs(method, workload, measures["tau"][0], lambda a: a.get("oracle_forwards", 0))
             if forwards := sum(y for _, y in copied):
                 cell["oracle_tau"] = sum(x for x, _ in copied) / forwards
-            found[workload][method] = cell
-    return found
+            workloads[workload][method] = cell
+    return workloads
 
 
 def main(argv: Sequence[str] | None = None) -> int:

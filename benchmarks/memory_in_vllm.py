@@ -57,19 +57,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         target = TARGETS.get(row["workload"], TARGET) if args.target == TARGET else args.target
         groups.setdefault(target, []).append(row)
     done = Finished(args.json)
-    found: dict[str, list[Any]] = {name: [] for name in args.methods.split(",")}
-    for (target, rows), name in itertools.product(groups.items(), found):
-        asked = hashlib.sha256(json.dumps([name, target, args.max_new_tokens, args.threads, rows]).encode()).hexdigest()
-        if asked not in done:
+    answers: dict[str, list[Any]] = {name: [] for name in args.methods.split(",")}
+    for (target, rows), name in itertools.product(groups.items(), answers):
+        job = json.dumps([name, target, args.max_new_tokens, args.threads, rows])
+        digest = hashlib.sha256(job.encode()).hexdigest()
+        if digest not in done:
             print(f"[{target}: {name}]", file=sys.stderr, flush=True)
             directory = str(resolve_target(target))
             command = [str(args.vllm.absolute()), str(HERE / "run_vllm.py"), directory, *METHODS[name]]
             method = ProcessMethod(name, command, vllm_variables(args.vllm.absolute(), args.threads))
-            done[asked] = list(answers_of(method, load_tokenizer(directory), rows, args.max_new_tokens))
+            done[digest] = list(answers_of(method, load_tokenizer(directory), rows, args.max_new_tokens))
             method.close()
-        found[name] += done[asked]
-    baseline = next(iter(found))
-    return {"baseline": baseline, "workloads": summary(found, baseline), "answers": found}
+        answers[name] += done[digest]
+    baseline = next(iter(answers))
+    return {"baseline": baseline, "workloads": summary(answers, baseline), "answers": answers}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -67,20 +67,20 @@ def contexts(count: int) -> list[list[int]]:
 def first_use(file: Path) -> dict[str, float]:
     """Be the process that uses an index for the first time."""
     start = time.perf_counter()
-    opened = open_corpus(file, target())
-    opened.matches(list(range(40)), 12)
-    seconds, ends, taken = time.perf_counter() - start, contexts(2000), []
+    index = open_corpus(file, target())
+    index.matches(list(range(40)), 12)
+    seconds, ends, microseconds = time.perf_counter() - start, contexts(2000), []
     for end in ends:
-        begun = time.perf_counter()
-        opened.matches(end[-32:], 12)
-        taken.append(1e6 * (time.perf_counter() - begun))
-    facts = {"first_use_seconds": seconds, "tokens": len(opened), "cold_look_up_us": median(taken[:200])}
-    taken.clear()
+        start = time.perf_counter()
+        index.matches(end[-32:], 12)
+        microseconds.append(1e6 * (time.perf_counter() - start))
+    facts = {"first_use_seconds": seconds, "tokens": len(index), "cold_look_up_us": median(microseconds[:200])}
+    microseconds.clear()
     for end in ends:
-        begun = time.perf_counter()
-        opened.matches(end[-32:], 12)
-        taken.append(1e6 * (time.perf_counter() - begun))
-    return facts | {"look_up_us": median(taken), "look_up_us_p95": quantiles(taken, n=20)[-1]}
+        start = time.perf_counter()
+        index.matches(end[-32:], 12)
+        microseconds.append(1e6 * (time.perf_counter() - start))
+    return facts | {"look_up_us": median(microseconds), "look_up_us_p95": quantiles(microseconds, n=20)[-1]}
 
 
 def corpus_figures(folder: Path, tokens: int) -> dict[str, Any]:
@@ -92,9 +92,9 @@ def corpus_figures(folder: Path, tokens: int) -> dict[str, Any]:
     open_corpus(file, target())
     seconds = time.perf_counter() - start
     command = [sys.executable, "-m", "benchmarks.memory_index", "--first-use", str(file)]
-    used = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    process = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     size = file.with_name(file.name + SUFFIX).stat().st_size
-    return {"build_seconds": seconds, "index_bytes": size, **json.loads(used.stdout)}
+    return {"build_seconds": seconds, "index_bytes": size, **json.loads(process.stdout)}
 
 
 def resident() -> int:
@@ -104,17 +104,17 @@ def resident() -> int:
 
 def store_figures(requests: int, mib: int) -> dict[str, Any]:
     """Return the bytes of a store after ``requests`` requests, and the milliseconds that remembering one takes."""
-    store, taken, before, most = Store(mib << 20), [], resident(), 0
+    store, milliseconds, before, peak = Store(mib << 20), [], resident(), 0
     for ids, _ in zip(texts(5), range(requests)):
         half = len(ids) // 2
-        begun = time.perf_counter()
+        start = time.perf_counter()
         store.add([ids[:half], ids])
-        taken.append(1e3 * (time.perf_counter() - begun))
-        most = max(most, store.nbytes)
+        milliseconds.append(1e3 * (time.perf_counter() - start))
+        peak = max(peak, store.nbytes)
     return {
-        "bound_bytes": mib << 20, "most_bytes": most, "process_grew_by": resident() - before, "requests": requests,
-        "texts": len(store.texts), "tokens": len(store), "add_ms": median(taken),
-        "add_ms_p95": quantiles(taken, n=20)[-1],
+        "bound_bytes": mib << 20, "most_bytes": peak, "process_grew_by": resident() - before, "requests": requests,
+        "texts": len(store.texts), "tokens": len(store), "add_ms": median(milliseconds),
+        "add_ms_p95": quantiles(milliseconds, n=20)[-1],
     }  # fmt: skip
 
 
@@ -123,22 +123,22 @@ def draft_figures(mib: int) -> dict[str, float]:
     store = Store(mib << 20)
     for ids, _ in zip(texts(5), range(4000)):
         store.add([ids])
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for name, stores in {"text": [], "text_and_store": [store]}.items():
         drafts, tokens = [], []
         for ids, _ in zip(texts(0), range(60)):
             matcher = TextMatcher(list(stores))
             for index, token in enumerate(ids):
                 if index > 40 and index % 3 == 0:
-                    begun = time.perf_counter()
+                    start = time.perf_counter()
                     best_first(matcher, matcher.look_up(), matcher.tokens[-1], NODES, DEPTH, MIN_ACCEPT_PROB)
-                    drafts.append(1e3 * (time.perf_counter() - begun))
-                begun = time.perf_counter()
+                    drafts.append(1e3 * (time.perf_counter() - start))
+                start = time.perf_counter()
                 matcher.append(token)
-                tokens.append(1e6 * (time.perf_counter() - begun))
-        found |= {f"{name}_draft_ms": median(drafts), f"{name}_draft_ms_p95": quantiles(drafts, n=20)[-1]}
-        found |= {f"{name}_token_us": median(tokens)}
-    return found
+                tokens.append(1e6 * (time.perf_counter() - start))
+        figures |= {f"{name}_draft_ms": median(drafts), f"{name}_draft_ms_p95": quantiles(drafts, n=20)[-1]}
+        figures |= {f"{name}_token_us": median(tokens)}
+    return figures
 
 
 def report(record: dict[str, Any]) -> str:
@@ -149,8 +149,8 @@ def report(record: dict[str, Any]) -> str:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of a corpus, of a store, and of drafts."""
-    with tempfile.TemporaryDirectory() as made:
-        folder = args.folder or Path(made)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         corpus = corpus_figures(folder, args.tokens)
     settings = {name: value for name, value in settings_of(args).items() if name != "folder"}

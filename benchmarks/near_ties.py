@@ -29,6 +29,7 @@ from fsd_infer.targets.target import Target
 
 EDGES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, float("inf"))  # nats
 LONGEST = 600  # tokens of a prompt
+PAIRS = (("verified", "plain"), ("plain", "fp32"), ("verified", "fp32"))  # whose choices are compared
 
 
 @torch.inference_mode()
@@ -36,21 +37,21 @@ def read_answer(target: Target, prompt: Sequence[int], answer: Sequence[int], ro
     """Return the logits [A, V] from which each token of the answer is chosen, read ``rows`` tokens a forward."""
     cache, length = target.new_cache(1, len(prompt) + len(answer)), len(prompt)
     _, logits = prefill_text(target, cache, torch.tensor([prompt]))
-    found = [logits[0].float()]
+    logits_of_chunks = [logits[0].float()]
     for start in range(0, len(answer) - 1, rows):
         tokens = torch.tensor([answer[start : min(start + rows, len(answer) - 1)]])
         slots, visible = cache.in_text(torch.tensor([length + start]), tokens.shape[1])
-        found.append(target.forward(tokens, slots, visible, cache)[0][0].float())
-    return torch.cat(found)
+        logits_of_chunks.append(target.forward(tokens, slots, visible, cache)[0][0].float())
+    return torch.cat(logits_of_chunks)
 
 
 def compare(plain: Tensor, verified: Tensor, fp32: Tensor) -> dict[str, list[float]]:
     """Return by position: whether each pair differs, and the lead of fp32's best token over its second in nats."""
-    one, many, true = (logits.argmax(-1) for logits in (plain, verified, fp32))
+    choices = {"plain": plain.argmax(-1), "verified": verified.argmax(-1), "fp32": fp32.argmax(-1)}
     best, second = fp32.topk(2).values.unbind(-1)
-    pairs = {"verified, plain": one != many, "plain, fp32": one != true, "verified, fp32": many != true}
+    pairs = {f"{a}, {b}": choices[a] != choices[b] for a, b in PAIRS}
     tied = (plain.topk(2).values.diff(dim=-1) == 0)[:, 0]
-    return {name: found.double().tolist() for name, found in {**pairs, "tied": tied, "lead": best - second}.items()}
+    return {name: values.double().tolist() for name, values in {**pairs, "tied": tied, "lead": best - second}.items()}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -60,23 +61,23 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     encoder = Encoder.of(decoder, False)
     rows = [row for row in spread_rows([args.prompts], encoder) if len(encode_rows([row], encoder)[0]) <= LONGEST]
     prompts = encode_rows(spread(rows, args.limit), encoder)
-    found = []
+    comparisons = []
     for prompt in prompts:
         answer = decoder.generate(prompt, max_new_tokens=args.max_new_tokens, do_sample=False).sequences[0]
-        one, many = (read_answer(decoder.target, prompt, answer, count) for count in (1, args.rows))
-        found.append(compare(one, many, read_answer(exact.target, prompt, answer, args.rows)))
-    return {"prompts": len(prompts), **summary(found)}
+        plain, verified = (read_answer(decoder.target, prompt, answer, count) for count in (1, args.rows))
+        comparisons.append(compare(plain, verified, read_answer(exact.target, prompt, answer, args.rows)))
+    return {"prompts": len(prompts), **summary(comparisons)}
 
 
-def summary(found: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
+def summary(comparisons: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
     """Return what :func:`measure` does, from the positions of each answer."""
-    lead = np.concatenate([one["lead"] for one in found])
+    lead = np.concatenate([answer["lead"] for answer in comparisons])
     pairs = {}
-    for name in ("verified, plain", "plain, fp32", "verified, fp32"):
-        differs = np.concatenate([one[name] for one in found]) > 0
+    for name in map(", ".join, PAIRS):
+        differs = np.concatenate([answer[name] for answer in comparisons]) > 0
         pairs[name] = {
-            "differ": mean_interval([(sum(one[name]), float(len(one[name]))) for one in found]),
-            "answers_with_one": sum(any(one[name]) for one in found),
+            "differ": mean_interval([(sum(answer[name]), float(len(answer[name]))) for answer in comparisons]),
+            "answers_with_one": sum(any(answer[name]) for answer in comparisons),
             "leads": sorted(round(float(value), 4) for value in lead[differs]),
             "by_lead": [
                 [low, int(inside.sum()), int((inside & differs).sum())]
@@ -84,9 +85,8 @@ def summary(found: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
                 for inside in [(lead >= low) & (lead < high)]
             ],
         }
-    return {"positions": len(lead), "tied_in_bf16": float(np.mean(np.concatenate([one["tied"] for one in found])))} | {
-        "pairs": pairs
-    }
+    tied = np.concatenate([answer["tied"] for answer in comparisons])
+    return {"positions": len(lead), "tied_in_bf16": float(tied.mean()), "pairs": pairs}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -45,13 +45,13 @@ def serve(checkout: str, target: str, prompts: str, threads: str) -> None:
         decoder.generate(texts[0], drafter=drafters["plain"], max_new_tokens=16, do_sample=False)
         tokens, spent, end = 0, 0.0, time.monotonic() + seconds
         for number in range(2):
-            made = decoder.generate(
+            generation = decoder.generate(
                 texts[(17 * (2 * block + number)) % len(texts)], rule="exact" if rule == "plain" else rule,
                 drafter=drafters.get(rule), max_new_tokens=48, do_sample=False,
                 max_time=max(end - time.monotonic(), 0.001),
             )  # fmt: skip
-            tokens += made.stats.rows[0].new_tokens - 1
-            spent += made.stats.seconds - made.stats.prefill_seconds
+            tokens += generation.stats.rows[0].new_tokens - 1
+            spent += generation.stats.seconds - generation.stats.prefill_seconds
         return tokens / spent if spent else 0.0
 
     print(json.dumps({}), file=out, flush=True)
@@ -116,19 +116,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         decoders = {}
         for name, checkout in checkouts.items():
             for kernels in (True,) if args.kernels_only else (True, False):
-                made = decoders[name, kernels] = Decoder(checkout, kernels, words)
-                stack.callback(made.close)
-        for made in decoders.values():  # compile, learn costs
-            made.rate("exact", -1, args.seconds)
+                decoder = decoders[name, kernels] = Decoder(checkout, kernels, words)
+                stack.callback(decoder.close)
+        for decoder in decoders.values():  # compile, learn costs
+            decoder.rate("exact", -1, args.seconds)
         for turn in range(args.blocks):
             for count in range(args.neighbours + 1):
                 order = list(decoders.items())[:: -1 if turn % 2 else 1]
                 with busy(count):
-                    for (name, kernels), made in order:
+                    for (name, kernels), decoder in order:
                         for rule in args.rules.split(","):
                             case = f"{name} {rule}{'' if kernels else ' without kernels'}"
-                            found = rates.setdefault(case, {}).setdefault(str(count), [])
-                            found.append(round(made.rate(rule, turn, args.seconds), 2))
+                            case_rates = rates.setdefault(case, {}).setdefault(str(count), [])
+                            case_rates.append(round(decoder.rate(rule, turn, args.seconds), 2))
     return {"tokens_per_second": rates}
 
 
@@ -140,7 +140,7 @@ def report(record: dict[str, Any]) -> str:
 
     rows = []
     for case, by_count in record["tokens_per_second"].items():
-        rates = [median(found) for found in by_count.values()]
+        rates = [median(turns) for turns in by_count.values()]
         beside = [f"{rate:.1f} ({rate / rates[0]:.2f})" for rate in rates[1:]]
         rows.append([case, f"{rates[0]:.1f}", *beside])
     counts = [f"beside {count}" for count in range(1, len(rows[0]) - 1)]

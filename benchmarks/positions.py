@@ -47,9 +47,9 @@ def chat(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 def write_chats(file: Path, source: Path, limit: int) -> None:
     """Write ``limit`` questions, equally spread over ``source``, after earlier turns of each of :data:`PLACES`."""
-    asked = [row["turns"][0] for _, row in read_jsonl(source)]
+    questions = [row["turns"][0] for _, row in read_jsonl(source)]
     rows, earlier = [], answered()
-    for question in spread(asked, limit):
+    for question in spread(questions, limit):
         for place in PLACES:
             turns = [*chat(list(up_to(earlier, place))), {"role": "user", "content": question}]
             rows.append({"category": str(place), "messages": turns})
@@ -61,13 +61,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with TemporaryDirectory() as directory:
         prompts = (args.work or Path(directory)) / "chats.jsonl"
         write_chats(prompts, args.prompts, args.limit)
-        found = run_resumed(
+        record = run_resumed(
             prompts, ["exact"], args.json and args.json.with_name(f"{args.json.stem}-run.json"), target=args.target,
             drafter=args.drafter, max_new_tokens=args.max_new_tokens, tree=parse_tree(args.tree), threads=args.threads,
         )  # fmt: skip
     pairs_at: dict[str, list[tuple[float, float]]] = {}  # tokens and forwards of answers, by place
     lengths: dict[str, list[int]] = {}
-    for row in found["prompts"]:
+    for row in record["prompts"]:
         answer = row["methods"]["exact"][0]
         tokens, forwards = answer["tau"] * answer["target_forwards"], answer["target_forwards"]
         pairs_at.setdefault(row["category"], []).append((tokens, forwards))

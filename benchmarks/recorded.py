@@ -53,19 +53,19 @@ def parser_of(module: str, text: str | None, **options: Any) -> argparse.Argumen
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=(text or "").split("\n\n")[0])
     for name, value in options.items():
-        default, said = value if isinstance(value, tuple) else (value, HELP[name])
+        default, help_text = value if isinstance(value, tuple) else (value, HELP[name])
         flag = f"--{name.replace('_', '-')}"
         kind: Any = Path if name in PATHS else int if name in ("limit", "every", "threads") else str
         if default is False:
-            parser.add_argument(flag, action="store_true", help=said)
+            parser.add_argument(flag, action="store_true", help=help_text)
         elif default is ... or default is None:
-            parser.add_argument(flag, type=kind, required=default is ..., help=said)
+            parser.add_argument(flag, type=kind, required=default is ..., help=help_text)
         elif isinstance(default, list):
-            said += f" (default: {' '.join(map(str, default))})"
-            parser.add_argument(flag, type=type(default[0]), nargs="+", default=default, help=said)
+            help_text += f" (default: {' '.join(map(str, default))})"
+            parser.add_argument(flag, type=type(default[0]), nargs="+", default=default, help=help_text)
         else:
             kind = Path if isinstance(default, Path) else type(default)
-            parser.add_argument(flag, type=kind, default=default, help=f"{said} (default: %(default)s)")
+            parser.add_argument(flag, type=kind, default=default, help=f"{help_text} (default: %(default)s)")
     return parser
 
 
@@ -93,10 +93,10 @@ class Finished(dict[str, Any]):
         self._file = file and file.with_name(file.name + ".partial.jsonl")
         self._settings = jsonable(settings)
         if self._file is not None and self._file.exists():
-            whole, newline, torn = self._file.read_text("utf-8").rpartition("\n")
+            complete, newline, torn = self._file.read_text("utf-8").rpartition("\n")
             if torn:  # by a kill
-                write_text(self._file, whole + newline)
-            rows = map(json.loads, whole.splitlines())
+                write_text(self._file, complete + newline)
+            rows = map(json.loads, complete.splitlines())
             super().update({row["name"]: row["part"] for row in rows if row["settings"] == self._settings})
 
     def __setitem__(self, name: str, part: Any) -> None:
@@ -159,6 +159,6 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def _named(value: Any) -> Any:
     if isinstance(value, list):
-        return [_named(one) for one in value]
+        return [_named(item) for item in value]
     path = isinstance(value, Path) or isinstance(value, str) and "/" in value and Path(value).exists()
     return Path(value).name if path else value

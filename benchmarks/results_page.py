@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.tables import beside_exact, columns, difference, ratio, sweep_tables, trainer_steps
 
 RESULTS = Path(__file__).parent / "results"
-PLACE = re.compile(r"(\[(\S+)]\(\2\.json\) <!-- (\w+) -->\n\n).*?(?=<!-- end -->)", re.DOTALL)
+TABLE = re.compile(r"(\[(\S+)]\(\2\.json\) <!-- (\w+) -->\n\n).*?(?=<!-- end -->)", re.DOTALL)
 Record = dict[str, Any]
 
 
@@ -28,9 +28,9 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.0f} %"
 
 
-def middle(found: dict[str, float] | None) -> str:
+def middle(interval: dict[str, float] | None) -> str:
     """The median ratio of paired speeds."""
-    return "–" if found is None else "{median:.2f} ({low:.2f}–{high:.2f})".format(**found)
+    return "–" if interval is None else "{median:.2f} ({low:.2f}–{high:.2f})".format(**interval)
 
 
 def run(record: Record) -> str:
@@ -56,9 +56,9 @@ def acceptance(record: Record) -> str:
     likely = any(facts["log_likelihood_per_token"] is not None for facts in record["methods"].values())
     rows = []
     for name, facts in record["methods"].items():
-        found = record["ratios"][baseline].get(name, {}).get("tau")
+        tau_ratio = record["ratios"][baseline].get(name, {}).get("tau")
         nats = plain((facts["divergence_spent"] or 0) / facts["answer_tokens"], 3)
-        row = [f"`{name}`", plain(facts["tau"]), "1" if name == baseline else ratio(found), nats]
+        row = [f"`{name}`", plain(facts["tau"]), "1" if name == baseline else ratio(tau_ratio), nats]
         rows.append([*row, *[plain(facts["log_likelihood_per_token"])] * likely])
     return columns(["method", "τ", f"× `{baseline}`", "nats per token", *["log-likelihood per token"] * likely], rows)
 
@@ -75,13 +75,14 @@ def ladder(record: Record) -> str:
     rows = []
     for name, facts in record["rungs"].items():
         drafts, first = facts["drafts"], True
-        who = [f"`{name}`", percent(drafts["agreement"]), plain(drafts["regret_median"]), percent(drafts["below"]["1"])]
-        for rule, found in facts["rules"].items():
-            if rule != "exact" and found.get("gain"):
-                less = found["differences"]
-                cells = [ratio(found["gain"]), difference(less.get("score"), 100, 1)]
-                cells.append(difference(less.get("log_likelihood_per_token"), 1, 3))
-                rows.append([*(who if first else [""] * 4), f"`{rule}`", *cells])
+        drafter = [f"`{name}`", percent(drafts["agreement"]), plain(drafts["regret_median"])]
+        drafter.append(percent(drafts["below"]["1"]))
+        for rule, outcome in facts["rules"].items():
+            if rule != "exact" and outcome.get("gain"):
+                differences = outcome["differences"]
+                cells = [ratio(outcome["gain"]), difference(differences.get("score"), 100, 1)]
+                cells.append(difference(differences.get("log_likelihood_per_token"), 1, 3))
+                rows.append([*(drafter if first else [""] * 4), f"`{rule}`", *cells])
                 first = False
     return columns(header, rows)
 
@@ -108,9 +109,9 @@ def deviations(record: Record) -> str:
     """Deviations that were forced one at a time, by what was known before them."""
     header = ["deviations", "count", "harmful", "share of the gain", "answers that end, points each", "repeats, points"]
     rows = []
-    for name, found in record["forced"].items():
-        row = [name, str(found["on_right_answers"]), f"{100 * found['harmful']:.1f} %", plain(found["gain_share"])]
-        rows.append([*row, difference(found["ended"], 100, 1), difference(found["repeated_4grams"], 100, 1)])
+    for name, facts in record["forced"].items():
+        row = [name, str(facts["on_right_answers"]), f"{100 * facts['harmful']:.1f} %", plain(facts["gain_share"])]
+        rows.append([*row, difference(facts["ended"], 100, 1), difference(facts["repeated_4grams"], 100, 1)])
     return columns(header, rows)
 
 
@@ -118,10 +119,10 @@ def tuned(record: Record) -> str:
     """Rules compared with exact on the sets that chose them."""
     header = ["prompts", "right by `exact`", "rule", "× τ", "score, points", "lost, gained", "ended", "repeats"]
     rows = []
-    for name, found in record["tuned"].items():
-        for rule, facts in found["rules"].items():
-            row = [f"{name}, {found['prompts']}", str(found["right_by_exact"]), f"`{rule}`", ratio(facts["tau"])]
-            row += [difference(facts["score"], 100, 1), f"{facts['lost']}, {facts['gained']}"]
+    for name, prompt_set in record["tuned"].items():
+        for rule, facts in prompt_set["rules"].items():
+            row = [f"{name}, {prompt_set['prompts']}", str(prompt_set["right_by_exact"]), f"`{rule}`"]
+            row += [ratio(facts["tau"]), difference(facts["score"], 100, 1), f"{facts['lost']}, {facts['gained']}"]
             rows.append([*row, *(difference(facts[key], 100, 1) for key in ("ended", "repeated_4grams"))])
     return columns(header, rows)
 
@@ -131,10 +132,10 @@ def ties(record: Record) -> str:
     header = ["pair", f"differ, of {record['positions']} tokens", f"answers with one, of {record['prompts']}"]
     edges = [f"{low:g} nats" for low, _, _ in next(iter(record["pairs"].values()))["by_lead"]]
     rows = []
-    for name, found in record["pairs"].items():
-        share = "{mean:.1f} % ({low:.1f}–{high:.1f})".format(**{key: 100 * x for key, x in found["differ"].items()})
-        cells = [f"{differ} of {count}" for _, count, differ in found["by_lead"]]
-        rows.append([name, share, str(found["answers_with_one"]), plain(max(found["leads"], default=None)), *cells])
+    for name, pair in record["pairs"].items():
+        share = "{mean:.1f} % ({low:.1f}–{high:.1f})".format(**{key: 100 * x for key, x in pair["differ"].items()})
+        cells = [f"{differ} of {count}" for _, count, differ in pair["by_lead"]]
+        rows.append([name, share, str(pair["answers_with_one"]), plain(max(pair["leads"], default=None)), *cells])
     return columns([*header, "largest lead", *(f"from {edge}" for edge in edges)], rows)
 
 
@@ -173,34 +174,34 @@ def kinds(record: Record) -> str:
     rows = []
     for kind in record["kinds"]:
         row = [kind["kind"]]
-        for where in ("library", "kernels"):
-            found = kind.get(where) or {}
-            row += [plain(found.get("plain"), 0), plain(found.get("exact"), 0)]
+        for stack in ("library", "kernels"):
+            speeds = kind.get(stack) or {}
+            row += [plain(speeds.get("plain"), 0), plain(speeds.get("exact"), 0)]
         rows.append(row)
     return columns(["weights", "library: `plain`", "`exact`", "kernels: `plain`", "`exact`"], rows)
 
 
 def drawing(record: Record) -> str:
     """Other ways to draw a context's children, times the acceptance of one drawn child."""
-    found = record["nodes"]["to_mixed"]
-    return columns(["children", "× acceptance"], [[name, ratio(facts)] for name, facts in found.items()])
+    ratios = record["nodes"]["to_mixed"]
+    return columns(["children", "× acceptance"], [[name, ratio(facts)] for name, facts in ratios.items()])
 
 
 def choices(record: Record) -> str:
     """Choices in training: means over seeds, and each seed's τ; decoded, and by place in long chats, where measured."""
     arms: dict[str, list[Record]] = {}
-    for one in record["runs"]:
-        arms.setdefault(one["arm"], []).append(one)
+    for run in record["runs"]:
+        arms.setdefault(run["arm"], []).append(run)
     places = [name for name in record["runs"][0] if name.startswith("val_tau_from_")]
     decoded = "decoded_tau/exact" in record["runs"][0]
     rows = []
     for name, runs in arms.items():
-        row = [name, "–".join(dict.fromkeys(str(one["steps"]) for one in runs))]
-        row += [plain(mean(one["val_tau"] for one in runs)), ", ".join(plain(one["val_tau"]) for one in runs)]
-        row += [percent(mean(one[f"val_agreement_{step}"] for one in runs)) for step in (0, 3)]
+        row = [name, "–".join(dict.fromkeys(str(run["steps"]) for run in runs))]
+        row += [plain(mean(run["val_tau"] for run in runs)), ", ".join(plain(run["val_tau"]) for run in runs)]
+        row += [percent(mean(run[f"val_agreement_{step}"] for run in runs)) for step in (0, 3)]
         if decoded:
-            row.append(", ".join(plain(one["decoded_tau/exact"]) for one in runs))
-        row += [plain(mean(one[place] for one in runs) if place in runs[0] else None) for place in places]
+            row.append(", ".join(plain(run["decoded_tau/exact"]) for run in runs))
+        row += [plain(mean(run[place] for run in runs) if place in runs[0] else None) for place in places]
         rows.append(row)
     header = ["arm", "steps", "τ", "by seed", "first draft agrees", "fourth", *["decoded, by seed"] * decoded]
     return columns([*header, *(f"τ from {place.rpartition('_')[2]}" for place in places)], rows)
@@ -225,8 +226,8 @@ FORMS: dict[str, Callable[[Record], str]] = {
 def filled(text: str) -> str:
     """Return the page with each table as its record has it."""
 
-    def table(place: re.Match[str]) -> str:
-        record = json.loads((RESULTS / f"{place[2]}.json").read_text("utf-8"))
-        return f"{place[1]}{FORMS[place[3]](record).strip()}\n\n"
+    def table(match: re.Match[str]) -> str:
+        record = json.loads((RESULTS / f"{match[2]}.json").read_text("utf-8"))
+        return f"{match[1]}{FORMS[match[3]](record).strip()}\n\n"
 
-    return PLACE.sub(table, text)
+    return TABLE.sub(table, text)

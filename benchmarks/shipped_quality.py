@@ -35,9 +35,9 @@ CONFIDENCE = 0.9
 def counted() -> dict[str, dict[str, Any]]:
     """Return by set what the rule did compared with exact: prompts, right_by_exact, lost, gained, and differences."""
     sets = {}
-    for name, found in _read(STUDY)["tuned"].items():
-        facts = found["rules"][FORMER]
-        sets[f"{STUDY}, {name}"] = {key: found[key] for key in ("prompts", "right_by_exact")} | {
+    for name, entry in _read(STUDY)["tuned"].items():
+        facts = entry["rules"][FORMER]
+        sets[f"{STUDY}, {name}"] = {key: entry[key] for key in ("prompts", "right_by_exact")} | {
             key: facts[key] for key in ("lost", "gained", "tau", "ended", "repeated_4grams")
         }
     sets[FRESH] = _beside_exact(_read(FRESH), RULE)
@@ -53,22 +53,22 @@ def verified() -> dict[str, Any]:
 
 def _beside_exact(record: Mapping[str, Any], rule: str) -> dict[str, Any]:
     """Return what a rule did compared with exact by a record of `fsd-bench run`, as in :func:`counted`."""
-    less, flips = record["differences"]["exact"][rule], record["flips"]["exact"][rule]
-    prompts = less["score"]["prompts"]
+    differences, flips = record["differences"]["exact"][rule], record["flips"]["exact"][rule]
+    prompts = differences["score"]["prompts"]
     return {
         "prompts": prompts, "right_by_exact": round(record["methods"]["exact"]["score"] * prompts),
         "lost": flips["lost"], "gained": flips["gained"], "tau": record["ratios"]["exact"][rule]["tau"],
-        "ended": less["finished_fraction"], "repeated_4grams": less["repeated_4grams"],
+        "ended": differences["finished_fraction"], "repeated_4grams": differences["repeated_4grams"],
     }  # fmt: skip
 
 
 def levels(sets: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the highest quality that the rule certainly keeps, as :attr:`.Calibrated.levels`; [] for none."""
-    total = {key: sum(found[key] for found in sets.values()) for key in ("prompts", "right_by_exact", "lost", "gained")}
+    total = {key: sum(entry[key] for entry in sets.values()) for key in ("prompts", "right_by_exact", "lost", "gained")}
     unchanged = total["prompts"] - total["lost"] - total["gained"]
     losses = np.repeat([1.0, -1.0, 0.0], [total["lost"], total["gained"], unchanged])
     score = total["right_by_exact"] / total["prompts"]
-    speed = sum(found["tau"]["ratio"] * found["prompts"] for found in sets.values()) / total["prompts"]
+    speed = sum(entry["tau"]["ratio"] * entry["prompts"] for entry in sets.values()) / total["prompts"]
     for quality in QUALITIES:
         if loss_p_value(losses, (1 - quality) * score) <= 1 - CONFIDENCE:
             return [{"quality": quality, "rule": RULE, "speed": round(speed, 3)}]

@@ -47,8 +47,8 @@ class ValueLoss(FsdLoss):
 
     def _rows(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         worth = (1 - self.kl_coef * (log_p.amax(-1, keepdim=True) - log_p)).clamp_min(0)
-        kept = torch.linalg.vecdot(log_q.exp(), worth)
-        return torch.stack([torch.zeros_like(kept), kept, _kl_pq(log_p, log_q)])
+        expected_worth = torch.linalg.vecdot(log_q.exp(), worth)
+        return torch.stack([torch.zeros_like(expected_worth), expected_worth, _kl_pq(log_p, log_q)])
 
 
 def _fsd(threshold: float) -> dict[str, Any]:
@@ -113,26 +113,26 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     args.work = Workplace(args.work).directory.resolve()
     make_answers(args)
     write_text(args.work / "judge.jsonl", rows("judge", args.prompts_judged, seed=1))
-    made = {name_of(loss, seed): str(trained(args, loss, seed)) for seed in args.seeds for loss in args.losses}
-    drafters = {PUBLIC: args.drafter, **made}
+    drafters = {PUBLIC: args.drafter}
+    drafters |= {name_of(loss, seed): str(trained(args, loss, seed)) for seed in args.seeds for loss in args.losses}
     methods = {
         label(name, rule, chain): f"{rule}@{drafter}@{TreeShape.chain(chain).text}"
         for rule in args.rules
         for chain in args.chains
         for name, drafter in drafters.items()
     }
-    found = run_resumed(
+    record = run_resumed(
         args.work / "judge.jsonl", [f"{label}={method}" for label, method in methods.items()], args.work / "bench.json",
         target=args.target, raw=True, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
         log_likelihood=True, baselines=list(methods)[:1],
     )  # fmt: skip
     for name, rule, chain in product(drafters, args.rules, args.chains):
-        found["methods"][label(name, rule, chain)]["drafter"]["model"] = name  # instead of its path
-    found["settings"] |= {"target": Path(args.target).name, "methods": list(methods), "steps": args.steps}
-    found["losses"] = {
-        loss: {rule: over_seeds(found, loss, rule, args) for rule in args.rules} for loss in (PUBLIC, *args.losses)
+        record["methods"][label(name, rule, chain)]["drafter"]["model"] = name  # instead of its path
+    record["settings"] |= {"target": Path(args.target).name, "methods": list(methods), "steps": args.steps}
+    record["losses"] = {
+        loss: {rule: over_seeds(record, loss, rule, args) for rule in args.rules} for loss in (PUBLIC, *args.losses)
     }
-    return {part: facts for part, facts in found.items() if part != "environment"}  # whose command has paths
+    return {part: facts for part, facts in record.items() if part != "environment"}  # whose command has paths
 
 
 def name_of(loss: str, seed: int) -> str:
@@ -167,19 +167,22 @@ def over_seeds(record: dict[str, Any], loss: str, rule: str, args: argparse.Name
     def best(loss: str) -> tuple[float, int, list[tuple[float, float]]]:
         """Return tokens per cost, chain length, and pairs."""
         by_chain = {chain: pairs(loss, chain) for chain in args.chains}
-        return max((sum(a for a, _ in found) / sum(b for _, b in found), n, found) for n, found in by_chain.items())
+        return max(
+            (sum(tokens for tokens, _ in costs) / sum(cost for _, cost in costs), chain, costs)
+            for chain, costs in by_chain.items()
+        )
 
-    rate, chain, found = best(loss)
-    own = [record["methods"][label(name, rule, chain)] for name in names(loss)]
+    rate, chain, costs = best(loss)
+    methods = [record["methods"][label(name, rule, chain)] for name in names(loss)]
     facts: dict[str, Any] = {"chain": chain, "tokens_per_cost": rate}
     for key, other in (("x_public", PUBLIC), ("x_first", args.losses[0])):
-        facts[key] = ratio_interval(found, best(other)[2])
+        facts[key] = ratio_interval(costs, best(other)[2])
     for key in ("tau", "log_likelihood_per_token", "repeated_4grams"):
-        facts[key] = fmean(one[key] for one in own)
-    spent = sum(one["divergence_spent"] or 0.0 for one in own)
-    facts["nats_per_token"] = spent / sum(one["answer_tokens"] for one in own)
-    facts |= {key: fmean(one["drafts"][key] for one in own) for key in ("agreement", "regret_median")}
-    return facts | {"regret_below_1": fmean(one["drafts"]["below"]["1"] for one in own)}
+        facts[key] = fmean(method[key] for method in methods)
+    spent = sum(method["divergence_spent"] or 0.0 for method in methods)
+    facts["nats_per_token"] = spent / sum(method["answer_tokens"] for method in methods)
+    facts |= {key: fmean(method["drafts"][key] for method in methods) for key in ("agreement", "regret_median")}
+    return facts | {"regret_below_1": fmean(method["drafts"]["below"]["1"] for method in methods)}
 
 
 def losses_table(record: dict[str, Any]) -> str:
@@ -192,7 +195,7 @@ def losses_table(record: dict[str, Any]) -> str:
         for loss, rules in record["losses"].items()
         for rule, facts in rules.items()
     ]  # fmt: skip
-    names = ["loss", "rule", "chain", "agreement", "regret", "below 1 nat", "tokens/cost", "x public", "x first",
+    names = ["loss", "rule", "chain", "agreement", "median gap", "below 1 nat", "tokens/cost", "x public", "x first",
              "nats/token", "repeats"]  # fmt: skip
     return f"{bench_table(record)}\n\n{table(names, rows)}"
 

@@ -27,30 +27,31 @@ def sweep_tables(record: dict[str, Any]) -> str:
     for temperature, settings in record["temperatures"].items():
         exact = settings[EXACT]
         score = exact["means"].get("score")
-        said = f"Temperature {temperature}, `{EXACT}`: {exact['tau']:.2f} tokens per forward"
+        caption = f"Temperature {temperature}, `{EXACT}`: {exact['tau']:.2f} tokens per forward"
         if score is not None:
             mean, low, high = (f"{100 * score[key]:.0f}" for key in ("mean", "low", "high"))
-            said += f", score {mean} % ({low}–{high})"
+            caption += f", score {mean} % ({low}–{high})"
         rows = []
         for name, facts in settings.items():
             if name != EXACT:
                 cells = [ratio(facts["ratios"].get(key)) for key in RATIOS.values()]
                 cells += [difference(facts["differences"].get(key), *form) for key, *form in DIFFERENCES.values()]
                 rows.append([f"`{name}`", *cells, f"{facts['nats_per_answer']['mean']:.1f}"])
-        parts.append(f"{said}.\n\n{columns(header, rows)}\n")
+        parts.append(f"{caption}.\n\n{columns(header, rows)}\n")
     return "\n".join(parts)
 
 
 def beside_exact(record: dict[str, Any]) -> list[list[str]]:
     """Return a row per rule of a record of `fsd-bench run`: τ, score, flips, ends and repeats compared with exact."""
     rows = []
-    for name, less in record["differences"][EXACT].items():
+    for name, differences in record["differences"][EXACT].items():
         ratios, facts, flips = record["ratios"][EXACT][name], record["methods"][name], record["flips"][EXACT][name]
-        kept = "{:.0f} % ({:.0f}–{:.0f})".format(*(100 * ratios["retention"][key] for key in ("ratio", "low", "high")))
-        points = [difference(less[key], 100, 1) for key in ("score", "finished_fraction", "repeated_4grams")]
+        mean, low, high = (f"{100 * ratios['retention'][key]:.0f}" for key in ("ratio", "low", "high"))
+        points = [difference(differences[key], 100, 1) for key in ("score", "finished_fraction", "repeated_4grams")]
         nats = facts["divergence_spent"] / facts["answer_tokens"]
         lost = f"{flips['lost']}, {flips['gained']}"
-        rows.append([f"`{name}`", ratio(ratios["tau"]), points[0], kept, lost, *points[1:], f"{nats:.3f}"])
+        cells = [ratio(ratios["tau"]), points[0], f"{mean} % ({low}–{high})", lost, *points[1:], f"{nats:.3f}"]
+        rows.append([f"`{name}`", *cells])
     return rows
 
 
@@ -69,9 +70,9 @@ def difference(values: dict[str, float] | None, scale: float, digits: int) -> st
 
 def trainer_steps(record: dict[str, Any]) -> list[tuple[str, float, int]]:
     """Return each trainer's name, milliseconds of a step without the target, and trained parameters; ours first."""
-    own = sum(ms for part, ms in record["parts_ms"].items() if part != "target")
+    our_ms = sum(ms for part, ms in record["parts_ms"].items() if part != "target")
     others = [record[name] for name in ("speculators", "specforge") if record.get(name)]
     return [
-        ("here", own, record["trained_parameters"]),
+        ("here", our_ms, record["trained_parameters"]),
         *((peer["version"], peer["ms"], peer["trained_parameters"]) for peer in others),
     ]

@@ -122,11 +122,11 @@ class Bench:
     def by_part(self, batch: dict[str, Any]) -> dict[str, float]:
         """Return the seconds of a step's parts, each of which waits for the device."""
         self._spent, target = dict.fromkeys(PARTS, 0.0), self.module.target
-        read: Callable[..., Tensor] = target.features
+        features: Callable[..., Tensor] = target.features
 
         def timed(*args: Any, **options: Any) -> Tensor:
             with self._part("target"):
-                return read(*args, **options)
+                return features(*args, **options)
 
         vars(target)["features"] = timed
         try:
@@ -149,15 +149,15 @@ class Bench:
 
         with TemporaryDirectory() as scratch:
             state = Path(scratch) / "state.ckpt"
-            done: dict[str, Callable[[], Any]] = {
+            actions: dict[str, Callable[[], Any]] = {
                 "plan": lambda: plan_chains(mask, UNROLLED, DECAY, static_shapes=module.is_compiled),
                 "validation batch": validate,
                 "export": lambda: module.export(Path(scratch) / "head"),
                 "checkpoint": lambda: torch.save([module.state_dict(), self.optimizer.state_dict()], state),
             }
-            for run in done.values():  # once before it counts
+            for run in actions.values():  # once before it counts
                 run()
-            return {name: self.place.seconds(run) for name, run in done.items()}
+            return {name: self.place.seconds(run) for name, run in actions.items()}
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:
@@ -239,10 +239,10 @@ def report(record: dict[str, Any]) -> str:
         "peak memory": "unknown" if record["peak_gb"] is None else f"{record['peak_gb']:.1f} GB",
     }  # fmt: skip
     if len(compared := trainer_steps(record)) > 1:
-        (_, own, _), *_ = compared
+        (_, our_ms, _), *_ = compared
         for name, ms, trained in compared:
             title = "step without the target" if name == "here" else f"step of {name}"
-            facts[title] = f"{ms:.1f} ms, {trained / 1e6:.1f} M parameters; {ms / own:.2f} times"
+            facts[title] = f"{ms:.1f} ms, {trained / 1e6:.1f} M parameters; {ms / our_ms:.2f} times"
     tables = [table(["what", "measured"], [[*each] for each in facts.items()])]
     for title in ("parts_ms", "beside_ms"):
         tables.append(

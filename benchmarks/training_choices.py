@@ -117,18 +117,18 @@ def make_texts(place: Path, tokens: int, problems: bool) -> None:
     """
     rows = answered()
     taken = list(up_to(rows, tokens))
-    answers = [row for place, row in enumerate(taken) if place % HELD_OUT]
+    answers = [row for index, row in enumerate(taken) if index % HELD_OUT]
     later = [_chat(list(up_to(rows, LONG))) for _ in range(CHATS)]
     chats, rest = [], iter(answers)
     while part := list(up_to(rest, TOKENS)):
         chats.append(_chat(part))
-    made = {"answers": answers, "held-out": taken[::HELD_OUT], "chats": chats, "long": later}
+    files = {"answers": answers, "held-out": taken[::HELD_OUT], "chats": chats, "long": later}
     if problems and not (place / "problems.jsonl").exists():
         solved = _answered_problems(place / "problems-answered.jsonl")
-        made |= {"problems": [row for place, row in enumerate(solved) if place % HELD_OUT]}
-        made |= {"problems-held-out": solved[::HELD_OUT]}
-    for name, own in made.items():
-        write_text(place / f"{name}.jsonl", "".join(json.dumps(dict(row)) + "\n" for row in own))
+        files |= {"problems": [row for index, row in enumerate(solved) if index % HELD_OUT]}
+        files |= {"problems-held-out": solved[::HELD_OUT]}
+    for name, file_rows in files.items():
+        write_text(place / f"{name}.jsonl", "".join(json.dumps(dict(row)) + "\n" for row in file_rows))
 
 
 def _chat(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -192,14 +192,14 @@ def train(arm: Arm, seed: int, steps: int, place: Path, measured: bool = True) -
     trainer.fit(module, texts_of(arm, place))
     if not measured:
         return {}, clock.each
-    wanted = ("val_tau", "val_loss", *(f"val_agreement_{step}" for step in range(RECIPE["eval_steps"])))
-    found = {name: float(trainer.callback_metrics[name]) for name in wanted}
-    found |= DecodedTau(["exact"], prompts=DECODED, max_new_tokens=64, tree=TREE).measure(trainer, module)
+    names = ("val_tau", "val_loss", *(f"val_agreement_{step}" for step in range(RECIPE["eval_steps"])))
+    figures = {name: float(trainer.callback_metrics[name]) for name in names}
+    figures |= DecodedTau(["exact"], prompts=DECODED, max_new_tokens=64, tree=TREE).measure(trainer, module)
     if arm.target == BUILT_IN:
         trainer.validate(module, chats_of(arm, place), verbose=False)
-        known = trainer.callback_metrics.items()
-        found |= {name: float(value) for name, value in known if name.startswith("val_tau_from")}
-    return found, clock.each
+        metrics = trainer.callback_metrics.items()
+        figures |= {name: float(value) for name, value in metrics if name.startswith("val_tau_from")}
+    return figures, clock.each
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -223,8 +223,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 if f"{name}, {seed}" in done:
                     continue
                 steps = max(round(args.seconds / done[name]), 3)  # the first two are not timed
-                found, cost = train(arm, seed, steps, place)
-                run = {"arm": name, "seed": seed, "steps": steps, "cpu_seconds_per_step": cost, **found}
+                figures, cost = train(arm, seed, steps, place)
+                run = {"arm": name, "seed": seed, "steps": steps, "cpu_seconds_per_step": cost, **figures}
                 print(run, file=sys.stderr, flush=True)
                 done[f"{name}, {seed}"] = run
     runs = [done[f"{name}, {seed}"] for seed in range(args.seeds) for name in arms]
@@ -235,12 +235,12 @@ def report(record: dict[str, Any]) -> str:
     """Return a table of the arms, means over seeds."""
     lines = []
     for arm in dict.fromkeys(run["arm"] for run in record["runs"]):
-        own = [run for run in record["runs"] if run["arm"] == arm]
+        arm_runs = [run for run in record["runs"] if run["arm"] == arm]
         figures = [
-            f"{mean(run[name] for run in own):.3f}"
+            f"{mean(run[name] for run in arm_runs):.3f}"
             for name in ("val_tau", "val_agreement_0", "val_agreement_3", "decoded_tau/exact")
         ]
-        lines.append([arm, str(own[0]["steps"]), *figures, " ".join(f"{run['val_tau']:.3f}" for run in own)])
+        lines.append([arm, str(arm_runs[0]["steps"]), *figures, " ".join(f"{run['val_tau']:.3f}" for run in arm_runs)])
     return table(["arm", "steps", "val_tau", "first draft agrees", "fourth", "decoded", "val_tau by seed"], lines)
 
 

@@ -41,8 +41,8 @@ def write_interleaved(source: Path, file: Path, each: int) -> Path:
         for kind, categories in KINDS.items():
             if row["category"] in categories:
                 by_kind[kind].append(row["turns"][0])
-    asked = {kind: spread(texts, each) for kind, texts in by_kind.items()}
-    rows = [{"category": kind, "prompt": texts[index]} for index in range(each) for kind, texts in asked.items()]
+    prompts = {kind: spread(texts, each) for kind, texts in by_kind.items()}
+    rows = [{"category": kind, "prompt": texts[index]} for index in range(each) for kind, texts in prompts.items()]
     write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
     return file
 
@@ -71,33 +71,37 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     measured = {
         rule: {
-            "rates": of(rule, lambda one: (one["answer_tokens"] - 1) / (one["seconds"] - one["prefill_seconds"])),
-            "tau": of(rule, lambda one: one["tau"] or 1.0),
+            "rates": of(rule, lambda a: (a["answer_tokens"] - 1) / (a["seconds"] - a["prefill_seconds"])),
+            "tau": of(rule, lambda a: a["tau"] or 1.0),
             "trees": record["methods"][methods[rule, AUTO]]["trees"],
         }
         for rule in rules
     }
-    found = {"kinds": [row["category"] for row in record["prompts"]], "rules": measured}
-    return {**found, "summary": summary(found)}
+    result = {"kinds": [row["category"] for row in record["prompts"]], "rules": measured}
+    return {**result, "summary": summary(result)}
 
 
 def summary(record: dict[str, Any]) -> dict[str, Any]:
     """Return {rule: {"rates": {tree: {kind: rate}}, "auto_to_best": {kind: auto / the best fixed tree}}}."""
-    places = {kind: [i for i, k in enumerate(record["kinds"]) if k == kind] for kind in KINDS}
-    places = {kind: of for kind, of in places.items() if of} | {"mixed": list(range(len(record["kinds"])))}
+    prompts_of = {kind: [i for i, k in enumerate(record["kinds"]) if k == kind] for kind in KINDS}
+    prompts_of = {kind: indices for kind, indices in prompts_of.items() if indices}
+    prompts_of["mixed"] = list(range(len(record["kinds"])))
     summaries = {}
     for rule, measured in record["rules"].items():
         fixed = {name: rates for name, rates in measured["rates"].items() if name != AUTO}
         rates = {**measured["rates"], "oracle": [max(of_prompt) for of_prompt in zip(*fixed.values())]}
-        means = {n: {k: harmonic_mean([r[i] for i in of]) for k, of in places.items()} for n, r in rates.items()}
-        against = {}
-        for kind, of in places.items():
+        means = {
+            name: {kind: harmonic_mean([rate[i] for i in indices]) for kind, indices in prompts_of.items()}
+            for name, rate in rates.items()
+        }
+        auto_to_best = {}
+        for kind, indices in prompts_of.items():
             best = max(fixed, key=lambda name: means[name][kind])
             # a ratio of harmonic means is one of sums of seconds per token
-            auto, other = ([(1.0, 1 / rates[name][i]) for i in of] for name in (AUTO, best))
-            found = ratio_interval(auto, other)
-            against[kind] = {"best": best, "ratio": found["ratio"], "interval": [found["low"], found["high"]]}
-        summaries[rule] = {"rates": means, "auto_to_best": against}
+            auto, best_fixed = ([(1.0, 1 / rates[name][i]) for i in indices] for name in (AUTO, best))
+            ratio = ratio_interval(auto, best_fixed)
+            auto_to_best[kind] = {"best": best, "ratio": ratio["ratio"], "interval": [ratio["low"], ratio["high"]]}
+        summaries[rule] = {"rates": means, "auto_to_best": auto_to_best}
     return summaries
 
 
@@ -108,9 +112,9 @@ def report(record: dict[str, Any]) -> str:
         columns = list(facts["auto_to_best"])
         rows = [[name, *(number(means[kind], 0) for kind in columns)] for name, means in facts["rates"].items()]
         parts.append(table([f"{rule}, tok/s", *columns], rows))
-        for kind, found in facts["auto_to_best"].items():
-            low, high = found["interval"]
-            parts.append(f"auto / {found['best']}, {kind}: {ratio_text({**found, 'low': low, 'high': high})}")
+        for kind, comparison in facts["auto_to_best"].items():
+            low, high = comparison["interval"]
+            parts.append(f"auto / {comparison['best']}, {kind}: {ratio_text({**comparison, 'low': low, 'high': high})}")
         trees = record["rules"][rule]["trees"]
         rounds = sum(trees["nodes"].values())
         shares = ", ".join(f"{nodes}: {100 * count / rounds:.0f} %" for nodes, count in trees["nodes"].items())

@@ -35,23 +35,23 @@ def commands_of(page: str) -> list[str]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run the commands and return the seconds of each. Raises FsdError for one that fails."""
-    found = commands_of((ROOT / "docs" / "tutorial.md").read_text())
+    commands = commands_of((ROOT / "docs" / "tutorial.md").read_text())
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment, seconds = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}, {}
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "data").symlink_to(ROOT / "data")
-        for command in found:
+        for command in commands:
             print(command, file=sys.stderr)
-            began = time.perf_counter()
+            start = time.perf_counter()
             if subprocess.run(command, shell=True, cwd=directory, env=environment).returncode:
                 raise FsdError(f"`{command}` failed, see above.")
-            seconds[command] = time.perf_counter() - began
+            seconds[command] = time.perf_counter() - start
     return {"seconds": seconds}
 
 
 def report(record: dict[str, Any]) -> str:
     """Return the times as a table."""
-    return table(["command", "minutes"], [[name, f"{each / 60:.1f}"] for name, each in record["seconds"].items()])
+    return table(["command", "minutes"], [[name, f"{seconds / 60:.1f}"] for name, seconds in record["seconds"].items()])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

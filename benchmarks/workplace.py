@@ -31,14 +31,14 @@ class Workplace:
         """
         if not Path(path).exists():
             return str(path)
-        whole = Path(path).resolve()
+        resolved = Path(path).resolve()
         link = self.directory / Path(os.path.abspath(path)).name
-        if whole == link.resolve() and not link.is_symlink():  # a file of this directory
+        if resolved == link.resolve() and not link.is_symlink():  # a file of this directory
             return link.name
-        if link.is_symlink() and link.resolve() != whole:
-            raise FsdError(f"{whole} and {link.resolve()} have the same name: rename one of the directories.")
+        if link.is_symlink() and link.resolve() != resolved:
+            raise FsdError(f"{resolved} and {link.resolve()} have the same name: rename one of the directories.")
         if not link.is_symlink():
-            link.symlink_to(whole)
+            link.symlink_to(resolved)
         return link.name
 
 

@@ -85,8 +85,8 @@ def write(source: Path, out_dir: Path, kind: str, rest: str) -> Path:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         ours = names[name.removesuffix(".weight")]
-        own = heads.get(ours.rpartition(".")[2])
-        numbers = (value if own is None else interleave_rope(value, own)).float().numpy()
+        head_count = heads.get(ours.rpartition(".")[2])
+        numbers = (value if head_count is None else interleave_rope(value, head_count)).float().numpy()
         if value.dim() < 2:
             writer.add_tensor(f"{ours}.weight", numbers)
             continue

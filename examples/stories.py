@@ -34,8 +34,8 @@ for beginning in args.beginning:
         depth = RULES.get(rule, 8)
         drafter = decoder.load_drafter(args.drafter, TreeShape(depth, 1, depth + 1))
         options = {"chat": False, "do_sample": args.temperature > 0, "temperature": args.temperature, "seed": 0}
-        decoder.generate([beginning], rule, drafter=drafter, max_new_tokens=4, **options)  # warm-up
-        made = decoder.generate([beginning], rule, drafter=drafter, max_new_tokens=args.max_new_tokens, **options)
+        decoder.generate([beginning], rule=rule, drafter=drafter, max_new_tokens=4, **options)  # warm-up
+        made = decoder.generate([beginning], rule=rule, drafter=drafter, max_new_tokens=args.max_new_tokens, **options)
         record, row = made.records[0], made.stats.rows[0]
         ids, story = made.sequences[0], ""
         for end in range(1, len(ids) + 1):  # a token's text depends on the tokens before it

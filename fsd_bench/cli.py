@@ -17,8 +17,8 @@ from fsd_core.options import (
     add_counts,
     add_flags,
     add_models,
+    command_parser,
     positive,
-    program_parser,
     real_number,
     whole_number,
 )  # fmt: skip
@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
         (completion, add_completion, HELP.replace("PROGRAM", "fsd-bench")),
     )
     description = "Measure and forecast speculative decoding: speed, scores, cost."
-    return program_parser("fsd-bench", __version__, description, table)
+    return command_parser("fsd-bench", __version__, description, table)
 
 
 def completion(args: argparse.Namespace) -> int:

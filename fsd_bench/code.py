@@ -49,30 +49,30 @@ def solves(answer: str, program: Mapping[str, Any]) -> bool:
     """
     code = code_of(answer)
     if program["kind"] == "asserts":
-        whole = re.search(rf"^\s*(async\s+)?def\s+{re.escape(program['entry'])}\b", code, re.MULTILINE)
+        is_function = re.search(rf"^\s*(async\s+)?def\s+{re.escape(program['entry'])}\b", code, re.MULTILINE)
         imports = "\n".join(re.findall(r"^(?:import|from)\s.*$", program["begun"], re.MULTILINE))
-        head = f"{imports}\n" if whole else program["begun"]
+        head = f"{imports}\n" if is_function else program["begun"]
         return passes_tests(f"{head}{code}\n\n{program['tests']}")
     entry = program["entry"]
     if entry is None:
-        return all(_same(run_python(code, case["input"]), case["output"]) for case in program["tests"])
+        return all(_same_output(run_python(code, case["input"]), case["output"]) for case in program["tests"])
     called = f"Solution().{entry}" if re.search(r"^class\s+Solution\b", code, re.MULTILINE) else entry
-    usual = "from typing import *\nfrom collections import *\nimport math, heapq, bisect, itertools, functools, re\n"
+    prelude = "from typing import *\nfrom collections import *\nimport math, heapq, bisect, itertools, functools, re\n"
     calls = [_CALL.format(case=json.dumps(case), entry=called) for case in program["tests"]]
-    return all(passes_tests(f"{usual}{code}{call}") for call in calls)
+    return all(passes_tests(f"{prelude}{code}{call}") for call in calls)
 
 
 def passes_tests(tested: str) -> bool:
     """Run code that ends with its tests, and return whether it comes to their end: it may also end itself before."""
-    word = secrets.token_hex(16)
-    ended, written = run_python(f"{tested}\nprint('\\n{word}')\n")
-    return ended and written.rstrip().endswith(word)
+    sentinel = secrets.token_hex(16)
+    succeeded, output = run_python(f"{tested}\nprint('\\n{sentinel}')\n")
+    return succeeded and output.rstrip().endswith(sentinel)
 
 
-def _same(made: tuple[bool, str], wanted: str) -> bool:
+def _same_output(result: tuple[bool, str], expected: str) -> bool:
     """Compare line by line, without blanks at the ends of lines and text."""
-    lines = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (made[1], wanted)]
-    return made[0] and lines[0] == lines[1]
+    lines = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (result[1], expected)]
+    return result[0] and lines[0] == lines[1]
 
 
 def run_python(code: str, standard_input: str = "") -> tuple[bool, str]:
@@ -82,8 +82,8 @@ def run_python(code: str, standard_input: str = "") -> tuple[bool, str]:
     """
     if "\0" in code:  # Python 3.10 takes it for the end of the program
         return False, ""
-    with tempfile.TemporaryDirectory() as outside, tempfile.TemporaryDirectory() as directory:
-        program, output = Path(outside) / "program.py", Path(outside) / "output"  # a command line has a limit
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as directory:
+        program, output = Path(scratch) / "program.py", Path(scratch) / "output"  # a command line has a limit
         program.write_text(code, "utf-8", "replace")
         with output.open("wb") as file:  # RLIMIT_FSIZE limits its size
             process = subprocess.Popen(
@@ -92,21 +92,21 @@ def run_python(code: str, standard_input: str = "") -> tuple[bool, str]:
             )  # fmt: skip
             try:
                 process.communicate(standard_input, timeout=SECONDS)
-                ended = process.returncode == 0
+                succeeded = process.returncode == 0
             except subprocess.TimeoutExpired:
-                ended = False
+                succeeded = False
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
-        return ended, output.read_text("utf-8", "replace") if ended else ""
+        return succeeded, output.read_text("utf-8", "replace") if succeeded else ""
 
 
 def _limit() -> None:
-    for what, most in (
+    for resource_type, limit in (
         (resource.RLIMIT_AS, MEMORY),
         (resource.RLIMIT_FSIZE, WRITTEN),
         (resource.RLIMIT_CPU, int(SECONDS) + 1),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(what, (most, most))
+        resource.setrlimit(resource_type, (limit, limit))

@@ -114,11 +114,11 @@ def calibrate(args: argparse.Namespace) -> int:
     from fsd_bench.sweep.settings import SweepOptions
 
     bounds = {
-        name: None if most is None else most / 100
-        for name, most in (("copies", args.at_most_copies), ("repeats", args.at_most_repeats))
+        name: None if points is None else points / 100
+        for name, points in (("copies", args.at_most_copies), ("repeats", args.at_most_repeats))
     }
-    asked = ((SCORE, args.at_most_score_loss, 100), (NATS, args.at_most_nats, 1), (SPEED, args.at_least_speed, 1))
-    (promise,) = (Promise(kind, value / unit, **bounds) for kind, value, unit in asked if value is not None)
+    promises = ((SCORE, args.at_most_score_loss, 100), (NATS, args.at_most_nats, 1), (SPEED, args.at_least_speed, 1))
+    (promise,) = (Promise(kind, value / unit, **bounds) for kind, value, unit in promises if value is not None)
     set_threads(args.threads)
     options = SweepOptions(temperatures=[args.temperature], examples=4, **_sweep_options(args))
     record = run_calibrate(
@@ -138,12 +138,12 @@ def worth(args: argparse.Namespace) -> int:
     named = picked(args, "prompts temperature limit max_new_tokens raw seed strict")
     options = WorthOptions(rules=words(args.rules), **named, **model_options(args))
     with reserved(args.json, "the record", args.overwrite) as record:
-        kept = None if record is None else record.with_name(f"{record.name}.partial.json")
-        found, facts = run_worth(options, progress=True, kept=kept)
-        print(worth_text(found) if args.details else brief_text(found, options))
-        if record is not None and kept is not None:
+        partial = None if record is None else record.with_name(f"{record.name}.partial.json")
+        result, facts = run_worth(options, progress=True, kept=partial)
+        print(worth_text(result) if args.details else brief_text(result, options))
+        if record is not None and partial is not None:
             write_json(record, jsonable(facts), indent=1)
-            kept.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
             print(f"record: {record}", file=sys.stderr)
     return 0
 

@@ -77,17 +77,17 @@ class EngineMethod(Method):
                 divergence_spent=row.divergence_spent,
                 finish_reason=row.finish_reason,
                 regrets=row.drafts.gaps(),
-                accepted=_at_least(of_row) if self.beams == 1 else None,
+                accepted=_accepted_at_least(row_rounds) if self.beams == 1 else None,
             )
-            for tokens, row, record, of_row in zip(
+            for tokens, row, record, row_rounds in zip(
                 generation.sequences, stats.rows, generation.records, rounds, strict=True
             )
         ]
         if self.traced:
-            for answer, record, of_row in zip(answers, generation.records, rounds, strict=True):
+            for answer, record, row_rounds in zip(answers, generation.records, rounds, strict=True):
                 spent: list[list[float]] = [[index, round(nats, 5)] for index, nats in enumerate(record.spent) if nats]
                 sources = "".join(str(int(source)) for source in record.sources)
-                answer.trace = AnswerTimeline(of_row, sources, spent)
+                answer.trace = AnswerTimeline(row_rounds, sources, spent)
         phases = {**stats.phases, "rest": max(seconds - stats.seconds, 0.0)}
         return TimedRun(seconds, stats.prefill_seconds, answers, phases)
 
@@ -102,7 +102,7 @@ class EngineMethod(Method):
         }
 
 
-def _at_least(rounds: Sequence[int]) -> list[int]:
+def _accepted_at_least(rounds: Sequence[int]) -> list[int]:
     """Return :attr:`.MeasuredAnswer.accepted` from the tokens of each round, the prefill's first."""
     drafts = [tokens - 1 for tokens in rounds[1:]]
-    return [sum(count >= least for count in drafts) for least in range(1, max(drafts, default=0) + 1)]
+    return [sum(count >= accepted for count in drafts) for accepted in range(1, max(drafts, default=0) + 1)]

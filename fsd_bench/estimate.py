@@ -60,12 +60,12 @@ def weights_read(target: Target) -> int:
 
 def weights_used(target: Target) -> int:
     """Return the number of weights that a token is multiplied with: of a mixture's experts, those that it uses."""
-    config, read = target.config, weights_read(target)
+    config, weights = target.config, weights_read(target)
     experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), None)
     if experts is None:
-        return read
-    held = sum(weight.numel() for name, weight in target.model.named_parameters() if ".experts." in name)
-    return read - held + held * int(config.num_experts_per_tok) // int(experts)
+        return weights
+    expert_weights = sum(weight.numel() for name, weight in target.model.named_parameters() if ".experts." in name)
+    return weights - expert_weights + expert_weights * int(config.num_experts_per_tok) // int(experts)
 
 
 @dataclass(frozen=True)
@@ -99,16 +99,16 @@ def head_on_paper(target: Target, head: EagleHead) -> PlannedDrafter:
     """Return the sizes of a head, with or without values."""
     config, layer = head.config, head.config.layer
     vocabulary = config.draft_vocab_size or target.vocab_size
-    rows = 0 if head.lm_head is not None else vocabulary * target.hidden_size
+    lm_rows = 0 if head.lm_head is not None else vocabulary * target.hidden_size
     fused = [head.fc] if head.eagle3 else [head.fusion] if head.fusion is not None else []
-    whole, once = count_weights(head), sum(map(count_weights, fused))
-    copied = rows if config.draft_vocab_size else 0
+    total, fusion = count_weights(head), sum(map(count_weights, fused))
+    copied = lm_rows if config.draft_vocab_size else 0
     kv_heads = int(layer.get("num_key_value_heads") or layer["num_attention_heads"])
     width = int(layer.get("head_dim") or config.hidden_size // layer["num_attention_heads"])
-    held = MemoryItem("head's weights", 2.0 * (whole + copied), f"2 B x ({whole:,} + {copied:,} of the LM head's rows)")
+    held = MemoryItem("head's weights", 2.0 * (total + copied), f"2 B x ({total:,} + {copied:,} of the LM head's rows)")
     return PlannedDrafter(
-        "head", whole - once, rows, 2.0 * (whole - once + rows), once, vocabulary, config.feature_width,
-        2 * config.num_layers * kv_heads * width * 2, held,
+        "head", total - fusion, lm_rows, 2.0 * (total - fusion + lm_rows), fusion,
+        vocabulary, config.feature_width, 2 * config.num_layers * kv_heads * width * 2, held,
     )  # fmt: skip
 
 
@@ -121,15 +121,15 @@ def lm_on_paper(target: Target, name: str) -> PlannedDrafter:
     from_target = FromTarget.parse(name) if name.startswith(PREFIX) else None
     small = planned_target(name) if from_target is None else replace(from_target, bits=None).of(target, name)
     layers = small.layers(range(int(small.config.num_hidden_layers))) if from_target and from_target.bits else []
-    rounded = sum(weight.numel() for layer in layers for weight in layer.parameters() if weight.dim() > 1)
+    quantised = sum(weight.numel() for layer in layers for weight in layer.parameters() if weight.dim() > 1)
     each = (from_target.bits if from_target and from_target.bits else 0) / 8 + 4 / GROUP
-    others = 0 if from_target else count_weights(small.model) - rounded
+    others = 0 if from_target else count_weights(small.model) - quantised
     held = MemoryItem(
-        "small LM's weights", 2.0 * others + rounded * each, f"2 B x {others:,} + {each:.3g} B x {rounded:,}"
+        "small LM's weights", 2.0 * others + quantised * each, f"2 B x {others:,} + {each:.3g} B x {quantised:,}"
     )  # fmt: skip
-    read = weights_read(small)
+    weights = weights_read(small)
     return PlannedDrafter(
-        "small LM", read, 0, 2.0 * (read - rounded) + rounded * each, 0, small.vocab_size, target.hidden_size,
+        "small LM", weights, 0, 2.0 * (weights - quantised) + quantised * each, 0, small.vocab_size, target.hidden_size,
         small.cache_bytes_per_token, held,
     )  # fmt: skip
 

@@ -65,7 +65,7 @@ class GenerateMethod(Method):
         rounds = _Rounds()
         hook = self.model.register_forward_hook(rounds.forwarded)
         torch.manual_seed(seed)
-        own, self.model.generation_config = self.model.generation_config, self.config
+        config_before, self.model.generation_config = self.model.generation_config, self.config
         start = time.perf_counter()
         try:
             output = self.model.generate(
@@ -74,7 +74,7 @@ class GenerateMethod(Method):
             ).tolist()  # fmt: skip
         finally:
             hook.remove()
-            self.model.generation_config = own
+            self.model.generation_config = config_before
         seconds = time.perf_counter() - start
         steps, emitted = len(rounds.lengths) - 1, rounds.lengths[0] - ids.shape[1]  # after and in the first round
         answers = []

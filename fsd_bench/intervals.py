@@ -70,13 +70,13 @@ def _of_means(key: str, combine: Callable[..., Any], own: Pairs, other: Pairs | 
 
 
 def interval_text(
-    found: Mapping[str, Any] | None, centre: str, form: str = ".2f", scale: float = 1.0, around: str = "[{}, {}]",
+    values: Mapping[str, Any] | None, centre: str, form: str = ".2f", scale: float = 1.0, around: str = "[{}, {}]",
     absent: str = "-",
 ) -> str:  # fmt: skip
     """Format an interval as "middle [low, high]".
 
     Args:
-        found: the interval; None: it was not measured.
+        values: the interval; None: it was not measured.
         centre: key of the middle.
         form: format of the numbers.
         scale: a factor of all.
@@ -84,24 +84,24 @@ def interval_text(
             finite, as where some prompts have no rounds, is "?".
         absent: the text without a middle.
     """
-    if found is None or found[centre] is None:
+    if values is None or values[centre] is None:
         return absent
-    middle, low, high = (
-        "?" if found[key] is None or not math.isfinite(found[key]) else f"{scale * found[key] + 0.0:{form}}"
+    text, low, high = (
+        "?" if values[key] is None or not math.isfinite(values[key]) else f"{scale * values[key] + 0.0:{form}}"
         for key in (centre, "low", "high")
     )
-    bounds = f"{around[0]}n = 1{around[-1]}" if is_single(found) else around.format(low, high)
-    return f"{middle} {bounds}"
+    bounds = f"{around[0]}n = 1{around[-1]}" if is_single(values) else around.format(low, high)
+    return f"{text} {bounds}"
 
 
-def mean_text(found: Mapping[str, Any] | None, scale: float = 1.0, digits: int = 1, signed: bool = False) -> str:
+def mean_text(interval: Mapping[str, Any] | None, scale: float = 1.0, digits: int = 1, signed: bool = False) -> str:
     """Format a :func:`mean_interval`."""
-    return interval_text(found, "mean", f"{'+' if signed else ''}.{digits}f", scale)
+    return interval_text(interval, "mean", f"{'+' if signed else ''}.{digits}f", scale)
 
 
-def ratio_text(found: Mapping[str, Any] | None, centre: str = "ratio") -> str:
+def ratio_text(interval: Mapping[str, Any] | None, centre: str = "ratio") -> str:
     """Format a :func:`ratio_interval`, or an :func:`interval` with ``centre="median"``."""
-    return interval_text(found, centre)
+    return interval_text(interval, centre)
 
 
 def is_single(values: Mapping[str, Any]) -> bool:

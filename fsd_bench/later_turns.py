@@ -12,26 +12,26 @@ from fsd_core.text.conversations import Message, row_exchanges
 from fsd_core.text.encoding import PromptRow
 
 
-def with_later_turns(rows: Sequence[PromptRow], most: int | None) -> tuple[list[PromptRow], dict[int, int]]:
+def with_later_turns(rows: Sequence[PromptRow], max_turns: int | None) -> tuple[list[PromptRow], dict[int, int]]:
     """Return the rows and then one per later turn, and of each of these the index of the turn before.
 
     Args:
         rows: conversations up to their first turn to answer.
-        most: user turns of a conversation that are asked; None: all.
+        max_turns: user turns of a conversation that are asked; None: all.
     """
-    found, before = list(rows), dict[int, int]()
+    turns, previous = list(rows), dict[int, int]()
     exchanges = {index: row_exchanges(row.row, row.where) for index, row in enumerate(rows) if row.row.get("turns")}
-    last, number = {index: index for index in exchanges}, 2
-    while number <= (most or number):
-        longer = [index for index, of_row in exchanges.items() if len(of_row) >= number]
-        if not longer:
+    latest, number = {index: index for index in exchanges}, 2
+    while number <= (max_turns or number):
+        continued = [index for index, of_row in exchanges.items() if len(of_row) >= number]
+        if not continued:
             break
-        for index in longer:
+        for index in continued:
             row, messages = rows[index], exchanges[index][number - 1][0]
-            before[len(found)], last[index] = last[index], len(found)
-            found.append(replace(row, id=f"{row.id}-{number}", messages=messages, where=f"{row.where}, turn {number}"))
+            previous[len(turns)], latest[index] = latest[index], len(turns)
+            turns.append(replace(row, id=f"{row.id}-{number}", messages=messages, where=f"{row.where}, turn {number}"))
         number += 1
-    return found, before
+    return turns, previous
 
 
 @dataclass
@@ -55,7 +55,7 @@ class TurnPrompts:
 
     def __post_init__(self) -> None:
         self._in_group = {
-            index: (group, at) for group, indices in enumerate(self.groups) for at, index in enumerate(indices)
+            index: (group, place) for group, indices in enumerate(self.groups) for place, index in enumerate(indices)
         }
 
     def __call__(self, trial: Trial, runs: Mapping[Trial, TimedRun]) -> list[list[int]]:
@@ -72,8 +72,8 @@ class TurnPrompts:
         messages = list(self.rows[index].messages)
         while index in self.before:
             index = self.before[index]
-            group, at = self._in_group[index]
-            answer = runs[replace(trial, group=group)].answers[at]
+            group, place = self._in_group[index]
+            answer = runs[replace(trial, group=group)].answers[place]
             text = answer.text or self.encode.tokenizer.decode(answer.tokens or [], skip_special_tokens=True)
             messages = [*self.rows[index].messages, {"role": "assistant", "content": text}, *messages]
         return messages

@@ -100,12 +100,12 @@ def options_text(options: list[str]) -> str:
 @LAYOUTS.register("gpqa")
 def gpqa(row: Values) -> dict[str, Any]:
     """Four options in an order that depends on the question alone, so that it never changes."""
-    question, right = (str(_need(row, name)).strip() for name in ("Question", "Correct Answer"))
-    options = [right, *(str(_need(row, f"Incorrect Answer {number}")).strip() for number in (1, 2, 3))]
+    question, correct = (str(_need(row, name)).strip() for name in ("Question", "Correct Answer"))
+    options = [correct, *(str(_need(row, f"Incorrect Answer {number}")).strip() for number in (1, 2, 3))]
     random.Random(question).shuffle(options)
     return {
         "prompt": f"{question}\n\n{options_text(options)}\n\n{LETTER}",
-        "answer": LETTERS[options.index(right)], "letters": LETTERS[:4], "scored_by": "letter",
+        "answer": LETTERS[options.index(correct)], "letters": LETTERS[:4], "scored_by": "letter",
         "category": row.get("High-level domain") or "gpqa",
     }  # fmt: skip
 
@@ -126,12 +126,12 @@ def hle(row: Values) -> dict[str, Any]:
     if row.get("image"):
         raise DataError("the question has an image. Leave such rows out.")
     choice = _need(row, "answer_type") == "multipleChoice"
-    asked = (
+    instruction = (
         LETTER if choice else "Reason step by step. End with a line that says ANSWER: and your answer, nothing else."
     )
     fields = {"letters": LETTERS} if choice else {}
     return {
-        "prompt": f"{_need(row, 'question')}\n\n{asked}", "answer": str(_need(row, "answer")).strip(), **fields,
+        "prompt": f"{_need(row, 'question')}\n\n{instruction}", "answer": str(_need(row, "answer")).strip(), **fields,
         "scored_by": "letter" if choice else "text", "category": str(row.get("category") or "hle"),
     }  # fmt: skip
 
@@ -141,11 +141,11 @@ def humaneval(row: Values) -> dict[str, Any]:
     """Complete a function; its unit tests run."""
     prompt, entry = str(_need(row, "prompt")), str(_need(row, "entry_point"))
     tests = f"{_need(row, 'test')}\n\ncheck({entry})\n"
-    asked = (
+    prompt_text = (
         f"Complete this function. Answer with the whole function in one Python code block.\n\n```python\n{prompt}```"
     )
     program = {"kind": "asserts", "begun": prompt, "entry": entry, "tests": tests}
-    return {"prompt": asked, "answer": json.dumps(program), "scored_by": "code", "category": "code"}
+    return {"prompt": prompt_text, "answer": json.dumps(program), "scored_by": "code", "category": "code"}
 
 
 @LAYOUTS.register("livecodebench")
@@ -154,14 +154,14 @@ def livecodebench(row: Values) -> dict[str, Any]:
     starter = str(row.get("starter_code") or "")
     tests = json.loads(_need(row, "public_test_cases")) + private_tests(row.get("private_test_cases") or "[]")
     metadata = json.loads(row.get("metadata") or "{}")
-    asked = f"{_need(row, 'question_content')}\n\nAnswer with one Python code block. "
+    prompt_text = f"{_need(row, 'question_content')}\n\nAnswer with one Python code block. "
     if starter:
-        asked += f"Complete this code:\n\n```python\n{starter}\n```"
+        prompt_text += f"Complete this code:\n\n```python\n{starter}\n```"
     else:
-        asked += "The program reads standard input and writes standard output."
+        prompt_text += "The program reads standard input and writes standard output."
     program = {"kind": "cases", "begun": "", "entry": metadata.get("func_name"), "tests": tests}
     category = str(row.get("difficulty") or "code")
-    return {"prompt": asked, "answer": json.dumps(program), "scored_by": "code", "category": category}
+    return {"prompt": prompt_text, "answer": json.dumps(program), "scored_by": "code", "category": category}
 
 
 class _Texts(pickle.Unpickler):
@@ -191,10 +191,10 @@ def private_tests(text: str) -> list[dict[str, Any]]:
 @LAYOUTS.register("mt-bench")
 def turns(row: Values) -> dict[str, Any]:
     """A conversation whose user turns are known, see :mod:`fsd_bench.later_turns`."""
-    asked = _need(row, "turns")
-    if not isinstance(asked, (list, tuple)) or not all(isinstance(turn, str) for turn in asked):
+    user_turns = _need(row, "turns")
+    if not isinstance(user_turns, (list, tuple)) or not all(isinstance(turn, str) for turn in user_turns):
         raise DataError("turns is not a list of texts.")
-    if any(turn.startswith(PLACEHOLDER) for turn in asked):
+    if any(turn.startswith(PLACEHOLDER) for turn in user_turns):
         raise DataError("a turn is a placeholder. Fetch the full benchmark by its authors' script.")
     category = str(row.get("category") or "turns")
-    return {"turns": list(asked), "category": category, "scored_by": "none"}
+    return {"turns": list(user_turns), "category": category, "scored_by": "none"}

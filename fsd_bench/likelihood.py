@@ -60,14 +60,15 @@ def log_likelihoods(
     return results
 
 
-def _batches(lengths: Sequence[int], tokens: int, most: int | None) -> list[list[int]]:
+def _batches(lengths: Sequence[int], tokens: int, max_length: int | None) -> list[list[int]]:
     """Return indices in batches of ascending length whose padded size is at most ``tokens``.
 
-    Texts longer than ``most`` go alone: their length decides the angles of all tokens of a forward.
+    Texts longer than ``max_length`` go alone: their length decides the angles of all tokens of a forward.
     """
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
-        if batches and (len(batches[-1]) + 1) * lengths[index] <= tokens and (most is None or lengths[index] <= most):
+        may_share = max_length is None or lengths[index] <= max_length
+        if batches and may_share and (len(batches[-1]) + 1) * lengths[index] <= tokens:
             batches[-1].append(index)
         else:
             batches.append([index])
@@ -79,17 +80,17 @@ def _batch(target: Target, pairs: Sequence[tuple[Sequence[int], Sequence[int]]])
     # the last token is predicted, not read
     ids = pad_sequence([torch.tensor([*prompt, *answer][:-1]) for prompt, answer in pairs], batch_first=True)
     ends = torch.tensor([[len(prompt), len(prompt) + len(answer)] for prompt, answer in pairs]) - 1
-    place = torch.arange(ids.shape[1])
-    real = place < ends[:, 1:]
-    scored = real & (place >= ends[:, :1])
+    position = torch.arange(ids.shape[1])
+    is_read = position < ends[:, 1:]
+    scored = is_read & (position >= ends[:, :1])
     labels = torch.tensor([token for _, answer in pairs for token in answer], device=target.device)
     # a mask of ones would only cost time
-    features = target.features(ids.to(target.device), None if bool(real.all()) else real.long().to(target.device))
+    features = target.features(ids.to(target.device), None if bool(is_read.all()) else is_read.long().to(target.device))
     final = features[scored.to(target.device)][:, : target.hidden_size]  # the rest are layers for a drafter
     scores, likeliest = _token_scores(target, final, labels)
     lengths = [len(answer) for _, answer in pairs]
-    parts = zip(scores.split(lengths), likeliest.split(lengths), strict=True)
-    return [(float(part.sum()), int(greedy.sum())) for part, greedy in parts]
+    scored_answers = zip(scores.split(lengths), likeliest.split(lengths), strict=True)
+    return [(float(part.sum()), int(greedy.sum())) for part, greedy in scored_answers]
 
 
 def _token_scores(target: Target, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

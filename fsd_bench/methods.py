@@ -152,20 +152,20 @@ def _assistant(spec: MethodSpec) -> tuple[str, dict[str, Any]]:
         return directory, {}
     if not 1 <= (read_int(drafts) or 0) <= MAX_DRAFTS:
         raise FsdError(f"method {spec.text!r}: give 1 to {MAX_DRAFTS} drafts, e.g. hf-assisted:DIRECTORY#4.")
-    fixed = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
-    return directory, {"num_assistant_tokens": int(drafts), **fixed}
+    draft_options = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+    return directory, {"num_assistant_tokens": int(drafts), **draft_options}
 
 
 def _assisted(spec: MethodSpec, models: Models) -> Method:
     model, tokenizer = models.reference
-    directory, fixed = _assistant(spec)
-    assistant, own = load_target(directory, dtype=models.options.dtype, device=models.options.device)
-    assistant.generation_config.update(**fixed)
+    directory, draft_options = _assistant(spec)
+    assistant, own_tokenizer = load_target(directory, dtype=models.options.dtype, device=models.options.device)
+    assistant.generation_config.update(**draft_options)
     speculation: dict[str, Any] = {"assistant_model": assistant}
     # transformers translates between vocabularies if it has both tokenizers
-    if tokenizer is not None and own is not None and tokenizer.get_vocab() != own.get_vocab():
-        speculation.update(tokenizer=tokenizer, assistant_tokenizer=own)
-    return GenerateMethod(spec.name, model, speculation, {"assistant_model": directory, **fixed})
+    if tokenizer is not None and own_tokenizer is not None and tokenizer.get_vocab() != own_tokenizer.get_vocab():
+        speculation.update(tokenizer=tokenizer, assistant_tokenizer=own_tokenizer)
+    return GenerateMethod(spec.name, model, speculation, {"assistant_model": directory, **draft_options})
 
 
 def _server(spec: MethodSpec) -> tuple[Server, str | None]:

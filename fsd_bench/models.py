@@ -41,11 +41,11 @@ class ModelOptions:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Return the options in a record's JSON values. Absent ones take their default, unknown ones are left out."""
-        known = {one.name: values[one.name] for one in fields(cls) if one.name in values}
-        tree, renamed = known.get("tree"), {name: values[name] for name in FORMER & values.keys()}
-        runtime = former.runtime_options(known.get("runtime", renamed), warn=False)
+        given = {entry.name: values[entry.name] for entry in fields(cls) if entry.name in values}
+        tree, renamed = given.get("tree"), {name: values[name] for name in FORMER & values.keys()}
+        runtime = former.runtime_options(given.get("runtime", renamed), warn=False)
         parsed = {"tree": TreeShape(**tree) if isinstance(tree, dict) else tree, "runtime": RuntimeConfig(**runtime)}
-        return cls(**{**known, **parsed})
+        return cls(**{**given, **parsed})
 
     def check(self) -> None:
         """Raise FsdError for options that can be refused before anything is loaded."""
@@ -143,10 +143,10 @@ class Models:
     def check_tokens(self, trial: Trial, run: TimedRun) -> None:
         """Raise FsdError for answers with other ids than the target's, as of a server with another model."""
         size = self.decoder.target.vocab_size if self.decoder_loaded else int(self.text_config.vocab_size)
-        odd = [token for answer in run.answers for token in answer.tokens or () if not 0 <= token < size]
-        if odd:
+        outside = [token for answer in run.answers for token in answer.tokens or () if not 0 <= token < size]
+        if outside:
             raise FsdError(
-                f"method {trial.method!r} answered token {odd[0]}, but {self.options.target} has ids from 0 to "
+                f"method {trial.method!r} answered token {outside[0]}, but {self.options.target} has ids from 0 to "
                 f"{size - 1}: it decodes another model."
             )
 

@@ -92,21 +92,21 @@ def pooled(name: str, comparisons: Sequence[Comparison], value: Value) -> float 
 
 def sums(name: str, comparisons: Sequence[Comparison], value: Value) -> dict[int, Pair]:
     """Return sums and weights by prompt over a method's answers."""
-    found: dict[int, Pair] = {}
+    by_prompt: dict[int, Pair] = {}
     for comparison in comparisons:
         run = comparison.runs[name]
         for index, answer in zip(comparison.prompts, run.answers, strict=True):
             pair = value(run, answer)
             if pair is not None:
-                total, weights = found.get(index, (0.0, 0.0))
-                found[index] = total + pair[0], weights + pair[1]
-    return found
+                total, weights = by_prompt.get(index, (0.0, 0.0))
+                by_prompt[index] = total + pair[0], weights + pair[1]
+    return by_prompt
 
 
 def intervals(name: str, comparisons: Sequence[Comparison], seed: int = 0) -> dict[str, Any]:
     """Return mean and interval of each measured quantity of a method: {"mean", "low", "high", "prompts"}."""
     measured = {quantity: sums(name, comparisons, value) for quantity, value in {**AVERAGES, **SUMS}.items()}
-    return {quantity: mean_interval(list(own.values()), seed=seed) for quantity, own in measured.items() if own}
+    return {quantity: mean_interval(list(pairs.values()), seed=seed) for quantity, pairs in measured.items() if pairs}
 
 
 def against(

@@ -93,7 +93,7 @@ def first_rows(
     check = RowCheck(strict)
     rows = check.first(islice(_usable(file, encode, check, layout), 0, None, every), limit)
     check.finish(listing_of(output))
-    return without_copies(_some(file, rows), kept=True)
+    return without_copies(_require_rows(file, rows), kept=True)
 
 
 def spread_rows(
@@ -106,10 +106,10 @@ def spread_rows(
     """Return at most ``limit`` rows of each file, evenly spread over it. Arguments and errors as :func:`first_rows`."""
     chosen, check = [], RowCheck(strict)
     for file in files:
-        before = len(check.bad)
+        bad_before = len(check.bad)
         rows = list(_usable(file, encode, check))
-        if len(check.bad) == before:
-            _some(file, rows)
+        if len(check.bad) == bad_before:
+            _require_rows(file, rows)
         count = min(limit or len(rows), len(rows))
         chosen += [rows[index * len(rows) // count] for index in range(count)]
     check.finish(listing_of(output))
@@ -123,25 +123,25 @@ def without_copies(rows: Sequence[PromptRow], kept: bool = False) -> list[Prompt
         rows: in their order.
         kept: whether copies are only counted, for intervals that take prompts for independent draws.
     """
-    found: dict[str, PromptRow] = {}
+    distinct: dict[str, PromptRow] = {}
     for row in rows:
-        found.setdefault(json.dumps([row.messages, template_options(row.row)], sort_keys=True), row)
-    if copies := len(rows) - len(found):
+        distinct.setdefault(json.dumps([row.messages, template_options(row.row)], sort_keys=True), row)
+    if copies := len(rows) - len(distinct):
         what = "Each counts, so intervals are too narrow" if kept else "They are left out"
         print(f"notice: {copies} of {len(rows)} prompts repeat another. {what}.", file=sys.stderr)
-    return list(rows if kept else found.values())
+    return list(rows if kept else distinct.values())
 
 
 def _usable(file: str | Path, encode: Encoder, check: RowCheck, layout: Layout | None = None) -> Iterator[PromptRow]:
     for row in read_prompts(file, check, layout):
-        known = len(check.bad)
+        bad_before = len(check.bad)
         with check.using(row.where):
             encode(row)
-        if len(check.bad) == known:
+        if len(check.bad) == bad_before:
             yield row
 
 
-def _some(file: str | Path, rows: list[PromptRow]) -> list[PromptRow]:
+def _require_rows(file: str | Path, rows: list[PromptRow]) -> list[PromptRow]:
     if not rows:
         raise DataError(f"{file}: no prompts. Give a file with at least one row.")
     return rows

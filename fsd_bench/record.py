@@ -79,9 +79,9 @@ def build_record(
         baselines: methods to compare with, see :func:`choose_baselines`.
         blocks: block of each group; None: each group is a unit.
     """
-    compared = choose_baselines(list(methods), baselines)
+    chosen = choose_baselines(list(methods), baselines)
     cells = {name: _cells(name, comparisons, blocks) for name in methods}
-    reference = _first_tokens(compared[0], comparisons)
+    reference = _first_tokens(chosen[0], comparisons)
     by_category: dict[str, list[Comparison]] = {prompt.category: [] for prompt in prompts}
     for comparison in comparisons:
         by_category[prompts[comparison.prompts[0]].category].append(comparison)
@@ -89,17 +89,17 @@ def build_record(
         name: _facts(name, description, comparisons, cells[name], reference, by_category, seed)
         for name, description in methods.items()
     }
-    beside = {
+    compared = {
         other: {name: _beside(name, other, comparisons, cells, seed) for name in methods if name != other}
-        for other in compared
+        for other in chosen
     }
 
     def table(key: str) -> dict[str, dict[str, Any]]:
-        return {other: {name: found[key] for name, found in names.items()} for other, names in beside.items()}
+        return {other: {name: values[key] for name, values in names.items()} for other, names in compared.items()}
 
     return {
         "methods": facts,
-        "baseline": compared[0],
+        "baseline": chosen[0],
         "ratios": table("ratios"),
         "differences": table("differences"),
         "agreement": table("same_final_answer"),
@@ -151,8 +151,8 @@ def _beside(
         pairs = [(own[quantity], cells[baseline][unit][quantity]) for unit, own in cells[name].items()]
         values = [b / a if quantity == "seconds_per_answer" else a / b for a, b in pairs if a and b]
         speeds[quantity] = interval(values, seed)
-    found = against(name, baseline, comparisons, seed, {**SUMS, "tau": RATES["tau"], "retention": AVERAGES["score"]})
-    return {**found, "ratios": {**speeds, **found["ratios"]}}
+    compared = against(name, baseline, comparisons, seed, {**SUMS, "tau": RATES["tau"], "retention": AVERAGES["score"]})
+    return {**compared, "ratios": {**speeds, **compared["ratios"]}}
 
 
 def choose_baselines(names: Sequence[str], chosen: Sequence[str] = ()) -> list[str]:
@@ -182,11 +182,11 @@ def _cells(name: str, comparisons: Sequence[Comparison], blocks: Mapping[int, in
     for comparison in comparisons:
         unit = comparison.group if blocks is None else blocks[comparison.group]
         units.setdefault(unit, {}).setdefault(comparison.repeat, []).append(comparison.runs[name])
-    found = {}
+    cells = {}
     for unit, repeats in units.items():
         speeds = [_speeds(runs) for runs in repeats.values()]
-        found[unit] = {quantity: _median([one[quantity] for one in speeds]) for quantity in speeds[0]}
-    return found
+        cells[unit] = {quantity: _median([speed[quantity] for speed in speeds]) for quantity in speeds[0]}
+    return cells
 
 
 def _speeds(runs: Sequence[TimedRun]) -> Cell:
@@ -222,11 +222,11 @@ def summary(name: str, comparisons: Sequence[Comparison], cells: Mapping[int, Ce
 
 
 def _by_position(answers: Sequence[MeasuredAnswer]) -> list[float] | None:
-    known = [(answer.accepted, answer.target_forwards or 0) for answer in answers if answer.accepted is not None]
-    rounds = sum(forwards for _, forwards in known)
+    measured = [(answer.accepted, answer.target_forwards or 0) for answer in answers if answer.accepted is not None]
+    rounds = sum(forwards for _, forwards in measured)
     if not rounds:
         return None
-    return [sum(column) / rounds for column in zip_longest(*(accepted for accepted, _ in known), fillvalue=0)]
+    return [sum(column) / rounds for column in zip_longest(*(accepted for accepted, _ in measured), fillvalue=0)]
 
 
 def _prompt_rows(
@@ -273,16 +273,16 @@ def _phases(name: str, comparisons: Sequence[Comparison]) -> dict[str, Any]:
         # rows of a batch share their rounds, and the longest-lived row took part in all of them
         rounds += max((answer.target_forwards or 0 for answer in run.answers), default=0)
     whole = sum(total.values())
-    looped = {phase: seconds for phase, seconds in total.items() if phase != "prefill"}
-    after = sum(looped.values())
-    models = looped.get("target", 0.0) + looped.get("draft", 0.0)
+    after_prefill = {phase: seconds for phase, seconds in total.items() if phase != "prefill"}
+    loop_seconds = sum(after_prefill.values())
+    models = after_prefill.get("target", 0.0) + after_prefill.get("draft", 0.0)
     return {
         "phases": total,
         "phase_fractions": {phase: seconds / whole for phase, seconds in total.items()} if whole else {},
         "milliseconds_per_round": (
-            {phase: 1000 * seconds / rounds for phase, seconds in looped.items()} if rounds else {}
+            {phase: 1000 * seconds / rounds for phase, seconds in after_prefill.items()} if rounds else {}
         ),
-        "round_overhead_fraction": 1 - models / after if after else None,
+        "round_overhead_fraction": 1 - models / loop_seconds if loop_seconds else None,
     }
 
 
@@ -297,13 +297,13 @@ def _first_tokens(name: str, comparisons: Sequence[Comparison]) -> dict[int, lis
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+    present = [value for value in values if value is not None]
+    return statistics.fmean(present) if present else None
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    present = [value for value in values if value is not None]
+    return statistics.median(present) if present else None
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:

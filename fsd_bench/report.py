@@ -75,8 +75,9 @@ def _speed_table(record: dict[str, Any]) -> str:
     for name, facts in record["methods"].items():
         row = [name, number(facts["tokens_per_second"], 1), number(facts["decode_tokens_per_second"], 1)]
         row += [number(facts["seconds_per_answer"]), number(facts["prefill_seconds"], 3)]
-        compared = [against.get(name) for against in record["ratios"].values()]
-        rows.append(row + ["1" if one is None else ratio_text(one["tokens_per_second"], "median") for one in compared])
+        for against in record["ratios"].values():
+            row.append(ratio_text(against[name]["tokens_per_second"], "median") if against.get(name) else "1")
+        rows.append(row)
     answers = next(iter(record["methods"].values()))["answers"]
     blocks = (record.get("settings") or {}).get("isolate")
     unit = "prompt" if blocks is None else "block"
@@ -91,23 +92,23 @@ def _speed_table(record: dict[str, Any]) -> str:
 def head_trees(methods: dict[str, Any]) -> dict[str, list[str]]:
     """Return the trees that heads drafted in a record, as --tree takes them, and the methods of each."""
     drafters = {name: facts.get("drafter") or {} for name, facts in methods.items()}
-    named: dict[str, list[str]] = {}
+    by_tree: dict[str, list[str]] = {}
     for name, drafter in drafters.items():
         head = drafter.get("main", drafter)
         if drafter.get("tree"):
-            named.setdefault(drafter["tree"], []).append(name)
+            by_tree.setdefault(drafter["tree"], []).append(name)
         elif head.get("name") == "eagle":
             stop = [f"{head['stop_below']:.1f}"] if head.get("stop_below") else []
             tree = ",".join([str(head["depth"]), str(head["width"]), str(head["nodes"]), *stop])
-            named.setdefault(tree, []).append(name)
-    return named
+            by_tree.setdefault(tree, []).append(name)
+    return by_tree
 
 
 def _trees_note(methods: dict[str, Any]) -> str:
     """Return a line for each tree and the methods that share it."""
-    named = head_trees(methods)
-    alone = len(named) == 1
-    lines = [f"tree {tree}" + ("" if alone else f": {', '.join(of)}") for tree, of in named.items()]
+    methods_by_tree = head_trees(methods)
+    is_only = len(methods_by_tree) == 1
+    lines = [f"tree {tree}" + ("" if is_only else f": {', '.join(of)}") for tree, of in methods_by_tree.items()]
     return "".join("\n" + textwrap.fill(line, WIDTH) for line in lines)
 
 
@@ -146,8 +147,8 @@ def _means_table(record: dict[str, Any], columns: Sequence[tuple[str, str, float
     for quantity, title, scale, digits in columns:
         headers += [f"{title} [95 %]", f"less {baseline} [95 %]"]
         for row, (name, facts) in zip(rows, methods.items(), strict=True):
-            less = record["differences"][baseline].get(name, {}).get(quantity)
-            row += [mean_text(facts["intervals"].get(quantity), scale, digits), mean_text(less, scale, digits)]
+            difference = record["differences"][baseline].get(name, {}).get(quantity)
+            row += [mean_text(facts["intervals"].get(quantity), scale, digits), mean_text(difference, scale, digits)]
     return fitted_tables(headers, rows)
 
 
@@ -161,14 +162,14 @@ def _paired_table(record: dict[str, Any]) -> str:
     for name in methods:
         sums = [ratio_text(against.get(name, {}).get(quantity)) for quantity in ("answer_tokens", "target_forwards")]
         rows.append([name, *sums, mean_text(agreement.get(name), 100.0, 1)])
-    ends = [("copied_4grams", "copied 4-grams %", 100.0, 1), ("repeated_4grams", "repeated 4-grams %", 100.0, 1)]
+    columns = [("copied_4grams", "copied 4-grams %", 100.0, 1), ("repeated_4grams", "repeated 4-grams %", 100.0, 1)]
     for quantity, title in (("coverage", "coverage %"), ("other_language", "other language %")):
-        ends += [(quantity, title, 100.0, 1)] * any(facts.get(quantity) is not None for facts in methods.values())
-    ends.append(("finished_fraction", "ended %", 100.0, 1))
+        columns += [(quantity, title, 100.0, 1)] * any(facts.get(quantity) is not None for facts in methods.values())
+    columns.append(("finished_fraction", "ended %", 100.0, 1))
     note = "copied: of 4-grams those that stand in the prompt; repeated: that occurred before in the answer\n"
     note += f"x: sums over answers, of {baseline}'s; same end: the last number, or the option named, is its own"
     table = fitted_tables(headers, rows)
-    return f"compared with {baseline}\n{table}\n\n{_means_table(record, ends)}\n{note}"
+    return f"compared with {baseline}\n{table}\n\n{_means_table(record, columns)}\n{note}"
 
 
 def _drafts_table(methods: dict[str, Any]) -> str:
@@ -214,7 +215,9 @@ def calibration_lines(record: dict[str, Any]) -> str:
         parts.append(f"copied 4-grams {copied:+.1f}, repeated {repeated:+.1f} points")
         parts.append("nats {mean:.2f} on average, {most:.2f} at most".format(**facts["nats_per_answer"]))
         lines.append("; ".join(parts))
-    lines += [f"quality {one['quality']:g}: {one['rule']}, {one['speed']:.2f} x speed" for one in record["levels"]]
+    lines += [
+        f"quality {level['quality']:g}: {level['rule']}, {level['speed']:.2f} x speed" for level in record["levels"]
+    ]
     return "\n".join([*lines, f'written to {record["file"]}: rule="calibrated" uses it, quality=Q its levels'])
 
 

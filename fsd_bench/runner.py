@@ -74,18 +74,18 @@ def run(
     layout = layout_of(settings.layout, settings.fields)
     rows = first_rows(settings.prompts, encode, settings.limit, settings.every, settings.strict, json_path, layout)
     references = read_references(rows, settings.score, settings.run_code)
-    rows, before = with_later_turns(rows, settings.most_turns)
-    references += [None] * len(before)
-    groups = group_prompts(_categories(rows, before), settings.batch_size)
+    rows, previous_turns = with_later_turns(rows, settings.most_turns)
+    references += [None] * len(previous_turns)
+    groups = group_prompts(_categories(rows, previous_turns), settings.batch_size)
     names = [spec.name for spec in parse_methods(methods)]
     trials = in_turns(names, len(groups), {settings.temperature: settings.repeat})
-    file = RunFile(
-        path, "bench", jsonable({**_measured(settings), "rows_sha256": rows_digest(rows)}),
+    run_file = RunFile(
+        path, "bench", jsonable({**_settings_of_runs(settings), "rows_sha256": rows_digest(rows)}),
         {trial: len(groups[trial.group]) for trial in trials},
         advice=(again, "delete the file"),
     )  # fmt: skip
-    with file.kept():
-        record = _measure(settings, models, rows, references, before, groups, trials, file, progress)
+    with run_file.kept():
+        record = _measure(settings, models, rows, references, previous_turns, groups, trials, run_file, progress)
         record["environment"] |= environment(command)
         record = jsonable(record)
         if path is not None:
@@ -94,7 +94,7 @@ def run(
     return record
 
 
-def _measured(settings: RunOptions) -> dict[str, Any]:
+def _settings_of_runs(settings: RunOptions) -> dict[str, Any]:
     """Return the settings on which finished runs depend."""
     unmeasured = ("baselines", "score", "strict", "run_code")
     return {key: value for key, value in settings.to_dict().items() if key not in unmeasured}
@@ -133,7 +133,7 @@ def _measure(
     models: Models,
     rows: Sequence[PromptRow],
     references: Sequence[Reference | None],
-    before: Mapping[int, int],
+    previous_turns: Mapping[int, int],
     groups: Sequence[list[int]],
     trials: Sequence[Trial],
     file: RunFile,
@@ -151,19 +151,19 @@ def _measure(
                 stack.callback(method.close)
             sessions = [Session(names, lambda: methods, trials)]
         encode = models.encoder(settings.raw)
-        first = encode_rows(rows[: len(rows) - len(before)], encode)
-        prompts = TurnPrompts(rows, before, groups, encode, first)
-        asked = RunSpec(prompts, settings.max_new_tokens, settings.seed or 0, settings.warmup)
-        run_trials(sessions, asked, file, models.check_tokens, title="bench", progress=progress)
+        first = encode_rows(rows[: len(rows) - len(previous_turns)], encode)
+        prompts = TurnPrompts(rows, previous_turns, groups, encode, first)
+        spec = RunSpec(prompts, settings.max_new_tokens, settings.seed or 0, settings.warmup)
+        run_trials(sessions, spec, file, models.check_tokens, title="bench", progress=progress)
     comparisons = comparisons_of(file.runs, groups, names, settings.temperature)
     answers = _with_prompts(comparisons, prompts, file.runs, settings.temperature)
     if settings.log_likelihood:
         _add_log_likelihoods(models.scorer(), models.tokenizer, answers, progress)
     for index, ids, answer in answers:
         measure(answer, models.tokenizer, ids, rows[index], references[index])
-    listed = _listed(rows, before, {index: ids for index, ids, _ in reversed(answers)})
-    described = {name: file.described[name] for name in names}
-    record = build_record(listed, described, comparisons, settings.seed or 0, settings.baselines, blocks)
+    bench_prompts = _bench_prompts(rows, previous_turns, {index: ids for index, ids, _ in reversed(answers)})
+    descriptions = {name: file.described[name] for name in names}
+    record = build_record(bench_prompts, descriptions, comparisons, settings.seed or 0, settings.baselines, blocks)
     record["settings"] = settings.to_dict()
     record["environment"] = {
         "dtype": settings.dtype,
@@ -173,13 +173,13 @@ def _measure(
     return record
 
 
-def _listed(
-    rows: Sequence[PromptRow], before: Mapping[int, int], encoded: Mapping[int, list[int]]
+def _bench_prompts(
+    rows: Sequence[PromptRow], previous_turns: Mapping[int, int], encoded: Mapping[int, list[int]]
 ) -> list[BenchPrompt]:
     """Return the prompts for a record. ``encoded``: ids by index; of a later turn those of the first method."""
     return [
         BenchPrompt(row.id, category, f"{row.file}:{row.line}", encoded[index])
-        for index, (row, category) in enumerate(zip(rows, _categories(rows, before)))
+        for index, (row, category) in enumerate(zip(rows, _categories(rows, previous_turns)))
     ]
 
 
@@ -206,12 +206,12 @@ def _start(settings: RunOptions, spec: MethodSpec) -> list[Method]:
     return [ProcessMethod(spec.name, [sys.executable, "-m", "fsd_bench.worker", values, spec.text])]
 
 
-def _categories(rows: Sequence[PromptRow], before: Mapping[int, int]) -> list[str]:
+def _categories(rows: Sequence[PromptRow], previous_turns: Mapping[int, int]) -> list[str]:
     """Return the rows' categories. Each later turn has its own, since batches do not mix categories."""
     categories = [category_of(row) for row in rows]
     numbers: dict[int, int] = {}
-    for index, earlier in before.items():
-        numbers[index] = numbers.get(earlier, 1) + 1
+    for index, previous in previous_turns.items():
+        numbers[index] = numbers.get(previous, 1) + 1
         categories[index] += f", turn {numbers[index]}"
     return categories
 
@@ -237,14 +237,14 @@ def _add_log_likelihoods(
     target: Target, tokenizer: Any, answers: Sequence[tuple[int, list[int], MeasuredAnswer]], progress: bool
 ) -> None:
     """Score every different answer once. An answer without token ids is scored by its text's own tokens."""
-    found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[MeasuredAnswer]] = {}
+    answers_by_text: dict[tuple[tuple[int, ...], tuple[int, ...]], list[MeasuredAnswer]] = {}
     for _, ids, answer in answers:
         tokens = answer.tokens
         if tokens is None and answer.text:
             tokens = tokenizer.encode(answer.text, add_special_tokens=False)
         if tokens:
-            found.setdefault((tuple(ids), tuple(tokens)), []).append(answer)
-    scores = mean_log_likelihoods(target, [(list(ids), tokens) for ids, tokens in found], progress=progress)
-    for alike, score in zip(found.values(), scores, strict=True):
-        for answer in alike:
+            answers_by_text.setdefault((tuple(ids), tuple(tokens)), []).append(answer)
+    scores = mean_log_likelihoods(target, [(list(ids), tokens) for ids, tokens in answers_by_text], progress=progress)
+    for same_answers, score in zip(answers_by_text.values(), scores, strict=True):
+        for answer in same_answers:
             answer.log_likelihood = score

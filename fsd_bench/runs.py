@@ -73,25 +73,27 @@ class RunFile:
     def _open(self, path: Path, kind: str, head: dict[str, Any], trials: Mapping[Trial, int], otherwise: str) -> None:
         """Read a file that can be continued, and write it with the head and what was read."""
         settings = head["settings"]
-        before = path.read_bytes().count(b"\n") if path.is_file() else 0
+        line_count = path.read_bytes().count(b"\n") if path.is_file() else 0
         stored, *lines = read_lines(path, kind) or [head]
-        other = sorted(
+        differing = sorted(
             key for key in {*stored["settings"], *settings} if stored["settings"].get(key) != settings.get(key)
         )
-        if other:
-            raise FsdError(f"{path} was made with other settings ({', '.join(other)}): use the same, or {otherwise}.")
+        if differing:
+            raise FsdError(
+                f"{path} was made with other settings ({', '.join(differing)}): use the same, or {otherwise}."
+            )
         environment = stored.get("environment")
         if isinstance(environment, dict) and environment.keys() == head.get("environment", {}).keys():
             head["environment"] = environment  # of the first process
-        kept = [head]
+        valid = [head]
         for line in lines:
             if not self._read(line, trials):
                 break
-            kept.append(line)
-        if before > len(kept):
-            lost = f"line {len(kept) + 1} is damaged or was edited"
-            print(f"{path}: {lost}, so what follows is measured again.", file=sys.stderr)
-        write_text(path, "".join(json.dumps(line) + "\n" for line in [head, *map(_signed, kept[1:])]))
+            valid.append(line)
+        if line_count > len(valid):
+            reason = f"line {len(valid) + 1} is damaged or was edited"
+            print(f"{path}: {reason}, so what follows is measured again.", file=sys.stderr)
+        write_text(path, "".join(json.dumps(line) + "\n" for line in [head, *map(_signed, valid[1:])]))
 
     def _read(self, line: dict[str, Any], trials: Mapping[Trial, int]) -> bool:
         """Take in a line. Return False if it does not belong to this measurement."""
@@ -127,11 +129,11 @@ class RunFile:
 
         A file without a run is removed. Raises FsdError if another process measures into the file.
         """
-        with alone(self.path), terminable(), self._told():
+        with alone(self.path), terminable(), self._report_kept_runs():
             yield
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _report_kept_runs(self) -> Iterator[None]:
         try:
             yield
         except (FsdError, KeyboardInterrupt) as error:
@@ -191,10 +193,10 @@ def read_lines(path: Path, kind: str) -> list[dict[str, Any]] | None:
             break
         if not isinstance(value, dict):
             break
-        whole = {key: entry for key, entry in value.items() if key != _DIGEST}
-        if lines and lines[0].get(_DIGESTS) and value != _signed(whole):
+        unsigned = {key: entry for key, entry in value.items() if key != _DIGEST}
+        if lines and lines[0].get(_DIGESTS) and value != _signed(unsigned):
             break
-        lines.append(whole if lines else value)
+        lines.append(unsigned if lines else value)
     if content and not (lines and lines[0].get(kind) == VERSION and isinstance(lines[0].get("settings"), dict)):
         raise FsdError(
             f"{path} is not a file of a {kind}, or has another version, and is not overwritten: delete it, or give "

@@ -83,15 +83,16 @@ class Reference:
 
 def rouge_l(answer: str, reference: str) -> float:
     """Return the F measure of the longest common subsequence of words, 0 to 1."""
-    own, other = (_WORD.findall(text.lower()) for text in (answer, reference))
-    lengths = [0] * (len(other) + 1)  # of the longest common subsequence of the words read so far and other[:i]
-    for word in own:
-        before = 0
-        for index, wanted in enumerate(other, start=1):
+    words, reference_words = (_WORD.findall(text.lower()) for text in (answer, reference))
+    # of the longest common subsequence of the words read so far and the first i of the reference
+    lengths = [0] * (len(reference_words) + 1)
+    for word in words:
+        diagonal = 0
+        for index, reference_word in enumerate(reference_words, start=1):
             above = lengths[index]
-            lengths[index] = before + 1 if word == wanted else max(above, lengths[index - 1])
-            before = above
-    return 2 * lengths[-1] / (len(own) + len(other)) if lengths[-1] else 0.0
+            lengths[index] = diagonal + 1 if word == reference_word else max(above, lengths[index - 1])
+            diagonal = above
+    return 2 * lengths[-1] / (len(words) + len(reference_words)) if lengths[-1] else 0.0
 
 
 def last_number(text: str) -> Decimal | None:
@@ -102,8 +103,8 @@ def last_number(text: str) -> Decimal | None:
 
 def first_option(text: str, options: Sequence[str]) -> str | None:
     """Return the option that a text names first, or None."""
-    places = [(match.start(), option) for option in options if (match := re.search(_pattern(option), text))]
-    return min(places)[1] if places else None
+    matches = [(match.start(), option) for option in options if (match := re.search(_pattern(option), text))]
+    return min(matches)[1] if matches else None
 
 
 def _pattern(option: str) -> str:
@@ -134,41 +135,43 @@ def read_references(rows: Sequence[PromptRow], kind: str = AUTO, run_code: bool 
         )
     if kind in KINDS and not any(references):
         raise DataError(f"no row has a reference for --score {kind}: give rows that have one, or --score {NONE}.")
-    _try(rows, references)
-    given = [reference for row, reference in zip(rows, references) if row.row.get("answer") and kind != NONE]
-    if unused := given.count(None):
+    _check_scorers(rows, references)
+    answered = [reference for row, reference in zip(rows, references) if row.row.get("answer") and kind != NONE]
+    if unused := answered.count(None):
         print(
-            f"notice: {unused} of {len(given)} answers are not scored: --score {kind} cannot use them.", file=sys.stderr
+            f"notice: {unused} of {len(answered)} answers are not scored: --score {kind} cannot use them.",
+            file=sys.stderr,
         )
     return references
 
 
 def asked_options(row: PromptRow) -> tuple[str, ...]:
     """Return the options that a prompt ends in (``Answer format: true/false``), if it does."""
-    asked = _FORMAT.search(row.messages[-1]["content"])
-    return tuple(option.strip() for option in asked[1].split("/")) if asked else ()
+    match = _FORMAT.search(row.messages[-1]["content"])
+    return tuple(option.strip() for option in match[1].split("/")) if match else ()
 
 
 def _reference(row: PromptRow, kind: str) -> Reference | None:
     answer = row.row.get("answer")
     if kind in ("chrf", "rouge"):
-        given = row.row.get("reference") if answer is None else answer
-        texts = tuple(text for text in (given if isinstance(given, list) else [given]) if isinstance(text, str))
+        references = row.row.get("reference") if answer is None else answer
+        references = references if isinstance(references, list) else [references]
+        texts = tuple(text for text in references if isinstance(text, str))
         return Reference(kind, texts) if any(_WORD.search(text.lower()) for text in texts) else None
-    stated = row.row.get("scored_by")
-    if stated is not None and stated not in SCORES:
-        raise DataError(f"{row.where}: `scored_by` is {stated!r:.60}. Known: {', '.join((*BY_LAYOUT, NONE))}.")
-    if stated in (*BY_LAYOUT, NONE):
-        return None if kind not in (AUTO, stated) or stated == NONE else _stated(row, str(stated))
-    asked, arguments = row.row.get("instruction_id_list"), row.row.get("kwargs")
-    if kind in (AUTO, "ifeval") and isinstance(asked, list) and isinstance(arguments, list):
-        return Reference("ifeval", json.dumps(arguments), (row.messages[-1]["content"], *map(str, asked)))
+    scored_by = row.row.get("scored_by")
+    if scored_by is not None and scored_by not in SCORES:
+        raise DataError(f"{row.where}: `scored_by` is {scored_by!r:.60}. Known: {', '.join((*BY_LAYOUT, NONE))}.")
+    if scored_by in (*BY_LAYOUT, NONE):
+        return None if kind not in (AUTO, scored_by) or scored_by == NONE else _layout_reference(row, str(scored_by))
+    instructions, arguments = row.row.get("instruction_id_list"), row.row.get("kwargs")
+    if kind in (AUTO, "ifeval") and isinstance(instructions, list) and isinstance(arguments, list):
+        return Reference("ifeval", json.dumps(arguments), (row.messages[-1]["content"], *map(str, instructions)))
     if kind == NONE or not isinstance(answer, (str, int, float)):
         return None
     text = str(answer).strip()
     if kind in (AUTO, "choice"):
-        given = asked_options(row)
-        for options in (given,) if given else _WITHOUT_FORMAT:
+        listed = asked_options(row)
+        for options in (listed,) if listed else _WITHOUT_FORMAT:
             chosen = next((option for option in options if option.lower() == text.lower()), None)
             if chosen is not None:
                 return Reference("choice", chosen, options)
@@ -180,7 +183,7 @@ def _reference(row: PromptRow, kind: str) -> Reference | None:
     return None
 
 
-def _stated(row: PromptRow, kind: str) -> Reference:
+def _layout_reference(row: PromptRow, kind: str) -> Reference:
     """Return the reference of a row that says how it is scored. Raises DataError if it cannot be scored so."""
     answer, letters = row.row.get("answer"), row.row.get("letters") or ()
     fits = isinstance(answer, (str, int, float)) and isinstance(letters, (str, list, tuple))
@@ -194,7 +197,7 @@ def _stated(row: PromptRow, kind: str) -> Reference:
     return Reference(kind, str(answer), tuple(letters))
 
 
-def _try(rows: Sequence[PromptRow], references: Sequence[Reference | None]) -> None:
+def _check_scorers(rows: Sequence[PromptRow], references: Sequence[Reference | None]) -> None:
     """Score an answer by a reference of each kind, and by all of IFEval's, before there are answers.
 
     Raises FsdError for a package that is missing, and for instructions that cannot be checked.
@@ -292,14 +295,14 @@ def last_letter(answer: str) -> str | None:
 
 def _is_text(answer: str, text: str) -> bool:
     final = re.split(r"ANSWER:", answer, flags=re.IGNORECASE)[-1]
-    own, wanted = (" ".join(part.split()).strip(" .*").casefold() for part in (final, text))
-    return own == wanted
+    given, expected = (" ".join(part.split()).strip(" .*").casefold() for part in (final, text))
+    return given == expected
 
 
 def _is_equal(answer: str, text: str) -> bool:
     library = _module("math_verify", "maths")
-    wanted = library.parse(text if "\\" not in text and "$" not in text else f"${text.strip('$')}$")
-    return bool(library.verify(wanted, library.parse(answer)))
+    expected = library.parse(text if "\\" not in text and "$" not in text else f"${text.strip('$')}$")
+    return bool(library.verify(expected, library.parse(answer)))
 
 
 def _passes(answer: str, program: str) -> bool:
@@ -359,8 +362,8 @@ def measure(
 
 def word_coverage(source: str, summary: str) -> float | None:
     """Return :func:`fsd_infer.engine.ngrams.coverage` of words in lower case."""
-    words, others = (re.findall(r"\w+", text.lower()) for text in (source, summary))
-    return coverage(words, others)
+    words, summary_words = (re.findall(r"\w+", text.lower()) for text in (source, summary))
+    return coverage(words, summary_words)
 
 
 def final_answer(text: str, options: Sequence[str] = ()) -> str | None:
@@ -373,5 +376,5 @@ def final_answer(text: str, options: Sequence[str] = ()) -> str | None:
     number = last_number(text)
     if number is None:
         return None
-    plain = f"{number:f}"
-    return (plain.rstrip("0").rstrip(".") if "." in plain else plain) or "0"
+    digits = f"{number:f}"
+    return (digits.rstrip("0").rstrip(".") if "." in digits else digits) or "0"

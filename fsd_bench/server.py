@@ -54,40 +54,41 @@ class ServerMethod(Method):
         ids: list[list[int]] = [[] for _ in prompts]
         texts, reasons = [""] * len(prompts), ["length"] * len(prompts)
         sends_ids, first = True, None
-        counted: Any = None
+        token_count: Any = None
         start = time.perf_counter()
         for event in self.server.stream(body, EXTENSIONS):
             try:
                 usage = event.get("usage") or {}
-                counted = usage.get("completion_tokens", counted)
+                token_count = usage.get("completion_tokens", token_count)
                 for choice in event.get("choices") or []:
-                    new, text, at = choice.get("token_ids"), choice.get("text") or "", choice.get("index", 0)
-                    if not is_whole(at, 0) or not all(is_whole(token, 0) for token in new or ()):
-                        raise ValueError(f"index {at!r}, token ids {new!r}")
+                    new, text, index = choice.get("token_ids"), choice.get("text") or "", choice.get("index", 0)
+                    if not is_whole(index, 0) or not all(is_whole(token, 0) for token in new or ()):
+                        raise ValueError(f"index {index!r}, token ids {new!r}")
                     if new or text:
                         first = first or time.perf_counter()
                         sends_ids = sends_ids and new is not None
-                    ids[at] += new or []
-                    texts[at] += text
+                    ids[index] += new or []
+                    texts[index] += text
                     if choice.get("finish_reason"):
-                        reasons[at] = choice["finish_reason"]
+                        reasons[index] = choice["finish_reason"]
             except (AttributeError, IndexError, TypeError, ValueError) as error:
                 message = f"server {self.server.url} sent no event of the OpenAI API: {error!r:.200}."
                 raise ServerError(message) from error
         seconds = time.perf_counter() - start
         if "abort" in reasons:  # as vLLM and ours say it
             raise ServerError(f"server {self.server.url} aborted an answer: is it stopping?")
-        reasons = ["stop" if why == "stop" else "length" for why in reasons]
+        reasons = ["stop" if reason == "stop" else "length" for reason in reasons]
         if sends_ids and all(ids):
             answers = [
-                MeasuredAnswer(tokens, None, None, finish_reason=why) for tokens, why in zip(ids, reasons, strict=True)
+                MeasuredAnswer(tokens, None, None, finish_reason=reason)
+                for tokens, reason in zip(ids, reasons, strict=True)
             ]
-        elif is_whole(counted, 0):
-            share, left = divmod(counted, len(prompts))
-            counts = [share + (index < left) for index in range(len(prompts))]
+        elif is_whole(token_count, 0):
+            each, remainder = divmod(token_count, len(prompts))
+            counts = [each + (index < remainder) for index in range(len(prompts))]
             answers = [
-                MeasuredAnswer(None, None, None, finish_reason=why, counted=counted, text=text)
-                for counted, why, text in zip(counts, reasons, texts, strict=True)
+                MeasuredAnswer(None, None, None, finish_reason=reason, counted=token_count, text=text)
+                for token_count, reason, text in zip(counts, reasons, texts, strict=True)
             ]
         else:
             raise ServerError(

@@ -49,16 +49,16 @@ def agreement(model: Target, texts: Sequence[Pair]) -> float:
     return sum(agreed for _, agreed in log_likelihoods(model, texts)) / sum(len(answer) for _, answer in texts)
 
 
-def search(target: Target, texts: Sequence[Pair], left: int) -> Iterator[LayerSubset]:
-    """Yield all layers, then one fewer at a time down to ``left``. Raises FsdError."""
+def search(target: Target, texts: Sequence[Pair], keep: int) -> Iterator[LayerSubset]:
+    """Yield all layers, then one fewer at a time down to ``keep``. Raises FsdError."""
     count = int(target.config.num_hidden_layers)
-    if not 1 <= left < count:
-        raise FsdError(f"--layers goes from 1 to {count - 1}, of the {count} that {target.name} has; got {left}.")
+    if not 1 <= keep < count:
+        raise FsdError(f"--layers goes from 1 to {count - 1}, of the {count} that {target.name} has; got {keep}.")
     layers = tuple(range(count))
     yield LayerSubset(layers, agreement(target, texts))
-    while len(layers) > left:
-        tried = [tuple(other for other in layers if other != dropped) for dropped in layers]
-        yield (best := max((_step(target, texts, kept) for kept in tried), key=lambda step: step.agreement))
+    while len(layers) > keep:
+        subsets = [tuple(other for other in layers if other != dropped) for dropped in layers]
+        yield (best := max((_step(target, texts, remaining) for remaining in subsets), key=lambda step: step.agreement))
         layers = best.layers
 
 

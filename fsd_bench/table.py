@@ -61,7 +61,7 @@ def measure_sets(
         methods: see :mod:`fsd_bench.methods`; ``plain`` must be among them.
         directory: directory of the records.
         progress: show progress bars.
-        options: other fields of :class:`fsd_bench.settings.Settings`.
+        options: other fields of :class:`fsd_bench.settings.RunOptions`.
 
     Raises:
         FsdError: ``plain`` is missing, a record in the way is damaged or was made with other settings, or as
@@ -75,38 +75,38 @@ def measure_sets(
     records = {}
     for name, file in sets.items():
         path = directory / f"{name}.json"
-        named = {**options, "layout": name} if name in LAYOUTS.names() and not options.get("layout") else options
+        set_options = {**options, "layout": name} if name in LAYOUTS.names() and not options.get("layout") else options
         if not path.exists():
             unfinished = path.with_name(path.name + ".partial.jsonl").exists()
             run(
                 file, methods, json_path=path, resume=unfinished, progress=progress, baselines=baselines,
-                again="the same command continues it", **named,
+                again="the same command continues it", **set_options,
             )  # fmt: skip
         records[name] = read_json(path, AGAIN)
         with misshapen(path, AGAIN):
-            _check(path, records[name], RunOptions(file, methods, baselines=baselines, **named))
+            _check(path, records[name], RunOptions(file, methods, baselines=baselines, **set_options))
             markdown(field_table({name: records[name]}))
             specbundle({name: records[name]})
     return records
 
 
-def _check(path: Path, record: Mapping[str, Any], asked: RunOptions) -> None:
+def _check(path: Path, record: Mapping[str, Any], options: RunOptions) -> None:
     """Raise FsdError for a record of other settings."""
     stored = record["settings"]
-    other = [key for key, value in jsonable(asked.to_dict()).items() if stored.get(key) != value]
-    if other:
-        listed = ", ".join(other)
+    differing = [key for key, value in jsonable(options.to_dict()).items() if stored.get(key) != value]
+    if differing:
+        listed = ", ".join(differing)
         raise FsdError(f"{path} was made with other settings ({listed}): delete it, or name another directory.")
 
 
 def best_exact(record: Mapping[str, Any]) -> str | None:
     """Return the fastest of a record's methods that speculate and decode exactly; None without one."""
-    found = {
+    speeds = {
         name: facts["tokens_per_second"] or 0.0
         for name, facts in record["methods"].items()
         if (facts.get("rule") or {}).get("rule") == "exact" and (facts.get("drafter") or {}).get("name") != "none"
     }
-    return max(found, key=lambda name: found[name], default=None)
+    return max(speeds, key=lambda name: speeds[name], default=None)
 
 
 def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -114,7 +114,7 @@ def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     exact, rows = best_exact(record), []
     for name, facts in record["methods"].items():
         ratios, tokens = record["ratios"].get(PLAIN, {}).get(name, {}), facts["answer_tokens"]
-        faster = record["ratios"].get(exact, {}).get(name, {})
+        exact_ratios = record["ratios"].get(exact, {}).get(name, {})
         rows.append({
             "method": name,
             "best_exact": name == exact,
@@ -128,7 +128,7 @@ def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             "accepted_by_position": facts["accepted_by_position"],
             "tokens_per_second": facts["tokens_per_second"],
             "times_plain": ratios.get("tokens_per_second"),
-            "times_exact": faster.get("tokens_per_second"),
+            "times_exact": exact_ratios.get("tokens_per_second"),
             "nats_per_token": float(facts["divergence_spent"]) / tokens if tokens else None,
             "copied_4grams": facts["copied_4grams"],
             "repeated_4grams": facts["repeated_4grams"],
@@ -144,8 +144,8 @@ def conditions(record: Mapping[str, Any]) -> dict[str, Any]:
         drafter = facts.get("drafter") or {}
         head = drafter.get("main", drafter)
         if head.get("name", "none") != "none":
-            kept = ("name", "tree", "depth", "width", "nodes", "stop_below", "draft_vocab_size", "revision", "sha256")
-            shapes[name] = {key: head[key] for key in kept if head.get(key) is not None} | {"rule": facts.get("rule")}
+            fields = ("name", "tree", "depth", "width", "nodes", "stop_below", "draft_vocab_size", "revision", "sha256")
+            shapes[name] = {key: head[key] for key in fields if head.get(key) is not None} | {"rule": facts.get("rule")}
     keys = (
         "target",
         "target_kwargs",
@@ -224,8 +224,8 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _interval(found: Mapping[str, Any] | None, key: str, scale: float, digits: int) -> str:
-    return interval_text(found, key, f".{digits}f", scale, "({}–{})", "–")
+def _interval(interval: Mapping[str, Any] | None, key: str, scale: float, digits: int) -> str:
+    return interval_text(interval, key, f".{digits}f", scale, "({}–{})", "–")
 
 
 def _plain_text(value: Any) -> str:
@@ -238,7 +238,7 @@ def specbundle(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     A result is a tree's: ``steps`` drafted depths, ``topk`` children, ``num_draft_tokens`` nodes with the root, and
     ``metrics`` of the target alone and of each method with that tree. Throughput is in tokens per second of a run.
     """
-    found: dict[str, Any] = {}
+    bundle: dict[str, Any] = {}
     for name, record in records.items():
         methods, settings = record["methods"], record["settings"]
         by_tree: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
@@ -248,15 +248,15 @@ def specbundle(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             if head.get("depth"):
                 tree = head["depth"], head.get("width", 1), head["nodes"]
                 by_tree.setdefault(tree, []).append(_metrics(method, facts))
-        alone = _metrics("Without drafts", methods[PLAIN])
+        plain = _metrics("Without drafts", methods[PLAIN])
         results = [
             {"batch_size": settings["batch_size"], "steps": depth, "topk": width, "num_draft_tokens": nodes}
-            | {"metrics": [alone, *metrics]}
+            | {"metrics": [plain, *metrics]}
             for (depth, width, nodes), metrics in by_tree.items()
         ]
         target = Path(settings["target"]).name
-        found.setdefault(target, {})[name] = {"benchmark_name": name, "results": results}
-    return found
+        bundle.setdefault(target, {})[name] = {"benchmark_name": name, "results": results}
+    return bundle
 
 
 def _metrics(name: str, facts: Mapping[str, Any]) -> dict[str, Any]:

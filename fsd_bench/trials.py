@@ -71,15 +71,15 @@ def in_turns(names: Sequence[str], groups: int, repeats: Mapping[float, int]) ->
     ]
 
 
-def rotated(things: Sequence[_T], by: int) -> list[_T]:
+def rotated(items: Sequence[_T], by: int) -> list[_T]:
     """Return the things rotated by ``by`` places."""
-    first = by % len(things)
-    return [*things[first:], *things[:first]]
+    first = by % len(items)
+    return [*items[first:], *items[:first]]
 
 
 def run_trials(
     sessions: Sequence[Session],
-    asked: RunSpec,
+    spec: RunSpec,
     file: RunFile,
     finish: Callable[[Trial, TimedRun], None] | None = None,
     *,
@@ -90,7 +90,7 @@ def run_trials(
 
     Args:
         sessions: sessions without common trials.
-        asked: prompts and options.
+        spec: prompts and options.
         file: receives the runs and the descriptions of their methods.
         finish: called with each run before it is kept.
         title: title of the progress bar.
@@ -99,18 +99,18 @@ def run_trials(
     total = sum(len(session.trials) for session in sessions)
     with tqdm(total=total, initial=len(file.runs), desc=title, unit="run", disable=not progress, smoothing=0.05) as bar:
         for session in sessions:
-            todo = [trial for trial in session.trials if trial not in file.runs]
-            if not todo and file.described.keys() >= set(session.names):
+            missing = [trial for trial in session.trials if trial not in file.runs]
+            if not missing and file.described.keys() >= set(session.names):
                 continue
             with ExitStack() as stack:
                 methods = {method.name: method for method in session.start()}
                 for method in methods.values():
                     stack.callback(method.close)
-                    if asked.warmup and todo:  # one-time compilation and allocation are not timed
-                        asked.answer(method, todo[0], file.runs, WARMUP_TOKENS)
-                for trial in todo:
+                    if spec.warmup and missing:  # one-time compilation and allocation are not timed
+                        spec.answer(method, missing[0], file.runs, WARMUP_TOKENS)
+                for trial in missing:
                     bar.set_postfix_str(trial.method, refresh=False)
-                    run = asked.answer(methods[trial.method], trial, file.runs)
+                    run = spec.answer(methods[trial.method], trial, file.runs)
                     if finish is not None:
                         finish(trial, run)
                     file.add(trial, run)
@@ -131,12 +131,12 @@ def comparisons_of(
         names: names of the methods.
         temperature: temperature of the trials.
     """
-    found: dict[tuple[int, int], dict[str, TimedRun]] = {}
+    by_group: dict[tuple[int, int], dict[str, TimedRun]] = {}
     for trial, run in runs.items():
         if trial.temperature == temperature:
-            found.setdefault((trial.group, trial.repeat), {})[trial.method] = run
+            by_group.setdefault((trial.group, trial.repeat), {})[trial.method] = run
     return [
-        Comparison(group, repeat, groups[group], {name: found[group, repeat][name] for name in names})
-        for group, repeat in sorted(found)
-        if found[group, repeat].keys() >= set(names)
+        Comparison(group, repeat, groups[group], {name: by_group[group, repeat][name] for name in names})
+        for group, repeat in sorted(by_group)
+        if by_group[group, repeat].keys() >= set(names)
     ]

@@ -232,8 +232,8 @@ def _missing(error: ModuleNotFoundError) -> str:
     if error.name is None:  # Lightning's errors name the command themselves
         return str(error)
     package = error.name.partition(".")[0]
-    wanted = f"'fsd-toolkit[{EXTRAS[package]}]'" if package in EXTRAS else package
-    return f"the package {package} is not installed: pip install {wanted}"
+    requirement = f"'fsd-toolkit[{EXTRAS[package]}]'" if package in EXTRAS else package
+    return f"the package {package} is not installed: pip install {requirement}"
 
 
 def _say(program: str, text: str, status: int) -> int:

@@ -248,11 +248,11 @@ _LONE = re.compile("[\ud800-\udfff]")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r:.60} is there twice")
-    return found
+    return values
 
 
 def parse_json(raw: bytes, where: str, advice: str, error: type[FsdError] = DataError, unique: bool = False) -> Any:
@@ -334,9 +334,9 @@ def _cut_off(path: Path) -> str:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size)) if size < 1 << 27 else {}
-        held = path.stat().st_size - 8 - size
+        stored = path.stat().st_size - 8 - size
         ends = {name: part["data_offsets"][1] for name, part in header.items() if name != "__metadata__"}
-        lost = sorted(name for name, end in ends.items() if end > held)
+        lost = sorted(name for name, end in ends.items() if end > stored)
         if lost:
             return f"; cut off: {', '.join(lost[:4])}" + (f" and {len(lost) - 4} more tensors" if lost[4:] else "")
     return ""

@@ -216,11 +216,11 @@ def ancestors(parents: Tensor) -> Tensor:
         parents: [B, N] int64 node numbers, each less than its node's own; 0 for the root.
     """
     count = parents.shape[1]
-    known = torch.eye(count, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
+    reached = torch.eye(count, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
     for _ in range((count - 1).bit_length()):  # each pass doubles the known part of a path
-        known = known | known.gather(1, parents[..., None].expand(-1, -1, count))
+        reached = reached | reached.gather(1, parents[..., None].expand(-1, -1, count))
         parents = parents.gather(1, parents)
-    return known
+    return reached
 
 
 @replaceable

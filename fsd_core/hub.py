@@ -171,8 +171,8 @@ class _Guard:
             self.failed.pop(key, None)
             return
         self.failed[key] += 1
-        asked = response.headers.get("Retry-After", "")
-        if not re.fullmatch(r"\d{1,9}", asked, re.ASCII):  # the client takes other digits for a number
+        retry_after = response.headers.get("Retry-After", "")
+        if not re.fullmatch(r"\d{1,9}", retry_after, re.ASCII):  # the client takes other digits for a number
             response.headers.pop("Retry-After", None)
         if self.failed[key] >= TRIES or (wait_of(response) or 0) > WAIT:
             response.read()

@@ -59,10 +59,10 @@ def json_object(text: str) -> dict[str, Any]:
 
 def target_keywords(text: str) -> dict[str, Any]:
     """Parse keywords for a target. Raises ArgumentTypeError for other text, and for what options of their own give."""
-    given = json_object(text)
-    for name in {"dtype", "device"} & given.keys():
+    keywords = json_object(text)
+    for name in {"dtype", "device"} & keywords.keys():
         raise ArgumentTypeError(f"{name} is no such keyword: commands that let you choose it have --{name}")
-    return given
+    return keywords
 
 
 def named_directory(text: str) -> tuple[str, str]:
@@ -230,29 +230,29 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def program_parser(
-    name: str,
+def command_parser(
+    program: str,
     version: str,
     description: str,
     commands: Sequence[tuple[Callable[..., int], Callable[[argparse.ArgumentParser], None] | None, str]],
 ) -> ConsoleParser:
-    """Return the parser of a program.
+    """Return the parser of a program with subcommands.
 
     Args:
-        name: its name.
-        version: its version.
-        description: its description in help.
+        program: its name.
+        version: what --version prints.
+        description: what it does.
         commands: (function of the parsed options, what adds its options, help) each, named as the function.
     """
-    parser, common = ConsoleParser(prog=name, description=description), ConsoleParser(add_help=False)
-    parser.add_argument("--version", action="version", version=f"{name} {version}")
+    parser, common = ConsoleParser(prog=program, description=description), ConsoleParser(add_help=False)
+    parser.add_argument("--version", action="version", version=f"{program} {version}")
     add_flags(common, ("--debug", "show tracebacks and the libraries' own messages"))
     add_import(common)
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command, add_options, help in commands:
-        command_name, described = command.__name__.replace("_", "-"), f"{help[0].upper()}{help[1:]}."
+        name, described = command.__name__.replace("_", "-"), f"{help[0].upper()}{help[1:]}."
         subparser = subparsers.add_parser(
-            command_name, help=help, description=described, parents=[common], formatter_class=HelpFormatter
+            name, help=help, description=described, parents=[common], formatter_class=HelpFormatter
         )
         subparser.set_defaults(function=command)
         if add_options is not None:

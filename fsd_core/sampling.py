@@ -28,10 +28,10 @@ def residual_mass(
         weight: [B, N] w, from 0 to 1.
     """
     p, q = weight[..., None].float() * p_logits.float().softmax(-1), q_logits.float().softmax(-1)
-    own = p if draft_ids is None else p.index_select(-1, draft_ids.long())
-    mass = (own - at_nodes(q, q_index.clamp_min(0))).clamp_min(0.0).sum(-1).to(weight.dtype)
+    drafted_p = p if draft_ids is None else p.index_select(-1, draft_ids.long())
+    mass = (drafted_p - at_nodes(q, q_index.clamp_min(0))).clamp_min(0.0).sum(-1).to(weight.dtype)
     if draft_ids is not None:
-        mass = mass + (weight - own.sum(-1)).clamp_min(0.0)
+        mass = mass + (weight - drafted_p.sum(-1)).clamp_min(0.0)
     return mass.masked_fill(q_index < 0, 0.0)
 
 

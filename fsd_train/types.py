@@ -11,7 +11,7 @@ from jsonargparse.typing import extend_base_type
 
 
 def _number(name: str, base: type, expected: str, fits: Callable[[Any], bool]) -> Any:
-    """Return a type of numbers that fit; of any other value it says what was ``wanted``."""
+    """Return a type of numbers that fit; of any other value it says what was ``expected``."""
 
     def check(_: type, value: Any) -> None:
         try:

@@ -79,12 +79,12 @@ class Peer:
 
 def vllm_variables(python: Path, threads: int) -> dict[str, str]:
     """Return variables for these threads, one GiB of KV cache, and the OpenMP library of vLLM's package."""
-    wanted = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     openmp = python.parent.parent / "lib" / "libiomp5.so"
     if openmp.is_file():
-        wanted["LD_PRELOAD"] = str(openmp.absolute())
-    wanted |= {key: os.environ[key] for key in wanted if key in os.environ}
-    return {**wanted, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}  # torch reads both
+        variables["LD_PRELOAD"] = str(openmp.absolute())
+    variables |= {key: os.environ[key] for key in variables if key in os.environ}
+    return {**variables, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}  # torch reads both
 
 
 PEERS = {
@@ -133,26 +133,26 @@ TRAINERS = {
 
 def install(peer: Peer, environment: Path) -> Path:
     """Return the Python of an environment with the peer, which is made if it is missing. Raises Unavailable."""
-    stamp, inside = environment / ".installed", environment / "bin" / "python"
-    wanted = " ".join([*peer.requirements, *peer.bare])
-    if stamp.is_file() and stamp.read_text(encoding="utf-8").strip() == wanted:
-        return inside
-    _say(f"installing {wanted} into {environment} (some minutes, once) ...")
+    stamp, python = environment / ".installed", environment / "bin" / "python"
+    packages = " ".join([*peer.requirements, *peer.bare])
+    if stamp.is_file() and stamp.read_text(encoding="utf-8").strip() == packages:
+        return python
+    _say(f"installing {packages} into {environment} (some minutes, once) ...")
     shutil.rmtree(environment, ignore_errors=True)
-    pip = [str(inside), "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet"]
     commands = [[sys.executable, "-m", "venv", str(environment)], [*pip, "install", *peer.requirements]]
     commands += [[*pip, "install", "--no-deps", *peer.bare]] if peer.bare else []
     commands += [[*pip, "uninstall", "--yes", *peer.unneeded]] if peer.unneeded else []
-    for command in [*commands, [str(inside), "-c", peer.imports]]:
+    for command in [*commands, [str(python), "-c", peer.imports]]:
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:
-            raise Unavailable(f"{wanted} cannot be installed into {environment}: {error}") from error
+            raise Unavailable(f"{packages} cannot be installed into {environment}: {error}") from error
         if done.returncode != 0:
-            said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["it said nothing"]
-            raise Unavailable(f"{wanted} cannot be installed into {environment}: {said[-1]}")
-    stamp.write_text(wanted + "\n", encoding="utf-8")
-    return inside
+            lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["it said nothing"]
+            raise Unavailable(f"{packages} cannot be installed into {environment}: {lines[-1]}")
+    stamp.write_text(packages + "\n", encoding="utf-8")
+    return python
 
 
 def prepare(

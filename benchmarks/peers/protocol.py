@@ -44,15 +44,15 @@ def serve(load: Callable[[], tuple[Answer, dict[str, Any]]], batches: bool = Fal
         if len(prompts) > 1 and not batches:
             reply({"error": "answers one prompt at a time. Use --batch-size 1."})
             continue
-        asked = {"schema": options["schema"]} if "schema" in options else {}
+        schema = {"schema": options["schema"]} if "schema" in options else {}
         prompt = prompts if batches else prompts[0]
-        run = answer(prompt, options["max_new_tokens"], temperature, question["seed"], **asked)
+        run = answer(prompt, options["max_new_tokens"], temperature, question["seed"], **schema)
         answers = [
             {
-                "tokens": one.get("tokens"), "text": one.get("text"), "counted": one.get("count", 0),
-                "finish_reason": "stop" if one["stopped"] else "length",
-                "target_forwards": one.get("forwards"), "verified_tokens": one.get("verified"),
+                "tokens": result.get("tokens"), "text": result.get("text"), "counted": result.get("count", 0),
+                "finish_reason": "stop" if result["stopped"] else "length",
+                "target_forwards": result.get("forwards"), "verified_tokens": result.get("verified"),
             }
-            for one in (run["answers"] if batches else [run])
+            for result in (run["answers"] if batches else [run])
         ]  # fmt: skip
         reply({"seconds": run["seconds"], "prefill_seconds": run["first"], "answers": answers})

@@ -29,10 +29,10 @@ def keep_executor() -> None:
     check: Any = CpuPlatform.check_and_update_config
 
     def check_and_keep(config: Any) -> None:
-        asked = config.parallel_config.distributed_executor_backend
+        backend = config.parallel_config.distributed_executor_backend
         check(config)
-        if asked == "uni":
-            config.parallel_config.distributed_executor_backend = asked
+        if backend == "uni":
+            config.parallel_config.distributed_executor_backend = backend
 
     CpuPlatform.check_and_update_config = staticmethod(check_and_keep)
 

@@ -19,22 +19,22 @@ from typing import Any
 from run_vllm import keep_executor, package_version
 
 
-def watch_first_call(model: Any, kept: dict[str, Any]) -> None:
+def watch_first_call(model: Any, tensors: dict[str, Any]) -> None:
     """Keep the inputs and logits of the first call of vLLM's model of a head. Warm-up calls do not count."""
     combine = getattr(model, "combine_hidden_states", None)
     if combine is not None:
 
         def combined(states: Any) -> Any:
-            kept.setdefault("aux", states.clone())
+            tensors.setdefault("aux", states.clone())
             return combine(states)
 
         model.combine_hidden_states = combined
 
-    def called(module: Any, args: Any, given: dict[str, Any], outputs: Any) -> None:
-        if "logits" not in kept:
+    def called(module: Any, args: Any, inputs: dict[str, Any], outputs: Any) -> None:
+        if "logits" not in tensors:
             for name in ("input_ids", "positions", "hidden_states"):
-                kept[name] = given[name].clone()
-            kept["logits"] = module.compute_logits(outputs[0]).float().clone()
+                tensors[name] = inputs[name].clone()
+            tensors["logits"] = module.compute_logits(outputs[0]).float().clone()
 
     model.register_forward_hook(called, with_kwargs=True)
 
@@ -58,11 +58,11 @@ def main() -> None:
         distributed_executor_backend="uni", speculative_config=speculation, disable_log_stats=False,
         skip_tokenizer_init=True, enforce_eager=True,
     )  # fmt: skip
-    kept: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     if speculation is not None:
         engine: Any = llm.llm_engine.engine_core
         runner = engine.engine_core.model_executor.driver_worker.worker.model_runner
-        watch_first_call(runner.drafter.model, kept)
+        watch_first_call(runner.drafter.model, tensors)
     params = SamplingParams(max_tokens=job["new"], temperature=0.0, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], params, use_tqdm=False)
     reply: dict[str, Any] = {"version": version, "answers": [list(answer.outputs[0].token_ids) for answer in outputs]}
@@ -72,8 +72,8 @@ def main() -> None:
         elif metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
             reply["accepted"] = metric.values[: job.get("drafted", 0)]
     output = Path(job["output"])
-    if kept:
-        save_file({name: value.contiguous().cpu() for name, value in kept.items()}, output / "call.safetensors")
+    if tensors:
+        save_file({name: value.contiguous().cpu() for name, value in tensors.items()}, output / "call.safetensors")
     (output / "answers.json").write_text(json.dumps(reply))
 
 

@@ -131,16 +131,16 @@ class FsdLM(TemplateLM):
 
         Raises ContextLengthError: a continuation longer than the context.
         """
-        given = [index for index, request in enumerate(requests) if request.args[1]]
-        found = super().loglikelihood([requests[index] for index in given], disable_tqdm)
-        scores = dict(zip(given, found, strict=True))
+        nonempty = [index for index, request in enumerate(requests) if request.args[1]]
+        results = super().loglikelihood([requests[index] for index in nonempty], disable_tqdm)
+        scores = dict(zip(nonempty, results, strict=True))
         return [scores.get(index, (0.0, True)) for index in range(len(requests))]  # an empty text is certain
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         longest = self.decoder.target.max_positions
-        pairs, lost = [], []
+        pairs, overflows = [], []
         for _, context, continuation in requests:
             context = context or [self.prefix_token_id]
             if longest is not None:
@@ -149,14 +149,14 @@ class FsdLM(TemplateLM):
                         f"a continuation has {len(continuation)} tokens, but the target a context of {longest}."
                     )
                 room = longest + 1 - len(continuation)  # the last token is predicted, not read
-                lost.append(len(context) - room)
+                overflows.append(len(context) - room)
                 context = context[-room:]
             pairs.append((context, continuation))
-        self._announce(lost)
+        self._announce(overflows)
         scored = [index for index, (_, answer) in enumerate(pairs) if answer]
         sums = log_likelihoods(self.decoder.target, [pairs[index] for index in scored])
-        found = dict(zip(scored, sums, strict=True))
-        results = [found.get(index, (0.0, 0)) for index in range(len(pairs))]
+        sums_by_index = dict(zip(scored, sums, strict=True))
+        results = [sums_by_index.get(index, (0.0, 0)) for index in range(len(pairs))]
         return [(total, likeliest == len(answer)) for (total, likeliest), (_, answer) in zip(results, pairs)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -173,13 +173,13 @@ class FsdLM(TemplateLM):
             sums.append(sum(total for total, _ in log_likelihoods(target, pairs)))
         return sums
 
-    def _announce(self, lost: Sequence[int]) -> None:
+    def _announce(self, overflows: Sequence[int]) -> None:
         """Warn of prompts that were cut on the left, and count them; ``lost`` are tokens per prompt, if positive."""
-        cut = [count for count in lost if count > 0]
+        cut = [count for count in overflows if count > 0]
         if cut:
             self.cut_prompts += len(cut)
             warnings.warn(
-                f"{len(cut)} of {len(lost)} prompts do not fit the target's context of "
+                f"{len(cut)} of {len(overflows)} prompts do not fit the target's context of "
                 f"{self.decoder.target.max_positions} tokens and lost up to {max(cut)} tokens on the left.",
                 stacklevel=2,
             )
@@ -197,10 +197,10 @@ class FsdLM(TemplateLM):
         for index, request in enumerate(requests):
             by_options.setdefault(repr(request.args[1]), []).append(index)
         with tqdm(total=len(requests), desc="fsd", disable=disable_tqdm) as bar:
-            for alike in by_options.values():
-                until, options = generate_options(requests[alike[0]].args[1])
-                for start in range(0, len(alike), self.batch_size):
-                    batch = alike[start : start + self.batch_size]
+            for indices in by_options.values():
+                until, options = generate_options(requests[indices[0]].args[1])
+                for start in range(0, len(indices), self.batch_size):
+                    batch = indices[start : start + self.batch_size]
                     texts = self._answer([requests[index].args[0] for index in batch], until, options)
                     for index, text in zip(batch, texts, strict=True):
                         answers[index] = text
@@ -210,16 +210,16 @@ class FsdLM(TemplateLM):
 
     def _answer(self, prompts: Sequence[str], until: list[str], options: dict[str, Any]) -> list[str]:
         ids = [self.tok_encode(prompt) or [self.prefix_token_id] for prompt in prompts]
-        limit, wanted = self.decoder.target.max_positions, options["max_new_tokens"]
+        limit, max_new_tokens = self.decoder.target.max_positions, options["max_new_tokens"]
         if limit is not None:
-            room = limit - wanted
+            room = limit - max_new_tokens
             if room < 1:
                 raise ContextLengthError(
-                    f"max_gen_toks={wanted} leaves no room for a prompt in the target's context of {limit} tokens: "
-                    f"give less, for example --gen_kwargs max_gen_toks={max(limit // 2, 1)}."
+                    f"max_gen_toks={max_new_tokens} leaves no room for a prompt in the target's context of {limit} "
+                    f"tokens: give less, for example --gen_kwargs max_gen_toks={max(limit // 2, 1)}."
                 )
-            self._announce([len(one) - room for one in ids])
-            ids = [one[-room:] for one in ids]
+            self._announce([len(prompt_ids) - room for prompt_ids in ids])
+            ids = [prompt_ids[-room:] for prompt_ids in ids]
         stops = [Until(self.tokenizer, until, max(map(len, ids)))] if until else None
         start = time.perf_counter()
         generation = self.decoder.generate(

@@ -59,11 +59,11 @@ def calibrate(
         DataError: a side without prompts, a prompt on both sides, or no reference for a promise of score.
     """
     _check(options, confidence)
-    named = _folder(output)
+    folder_name = _folder(output)
     directory, target = _home(options)
-    calibration, verification = split(options, verify, needs_score=promise.kind == SCORE, folder=named)
+    calibration, verification = split(options, verify, needs_score=promise.kind == SCORE, folder=folder_name)
     options = _with_candidates(options, promise, progress)
-    folder = writable(named / RECORD, "the record").parent
+    folder = writable(folder_name / RECORD, "the record").parent
     comparisons = _sweep(options, calibration, folder / "calibration.jsonl", progress)
     settings = options.settings()
     facts = summarise(comparisons, [setting.name for setting in settings], options.seed)
@@ -122,8 +122,8 @@ def _verified(
     """Check a setting on prompts that did not choose it; exact needs none."""
     if chosen.name == EXACT:
         return {"prompts": 0, "kept": True}
-    found = _sweep(replace(options, rules=[chosen.name]), prompts, file, progress)
-    return check(found, chosen.name, promise, options.seed)
+    comparisons = _sweep(replace(options, rules=[chosen.name]), prompts, file, progress)
+    return check(comparisons, chosen.name, promise, options.seed)
 
 
 def _stored(
@@ -132,9 +132,9 @@ def _stored(
     """Return what is written to the drafter's directory."""
     tree = chosen.tree or options.tree
     assert not isinstance(tree, str), "options.check() refuses it"
-    found = jsonable({**evidence, "prompts": options.to_dict()["prompts"]})
+    stored_evidence = jsonable({**evidence, "prompts": options.to_dict()["prompts"]})
     rule = chosen.name.partition("@")[0]
-    return Calibrated(float(options.temperatures[0]), rule, tree, asdict(promise), found, levels)
+    return Calibrated(float(options.temperatures[0]), rule, tree, asdict(promise), stored_evidence, levels)
 
 
 def _with_candidates(options: SweepOptions, promise: Promise, progress: bool) -> SweepOptions:
@@ -165,12 +165,14 @@ def split(
     """
     rows = without_copies(options.read(None if folder is None else folder / "calibration"))
     if verify:
-        read = replace(options, prompts=verify).read(None if folder is None else folder / "verification")
-        halves = [rows, without_copies(read)]
+        rows_to_verify = replace(options, prompts=verify).read(None if folder is None else folder / "verification")
+        halves = [rows, without_copies(rows_to_verify)]
         texts = {_text(row) for row in rows}
-        both = next((row for row in halves[1] if _text(row) in texts), None)
-        if both is not None:
-            raise DataError(f"{both.file}:{both.line}: this prompt is among those to calibrate on. Verify on others.")
+        repeated = next((row for row in halves[1] if _text(row) in texts), None)
+        if repeated is not None:
+            raise DataError(
+                f"{repeated.file}:{repeated.line}: this prompt is among those to calibrate on. Verify on others."
+            )
     else:
         halves = [[], []]
         for row in rows:  # by the text, so that a file of more prompts leaves each on its side
@@ -182,8 +184,8 @@ def split(
         ]
     for half, use in zip(halves, ("calibrate", "verify")):
         if not half:
-            wanted = "prompts with an `answer`" if needs_score else "prompts"
-            raise DataError(f"no {wanted} to {use} on: give more of them; copies count once.")
+            needed = "prompts with an `answer`" if needs_score else "prompts"
+            raise DataError(f"no {needed} to {use} on: give more of them; copies count once.")
     return halves[0], halves[1]
 
 
@@ -192,9 +194,9 @@ def _text(row: PromptRow) -> str:
 
 
 def _sweep(options: SweepOptions, rows: Sequence[PromptRow], file: Path, progress: bool) -> list[Comparison]:
-    found = read_sweep(sweep(options, file, progress=progress, rows=rows))
+    result = read_sweep(sweep(options, file, progress=progress, rows=rows))
     write_page(file, file.with_suffix(".html"))
-    return found.at[0].comparisons
+    return result.at[0].comparisons
 
 
 def _choose(
@@ -202,12 +204,12 @@ def _choose(
 ) -> Setting:
     """Return the fastest certified setting; for a promise of speed the one with the best score or fewest nats."""
     if not certified:
-        best = max(found["ratios"]["speed"]["ratio"] for found in facts.values())
+        best = max(entry["ratios"]["speed"]["ratio"] for entry in facts.values())
         raise FsdError(
             f"no candidate is certainly {promise.value:g} times as fast as exact; the best measured {best:.2f}. "
             "Add bolder candidates or deeper trees, promise less, or measure more prompts."
         )
-    names = [found["setting"] for found in certified]
+    names = [entry["setting"] for entry in certified]
 
     def worth(name: str) -> float:
         if promise.kind != SPEED:

@@ -28,13 +28,13 @@ def forecast_rules(options: SweepOptions, progress: bool = False) -> list[str]:
     rows = options.read()
     rows = rows[:: max(len(rows) // PROMPTS, 1)][:PROMPTS]
     prompts = encode_rows(rows, Encoder.of(decoder, options.raw))
-    found = forecast(
+    result = forecast(
         decoder, prompts, temperature=float(options.temperatures[0]),
         max_new_tokens=min(options.max_new_tokens, TOKENS), seed=options.seed, progress=progress,
     )  # fmt: skip
-    rules = found.frontier()
+    rules = result.frontier()
     if not rules:
-        raise FsdError(f"nothing to calibrate: {verdict(found)} Name rules to calibrate some anyway.")
+        raise FsdError(f"nothing to calibrate: {verdict(result)} Name rules to calibrate some anyway.")
     last = min(len(rules), MAX_CANDIDATES) - 1
-    kept = [rules[index * (len(rules) - 1) // max(last, 1)] for index in range(last + 1)]
-    return [f"{row.rule}@{row.best.shape.text}" for row in kept]
+    spread = [rules[index * (len(rules) - 1) // max(last, 1)] for index in range(last + 1)]
+    return [f"{row.rule}@{row.best.shape.text}" for row in spread]

@@ -50,9 +50,9 @@ class Promise:
                 raise FsdError(f"a bound on {name} must be between 0 and 1 (100 points), got {most}.")
 
     def bounds(self) -> dict[str, float]:
-        """Return the largest rises over exact by name in :class:`fsd_bench.base.Answer`."""
-        given = {"copied_4grams": self.copies, "repeated_4grams": self.repeats}
-        return {name: most for name, most in given.items() if most is not None}
+        """Return the largest rises over exact by name in :class:`fsd_bench.base.MeasuredAnswer`."""
+        bounds = {"copied_4grams": self.copies, "repeated_4grams": self.repeats}
+        return {name: bound for name, bound in bounds.items() if bound is not None}
 
     def text(self) -> str:
         """Return the promise in words."""
@@ -96,15 +96,15 @@ def quality_levels(
     their own are left out: a server has one tree. A quality whose rule a higher one has already is left out. No levels
     without scores, or where exact scores nothing.
     """
-    score, found = float(_scores(comparisons, EXACT).mean()), list[dict[str, Any]]()
+    score, levels = float(_scores(comparisons, EXACT).mean()), list[dict[str, Any]]()
     for quality in QUALITIES if score > 0 else ():
-        wanted = replace(promise, kind=SCORE, value=(1 - quality) * score)
-        names = {one["setting"] for one in certify(comparisons, settings, wanted, confidence, seed)}
-        speeds = {one.name: float(facts[one.name]["ratios"]["speed"]["ratio"]) for one in settings if one.tree is None}
-        best = max(names & speeds.keys(), key=lambda name: speeds[name])
-        if best != EXACT and all(level["rule"] != best for level in found):
-            found.append({"quality": quality, "rule": best, "speed": speeds[best]})
-    return found
+        needed = replace(promise, kind=SCORE, value=(1 - quality) * score)
+        names = {setting["setting"] for setting in certify(comparisons, settings, needed, confidence, seed)}
+        speeds = {s.name: float(facts[s.name]["ratios"]["speed"]["ratio"]) for s in settings if s.tree is None}
+        fastest = max(names & speeds.keys(), key=lambda name: speeds[name])
+        if fastest != EXACT and all(level["rule"] != fastest for level in levels):
+            levels.append({"quality": quality, "rule": fastest, "speed": speeds[fastest]})
+    return levels
 
 
 def p_value(comparisons: Sequence[Comparison], name: str, promise: Promise, seed: int = 0) -> float:
@@ -122,8 +122,8 @@ def _main_p_value(comparisons: Sequence[Comparison], name: str, promise: Promise
         return loss_p_value(score_losses(comparisons, name), promise.value, score_scale(comparisons))
     own, exact = (np.array(list(sums(one, comparisons, RATES["speed"]).values())) for one in (name, EXACT))
     draws = np.random.default_rng(seed).integers(len(own), size=(RESAMPLES, len(own)))
-    ours, theirs = own[draws].sum(1), exact[draws].sum(1)  # [resamples, 2]: tokens and seconds
-    ratios = (ours[:, 0] * theirs[:, 1]) / (ours[:, 1] * theirs[:, 0])
+    own_sums, exact_sums = own[draws].sum(1), exact[draws].sum(1)  # [resamples, 2]: tokens and seconds
+    ratios = (own_sums[:, 0] * exact_sums[:, 1]) / (own_sums[:, 1] * exact_sums[:, 0])
     return float((1 + (ratios < promise.value).sum()) / (1 + RESAMPLES))
 
 
@@ -143,8 +143,8 @@ def score_scale(comparisons: Sequence[Comparison]) -> float:
 
 def _scores(comparisons: Sequence[Comparison], name: str, quality: str = SCORE) -> np.ndarray:
     """Return a setting's scores [prompts] as means over repeats. Answers too short for a 4-gram count 0."""
-    found = sums(name, comparisons, lambda run, answer: (getattr(answer, quality) or 0.0, 1.0))
-    return np.array([total / weight for total, weight in found.values()])
+    by_prompt = sums(name, comparisons, lambda run, answer: (getattr(answer, quality) or 0.0, 1.0))
+    return np.array([total / weight for total, weight in by_prompt.values()])
 
 
 def loss_p_value(losses: np.ndarray, most: float, scale: float = 1.0) -> float:
@@ -165,22 +165,22 @@ def loss_p_value(losses: np.ndarray, most: float, scale: float = 1.0) -> float:
 
 def check(comparisons: Sequence[Comparison], name: str, promise: Promise, seed: int = 0) -> dict[str, Any]:
     """Return what was measured of a setting on some prompts, and whether it kept the promise there."""
-    found = summarise(comparisons, [EXACT, name], seed)[name]
-    score = found["differences"].get("score")
+    measured = summarise(comparisons, [EXACT, name], seed)[name]
+    score = measured["differences"].get("score")
     rises = {
         quality: -float(score_losses(comparisons, name, quality).mean())
         for quality in ("copied_4grams", "repeated_4grams")
     }
     kept = {
         SCORE: score is not None and score["mean"] >= -promise.value,
-        NATS: found["nats_per_answer"]["most"] <= promise.value * (1 + 1e-6),
-        SPEED: found["ratios"]["speed"]["ratio"] >= promise.value,
+        NATS: measured["nats_per_answer"]["most"] <= promise.value * (1 + 1e-6),
+        SPEED: measured["ratios"]["speed"]["ratio"] >= promise.value,
     }[promise.kind] and all(rises[quality] <= most for quality, most in promise.bounds().items())
     return {
-        "prompts": len({at for comparison in comparisons for at in comparison.prompts}),
+        "prompts": len({index for comparison in comparisons for index in comparison.prompts}),
         "score_difference": score,
         "rises": rises,
-        **{key: found["ratios"].get(key) for key in ("speed", "tau", "target_forwards", "answer_tokens")},
-        **{key: found[key] for key in ("same_final_answer", "nats_per_answer")},
+        **{key: measured["ratios"].get(key) for key in ("speed", "tau", "target_forwards", "answer_tokens")},
+        **{key: measured[key] for key in ("same_final_answer", "nats_per_answer")},
         "kept": kept,
     }

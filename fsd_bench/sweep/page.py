@@ -82,19 +82,19 @@ def render(sweep: Sweep) -> str:
     """Return the page. Raises FsdError if no prompt has been answered under every setting."""
     seed = sweep.head["settings"]["seed"]
     parts = []
-    for at in sweep.at:
-        if not at.comparisons:
+    for runs in sweep.at:
+        if not runs.comparisons:
             continue
-        facts = summarise(at.comparisons, sweep.settings, seed)
+        facts = summarise(runs.comparisons, sweep.settings, seed)
         families: dict[str, list[str]] = {}
         for name in sweep.settings:
             families.setdefault(sweep.head["families"][name], []).append(name)
         parts.append({
-            "temperature": at.temperature,
-            "prompts": len({place for comparison in at.comparisons for place in comparison.prompts}),
+            "temperature": runs.temperature,
+            "prompts": len({index for comparison in runs.comparisons for index in comparison.prompts}),
             "rows": [[name, *(cell(facts[name]) for cell in COLUMNS.values())] for name in sweep.settings],
-            "charts": [*_trade_offs(families, facts), *_lines(families, at), *_histograms(families, at)],
-            "examples": _examples(sweep, at),
+            "charts": [*_trade_offs(families, facts), *_lines(families, runs), *_histograms(families, runs)],
+            "examples": _examples(sweep, runs),
         })  # fmt: skip
     if not parts:
         raise FsdError("no prompt has been answered under every setting yet: continue the sweep.")
@@ -104,19 +104,19 @@ def render(sweep: Sweep) -> str:
 
 def _trade_offs(families: dict[str, list[str]], summaries: dict[str, dict[str, Any]]) -> list[str]:
     charts = []
-    for title, y_label, place, key, scale in QUALITIES:
+    for title, y_label, quantity, key, scale in QUALITIES:
         for speed, x_label, ratio in SPEEDS:
             series = []
             for style, (family, names) in enumerate(families.items()):
                 points = []
                 for name in names:
-                    y = summaries[name][place] if key is None else summaries[name][place].get(key)
+                    y = summaries[name][quantity] if key is None else summaries[name][quantity].get(key)
                     x = summaries[name]["ratios"].get(ratio)
                     if y is not None and x is not None:
                         points.append(_point(_parameter(name, names), x, y, scale))
                 if points:
                     series.append(Series(_family(family), points, style))
-            if any(len(one.points) for one in series[1:]):
+            if any(len(line.points) for line in series[1:]):
                 charts.append(chart(f"{title} and {speed}", x_label, y_label, series))
     return charts
 
@@ -129,15 +129,15 @@ def _parameter(name: str, names: Sequence[str]) -> str:
     """Return the parameters in which a setting differs from the others of its family."""
     if len(names) == 1:
         return ""
-    parts = [one.partition("@")[0].split(":") for one in names]
+    parts = [setting.partition("@")[0].split(":") for setting in names]
     own = name.partition("@")[0].split(":")
     return ":".join(part for index, part in enumerate(own) if len({other[index] for other in parts}) > 1)
 
 
 def _family(family: str) -> str:
     """Return a family's name without its lists of parameters."""
-    rule, at, tree = family.partition("@")
-    return ":".join(part for part in rule.split(":") if "/" not in part) + at + tree
+    rule, sign, tree = family.partition("@")
+    return ":".join(part for part in rule.split(":") if "/" not in part) + sign + tree
 
 
 def _shown(families: dict[str, list[str]]) -> list[tuple[str, int]]:
@@ -145,11 +145,11 @@ def _shown(families: dict[str, list[str]]) -> list[tuple[str, int]]:
     return [(names[len(names) // 2], style) for style, names in enumerate(families.values())]
 
 
-def _lines(families: dict[str, list[str]], at: TemperatureRuns) -> list[str]:
+def _lines(families: dict[str, list[str]], runs: TemperatureRuns) -> list[str]:
     series, x_ticks = [], {}
     for name, style in _shown(families):
         points = []
-        rounds = [answer.trace.rounds for answer in at.answers(name) if answer.trace is not None]
+        rounds = [answer.trace.rounds for answer in runs.answers(name) if answer.trace is not None]
         for start, end, tau, _ in tau_by_position(rounds):
             x = math.log2((start + end) / 2)
             x_ticks[x] = f"{start}–{end - 1}"
@@ -162,8 +162,8 @@ def _lines(families: dict[str, list[str]], at: TemperatureRuns) -> list[str]:
     return [chart(*labels, series, list(x_ticks.items()))]
 
 
-def _histograms(families: dict[str, list[str]], at: TemperatureRuns) -> list[str]:
-    spent = {name: [answer.divergence_spent for answer in at.answers(name)] for name, _ in _shown(families)}
+def _histograms(families: dict[str, list[str]], runs: TemperatureRuns) -> list[str]:
+    spent = {name: [answer.divergence_spent for answer in runs.answers(name)] for name, _ in _shown(families)}
     most = max((value for values in spent.values() for value in values if math.isfinite(value)), default=0.0)
     if not most:
         return []
@@ -175,17 +175,15 @@ def _histograms(families: dict[str, list[str]], at: TemperatureRuns) -> list[str
 
 
 def _examples(
-    sweep: Sweep, at: TemperatureRuns
+    sweep: Sweep, runs: TemperatureRuns
 ) -> list[tuple[dict[str, Any], MeasuredAnswer, list[tuple[str, MeasuredAnswer]]]]:
     """Return (prompt, exact's answer, the others by setting) of the prompts that are shown."""
     examples = []
-    for comparison in at.comparisons:
-        for at_prompt, answers in zip(
-            comparison.prompts, zip(*(comparison.runs[name].answers for name in sweep.settings))
-        ):
+    for comparison in runs.comparisons:
+        for index, answers in zip(comparison.prompts, zip(*(comparison.runs[name].answers for name in sweep.settings))):
             exact, *others = zip(sweep.settings, answers)
             if comparison.repeat == 0 and exact[1].trace is not None and exact[1].trace.pieces is not None:
-                examples.append((sweep.head["prompts"][at_prompt], exact[1], others))
+                examples.append((sweep.head["prompts"][index], exact[1], others))
     return examples
 
 

@@ -51,9 +51,9 @@ def sweep(options: SweepOptions, path: str | Path, *, progress: bool = False, ro
         "prompts": [_described(row, reference) for row, reference in zip(rows, references, strict=True)],
         "environment": environment(),
     }
-    described = {**options.to_dict(), "rows_sha256": rows_digest(rows)}
+    stored_options = {**options.to_dict(), "rows_sha256": rows_digest(rows)}
     counts = {trial: len(groups[trial.group]) for trial in trials}
-    file = RunFile(writable(path, "the sweep's file"), "sweep", jsonable(described), counts, jsonable(facts))
+    file = RunFile(writable(path, "the sweep's file"), "sweep", jsonable(stored_options), counts, jsonable(facts))
     assert file.path is not None
     if len(file.runs) < len(trials) or not file.described.keys() >= set(names):
         with file.kept():
@@ -84,25 +84,25 @@ def _run(
     decoder, settings = models.decoder, options.settings()
     prompts = encode_rows(rows, models.encoder(options.raw))
     groups = group_prompts([""] * len(rows), options.batch_size)
-    asked = RunSpec(
-        lambda trial, runs: [prompts[at] for at in groups[trial.group]], options.max_new_tokens, options.seed
+    spec = RunSpec(
+        lambda trial, runs: [prompts[index] for index in groups[trial.group]], options.max_new_tokens, options.seed
     )
 
     def start() -> list[EngineMethod]:
-        return [EngineMethod(one.name, decoder, one.rule, models.load(None, one.tree), traced=True) for one in settings]
+        return [EngineMethod(s.name, decoder, s.rule, models.load(None, s.tree), traced=True) for s in settings]
 
     def finish(trial: Trial, run: TimedRun) -> None:
-        for at, answer in zip(groups[trial.group], run.answers, strict=True):
-            measure(answer, decoder.tokenizer, prompts[at], rows[at], references[at])
-            if answer.trace is not None and answer.tokens is not None and at < options.examples:
+        for index, answer in zip(groups[trial.group], run.answers, strict=True):
+            measure(answer, decoder.tokenizer, prompts[index], rows[index], references[index])
+            if answer.trace is not None and answer.tokens is not None and index < options.examples:
                 answer.trace.pieces = token_pieces(decoder.tokenizer, answer.tokens)
-        answered = [(prompts[at], one.tokens) for at, one in zip(groups[trial.group], run.answers) if one.tokens]
-        scored = mean_log_likelihoods(decoder.target, answered)
-        for answer, log_likelihood in zip((one for one in run.answers if one.tokens), scored, strict=True):
+        pairs = [(prompts[i], answer.tokens) for i, answer in zip(groups[trial.group], run.answers) if answer.tokens]
+        answered = (answer for answer in run.answers if answer.tokens)
+        for answer, log_likelihood in zip(answered, mean_log_likelihoods(decoder.target, pairs), strict=True):
             answer.log_likelihood = log_likelihood
 
-    session = Session([one.name for one in settings], start, trials)
-    run_trials([session], asked, file, finish, title="sweep", progress=progress)
+    session = Session([setting.name for setting in settings], start, trials)
+    run_trials([session], spec, file, finish, title="sweep", progress=progress)
 
 
 @dataclass

@@ -50,9 +50,9 @@ def parse_settings(texts: Sequence[str]) -> list[Setting]:
     for text in (EXACT, *texts):
         rule, at, tree = text.partition("@")
         for values in itertools.product(*map(_listed, rule.split(":"))):
-            one = ":".join(values)
-            name = one + at + tree
-            settings.setdefault(name, Setting(name, parse_rule(one), TreeShape.parse(tree) if at else None, text))
+            rule_text = ":".join(values)
+            name = rule_text + at + tree
+            settings.setdefault(name, Setting(name, parse_rule(rule_text), TreeShape.parse(tree) if at else None, text))
     if len(settings) == 1:
         raise FsdError("no rule besides exact: name at least one, such as fuzzy:js:0.1/0.3.")
     return list(settings.values())
@@ -100,9 +100,9 @@ class SweepOptions(ModelOptions):
 
     def settings(self) -> list[Setting]:
         """Return the settings. Raises as :func:`parse_settings`."""
-        named = parse_settings(self.rules)
-        known = not self.controls or any(setting.name.startswith("random") for setting in named)
-        return named if known else parse_settings([*self.rules, CONTROLS])
+        settings = parse_settings(self.rules)
+        has_controls = not self.controls or any(setting.name.startswith("random") for setting in settings)
+        return settings if has_controls else parse_settings([*self.rules, CONTROLS])
 
     def check(self) -> None:
         """Raise FsdError for options that can be refused before anything is loaded."""

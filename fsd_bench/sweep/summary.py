@@ -23,17 +23,17 @@ def summarise(comparisons: Sequence[Comparison], names: Sequence[str], seed: int
     :mod:`fsd_bench.paired`. :data:`KEPT` are numbers as in the record of a benchmark. ``nats_per_answer`` has the mean
     and the most that an answer spent.
     """
-    found = {}
+    summaries = {}
     for name in names:
         facts = summary(name, comparisons)
         spent = [answer.divergence_spent for comparison in comparisons for answer in comparison.runs[name].answers]
-        found[name] = {
+        summaries[name] = {
             "means": intervals(name, comparisons, seed),
             **against(name, EXACT, comparisons, seed, {**SUMS, **RATES}),
             **{key: facts[key] for key in KEPT},
             "nats_per_answer": {"mean": float(np.mean(spent)), "most": max(spent)},
         }
-    return found
+    return summaries
 
 
 def tau_by_position(answers: Iterable[Sequence[int]]) -> list[tuple[int, int, float, int]]:
@@ -48,9 +48,9 @@ def tau_by_position(answers: Iterable[Sequence[int]]) -> list[tuple[int, int, fl
     """
     bins: dict[int, list[int]] = {}
     for rounds in answers:
-        place = rounds[0] if rounds else 0
+        position = rounds[0] if rounds else 0
         for count in rounds[1:-1]:
-            bins.setdefault(next((end for end in POSITIONS if place < end), POSITIONS[-1]), []).append(count)
-            place += count
+            bins.setdefault(next((end for end in POSITIONS if position < end), POSITIONS[-1]), []).append(count)
+            position += count
     starts = dict(zip(POSITIONS, (0, *POSITIONS)))
     return [(starts[end], end, float(np.mean(bins[end])), len(bins[end])) for end in sorted(bins)]

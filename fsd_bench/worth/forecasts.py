@@ -112,9 +112,9 @@ def forecast(
     if not prompts:
         raise FsdError("no prompts: give at least one.")
     deep = deep_drafter(decoder.drafter if drafter is None else drafter)
-    tried = _tried(rules, usual, temperature)
-    matching = {} if temperature else _matching(tried)
-    fixed = dict.fromkeys([*(rule for rule in tried if rule not in matching), *chain(*map(fixed_coefs, matching))])
+    names = _rule_names(rules, usual, temperature)
+    matching = {} if temperature else _matching(names)
+    fixed = dict.fromkeys([*(rule for rule in names if rule not in matching), *chain(*map(fixed_coefs, matching))])
     replays = _replays(fixed, deep, frozenset(decoder.target.eos_token_ids), temperature)
     temperatures = dict.fromkeys([*YARDSTICKS, *matching.values()], 0.0)
     first = next(iter(replays.values()))
@@ -131,13 +131,13 @@ def forecast(
     _decode(decoder, prompts, replays, watch, seed, options, progress, decoded, sums)
     forwards = Forwards(decoder.target, decoded.length // len(prompts), deep.max_nodes)
     seconds = _RoundSeconds(forwards, watch.draft_seconds / max(watch.steps, 1), decoded.rest / decoded.rounds)
-    spent = {t: nats / watch.contexts for t, nats in watch.spent.items()}
-    found = _by_rule(replays.values(), seconds)
-    found |= {rule: learned(rule, spent[t], found) for rule, t in matching.items()}
+    kl_by_temperature = {t: nats / watch.contexts for t, nats in watch.spent.items()}
+    by_rule = _by_rule(replays.values(), seconds)
+    by_rule |= {rule: learned(rule, kl_by_temperature[t], by_rule) for rule, t in matching.items()}
     return Forecast(
-        rows=_rows({name: found[rule] for rule, name in tried.items()}),
+        rows=_rows({name: by_rule[rule] for rule, name in names.items()}),
         drafts=decoded.drafts.summary(),
-        yardsticks={f"{t:g}": spent[t] for t in YARDSTICKS},
+        yardsticks={f"{t:g}": kl_by_temperature[t] for t in YARDSTICKS},
         decoded=deep.shape,
         tau=decoded.emitted / decoded.rounds,
         rounds=decoded.rounds,
@@ -212,7 +212,7 @@ def _decode(
         raise FsdError("every answer ended with its first token: give other prompts, or more --max-new-tokens.")
 
 
-def _tried(rules: Sequence[str | Rule], usual: bool, temperature: float) -> dict[Rule, str]:
+def _rule_names(rules: Sequence[str | Rule], usual: bool, temperature: float) -> dict[Rule, str]:
     """Return the rules that can be forecast, exact first, with their names. ``usual``: as of :func:`forecast`."""
     listed = ["exact", *(RULES if usual else ()), *(MATCHING if usual and not temperature else ()), *rules]
     names = {parse_rule(rule): rule if isinstance(rule, str) else rule.name for rule in listed}
@@ -238,10 +238,10 @@ def _matching(rules: Iterable[Rule]) -> dict[Tilted, float]:
 
 def _by_rule(replays: Iterable[Replay], seconds: _RoundSeconds) -> dict[Rule, list[RuleOnShape]]:
     """Return what each rule does with each shape."""
-    found: dict[Rule, list[RuleOnShape]] = {}
+    by_rule: dict[Rule, list[RuleOnShape]] = {}
     for (rule, shape), tally in chain(*(replay.tallies.items() for replay in replays)):
-        found.setdefault(rule, []).append(_shaped(shape, tally, seconds))
-    return found
+        by_rule.setdefault(rule, []).append(_shaped(shape, tally, seconds))
+    return by_rule
 
 
 def _shaped(shape: TreeShape, tally: Tally, seconds: _RoundSeconds) -> RuleOnShape:
@@ -265,20 +265,20 @@ def fixed_coefs(rule: Tilted) -> list[Rule]:
     ]
 
 
-def learned(rule: Tilted, allowed: float, found: Mapping[Rule, Sequence[RuleOnShape]]) -> list[RuleOnShape]:
+def learned(rule: Tilted, allowed: float, by_rule: Mapping[Rule, Sequence[RuleOnShape]]) -> list[RuleOnShape]:
     """Interpolate a rule with an adaptive KL coefficient between fixed ones that spend more and less.
 
     Args:
         rule: with an adaptive KL coefficient.
         allowed: nats per token to spend; at most what the smallest coefficient spends.
-        found: by rule, a forecast for each shape.
+        by_rule: by rule, a forecast for each shape.
     """
-    result = []
-    for shaped in zip(*(found[fixed] for fixed in fixed_coefs(rule))):
+    interpolated = []
+    for shaped in zip(*(by_rule[fixed] for fixed in fixed_coefs(rule))):
         points = sorted(shaped, key=lambda point: point.nats)
         above = next((number for number, point in enumerate(points) if point.nats > allowed), None)
-        result.append(points[-1] if above is None else _between(points[above - 1], points[above], allowed))
-    return result
+        interpolated.append(points[-1] if above is None else _between(points[above - 1], points[above], allowed))
+    return interpolated
 
 
 def _between(less: RuleOnShape, more: RuleOnShape, nats: float) -> RuleOnShape:
@@ -291,12 +291,12 @@ def _between(less: RuleOnShape, more: RuleOnShape, nats: float) -> RuleOnShape:
     return replace(less, **numbers)
 
 
-def _rows(found: dict[str, list[RuleOnShape]]) -> list[ForecastRow]:
-    """``found``: a forecast for each shape, by the rule's name; exact first."""
-    fastest = {name: max(cells, key=lambda cell: cell.tokens_per_second) for name, cells in found.items()}
+def _rows(by_name: dict[str, list[RuleOnShape]]) -> list[ForecastRow]:
+    """Return the rows of a forecast. ``by_name``: what each rule does on each shape; exact first."""
+    fastest = {name: max(cells, key=lambda cell: cell.tokens_per_second) for name, cells in by_name.items()}
     base = next(iter(fastest.values()))
     rows = [
         ForecastRow(name, cells, best, best.tau / base.tau, best.tokens_per_second / base.tokens_per_second)
-        for (name, cells), best in zip(found.items(), fastest.values(), strict=True)
+        for (name, cells), best in zip(by_name.items(), fastest.values(), strict=True)
     ]
     return [rows[0], *sorted(rows[1:], key=lambda row: row.best.nats)]

@@ -70,17 +70,17 @@ class ExactRound:
 
     def cut(self, shape: TreeShape, draft_bonus: float) -> list[int]:
         """Return the nodes, ascending, that a tree of this shape would have."""
-        kept = [node for node, depth in enumerate(self.depths) if depth <= shape.depth]
+        nodes = [node for node, depth in enumerate(self.depths) if depth <= shape.depth]
         if self.is_chain:
-            return kept[: self._believed(kept, shape.stop_below, draft_bonus) + 1]
-        if len(kept) > shape.nodes:
-            part = self.tree.keep(torch.tensor([kept], device=self.scores.device))
+            return nodes[: self._believed(nodes, shape.stop_below, draft_bonus) + 1]
+        if len(nodes) > shape.nodes:
+            subtree = self.tree.keep(torch.tensor([nodes], device=self.scores.device))
             # drawn nodes stay, or the distribution would shift
-            held = 0 if part.pinned is None else int(part.pinned[0].sum())
-            nodes = max(shape.nodes, held + 1)
-            best = select_nodes(part.scores, part.parents, shape.depth, draft_bonus, nodes, part.pinned)
-            kept = sorted(kept[place] for place in best[0].tolist())
-        return kept
+            pinned = 0 if subtree.pinned is None else int(subtree.pinned[0].sum())
+            count = max(shape.nodes, pinned + 1)
+            selected = select_nodes(subtree.scores, subtree.parents, shape.depth, draft_bonus, count, subtree.pinned)
+            nodes = sorted(nodes[index] for index in selected[0].tolist())
+        return nodes
 
     def _believed(self, chain: Sequence[int], stop_below: float, draft_bonus: float) -> int:
         """Return the number of drafts after which a chain stops."""

@@ -94,12 +94,12 @@ class Forecast:
 
     def frontier(self, most_nats: float = float("inf")) -> list[ForecastRow]:
         """Return the rules faster than exact and than every cheaper rule, from cheap to dear."""
-        found, fastest = [], 1.0
+        frontier, fastest = [], 1.0
         for row in self.rows[1:]:
             if row.speed > fastest and row.best.nats <= most_nats:
-                found.append(row)
+                frontier.append(row)
                 fastest = row.speed
-        return found
+        return frontier
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast as JSON values."""

@@ -68,12 +68,12 @@ def worth(
     """Return the forecast and its record. ``kept`` as for :func:`.forecast`. Raises as that, or as loading."""
     options.check()
     decoder = options.load(options.drafter)
-    found = forecast(
+    result = forecast(
         decoder, options.encoded(decoder), options.rules, temperature=options.temperature,
         max_new_tokens=options.max_new_tokens, seed=options.seed, progress=progress, kept=kept,
     )  # fmt: skip
     described = {**asdict(options), "prompts": Path(options.prompts).name}
-    return found, {"options": described, "forecast": found.to_dict(), "environment": environment()}
+    return result, {"options": described, "forecast": result.to_dict(), "environment": environment()}
 
 
 # a recommended rule's largest cost in nats per token, and its least speed relative to exact
@@ -87,19 +87,19 @@ def shape_name(shape: TreeShape) -> str:
     return f"tree {shape.depth},{shape.width},{shape.nodes}"
 
 
-def worth_text(found: Forecast) -> str:
+def worth_text(result: Forecast) -> str:
     """Return the whole text."""
-    parts = [_rules_table(found), _costs_table(found), f"drafter: {drafts_text(found.drafts)}"]
-    if found.temperature == 0:
-        spent = ", ".join(f"{nats:.2f} at temperature {t}" for t, nats in found.yardsticks.items())
+    parts = [_rules_table(result), _costs_table(result), f"drafter: {drafts_text(result.drafts)}"]
+    if result.temperature == 0:
+        spent = ", ".join(f"{nats:.2f} at temperature {t}" for t, nats in result.yardsticks.items())
         parts.append(f"yardstick, nats per token that the target's own samples spend: {spent}")
-    parts += [text] if (text := _scores_text(found)) else []
-    return "\n\n".join([*parts, verdict(found)])
+    parts += [text] if (text := _scores_text(result)) else []
+    return "\n\n".join([*parts, verdict(result)])
 
 
-def brief_text(found: Forecast, options: WorthOptions) -> str:
+def brief_text(result: Forecast, options: WorthOptions) -> str:
     """Return the recommendation with the command that follows it."""
-    row, words = recommended(found), ["fsd-infer", "generate"]
+    row, words = recommended(result), ["fsd-infer", "generate"]
     for name in ("target", "drafter"):
         if value := getattr(options, name):
             words += [f"--{name}", value]
@@ -108,52 +108,50 @@ def brief_text(found: Forecast, options: WorthOptions) -> str:
         words += ["--rule", row.rule, "--tree", f"{shape.depth},{shape.width},{shape.nodes}"]
         words[-1] += f",{shape.stop_below:g}" if shape.stop_below else ""
     command = " ".join(shlex.quote(str(word)) for word in words)
-    seen = f"forecast from {found.rounds} rounds of exact; --details prints it for each rule"
-    return f"{verdict(found)}\n\n  {command} --prompt '...'\n\n({seen})"
+    source = f"forecast from {result.rounds} rounds of exact; --details prints it for each rule"
+    return f"{verdict(result)}\n\n  {command} --prompt '...'\n\n({source})"
 
 
-def _scores_text(found: Forecast) -> str:
+def _scores_text(result: Forecast) -> str:
     """Return what was measured of the rules' scores with other prompts, which nats do not tell; "" for nothing."""
-    rules = {type(rule): rule for rule in (parse_rule(row.rule) for row in found.rows)}
-    known = [f"{rule.name}: {rule.measured}" for rule in rules.values() if rule.measured]
-    return "\n".join(["scores, measured elsewhere; of other rules nothing is known", *known]) if known else ""
+    rules = {type(rule): rule for rule in (parse_rule(row.rule) for row in result.rows)}
+    lines = [f"{rule.name}: {rule.measured}" for rule in rules.values() if rule.measured]
+    return "\n".join(["scores, measured elsewhere; of other rules nothing is known", *lines]) if lines else ""
 
 
-def _rules_table(found: Forecast) -> str:
+def _rules_table(result: Forecast) -> str:
     headers = ["rule", "shape", "tau", "x tokens", "x speed", "nats/token", "lossy %"]
     rows = [
         [row.rule, shape_name(row.best.shape), number(row.best.tau), number(row.tokens), number(row.speed)]
         + [number(row.best.nats, 3), percent(row.best.lossy, 1)]
-        for row in found.rows
+        for row in result.rows
     ]
-    note = (
-        f"forecast from {found.rounds} rounds of exact with {shape_name(found.decoded)}, whose tau is {found.tau:.2f}"
-    )
-    note += "\neach rule on the shape that is fastest here; x: times exact on its own"
+    note = f"forecast from {result.rounds} rounds of exact with {shape_name(result.decoded)}, "
+    note += f"whose tau is {result.tau:.2f}\neach rule on the shape that is fastest here; x: times exact on its own"
     return table(headers, rows) + "\n" + note
 
 
-def _costs_table(found: Forecast) -> str:
-    rows = [[row.rule, *(number(row.per_cost(cost)) for cost in COSTS)] for row in [found.exact, *found.frontier()]]
+def _costs_table(result: Forecast) -> str:
+    rows = [[row.rule, *(number(row.per_cost(cost)) for cost in COSTS)] for row in [result.exact, *result.frontier()]]
     note = "c: cost of a drafted token in target forwards, nodes free as on a GPU; each on its best shape"
     return table(["tokens per cost", *(f"c = {cost:g}" for cost in COSTS)], rows) + "\n" + note
 
 
-def recommended(found: Forecast) -> ForecastRow | None:
+def recommended(result: Forecast) -> ForecastRow | None:
     """Return the fastest rule below :data:`MAX_NATS`, or None if it gains too little."""
-    rows = [row for row in found.frontier(MAX_NATS) if row.speed >= MIN_SPEED]
+    rows = [row for row in result.frontier(MAX_NATS) if row.speed >= MIN_SPEED]
     return rows[-1] if rows else None
 
 
-def verdict(found: Forecast) -> str:
+def verdict(result: Forecast) -> str:
     """Return the recommendation."""
-    row = recommended(found)
+    row = recommended(result)
     if row is not None:
         return (
             f"{row.rule} on {shape_name(row.best.shape)} emits {row.tokens:.2f} times exact's tokens per forward at "
             f"{row.speed:.2f} times its speed for {row.best.nats:.2f} nats per token."
         )
-    median = found.drafts["regret_median"]
+    median = result.drafts["regret_median"]
     mistakes = "" if median is None else f"its mistakes cost {median:.1f} nats in the median, and "
     return (
         f"With this drafter leave it exact: {mistakes}no rule below {MAX_NATS:g} nats per token is {MIN_SPEED:g} "

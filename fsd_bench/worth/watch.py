@@ -92,18 +92,18 @@ class Forwards:
     Args:
         target: as it decodes.
         context: tokens before the nodes.
-        most: largest number of nodes.
+        max_nodes: largest number of nodes.
 
     Attributes:
         counts, seconds: the numbers of nodes that were timed, and their seconds.
     """
 
-    def __init__(self, target: Target, context: int, most: int) -> None:
-        self.counts = [count for count in PROBED if count < most] + [most]
+    def __init__(self, target: Target, context: int, max_nodes: int) -> None:
+        self.counts = [count for count in PROBED if count < max_nodes] + [max_nodes]
         room = target.max_positions
-        context = context if room is None else max(1, min(context, room - most))
+        context = context if room is None else max(1, min(context, room - max_nodes))
         with target.lock, torch.inference_mode():
-            probe = Probe(target, context, most)
+            probe = Probe(target, context, max_nodes)
             self.seconds = [min(self._timed(probe, count) for _ in range(REPEATS)) for count in self.counts]
 
     @staticmethod

@@ -65,21 +65,21 @@ def encode_with_offsets(tokenizer: Any, text: str, add_special_tokens: bool = Fa
     ids, offsets = list(encoded["input_ids"]), [(int(start), int(end)) for start, end in encoded["offset_mapping"]]
     if _ESCAPE not in text:
         return ids, offsets
-    place = next((place for place, (_, b) in enumerate(offsets) if b), len(ids))  # after what the tokenizer puts first
-    out_ids, out_offsets = ids[:place], offsets[:place]
+    index = next((index for index, (_, b) in enumerate(offsets) if b), len(ids))  # after what the tokenizer puts first
+    out_ids, out_offsets = ids[:index], offsets[:index]
     start = 0
     for part, is_special in _parts(tokenizer, text):
-        end, first = start + len(part), place
-        while place < len(ids) and 0 < offsets[place][1] <= end:
-            place += 1
-        own, spans = ids[first:place], offsets[first:place]
+        end, first = start + len(part), index
+        while index < len(ids) and 0 < offsets[index][1] <= end:
+            index += 1
+        part_ids, spans = ids[first:index], offsets[first:index]
         if not is_special and _ESCAPE in part:
-            own, found_at = _as_text(tokenizer, part, own)
-            spans = [(start + a, start + b) for a, b in found_at]
-        out_ids += own
+            part_ids, part_spans = _as_text(tokenizer, part, part_ids)
+            spans = [(start + a, start + b) for a, b in part_spans]
+        out_ids += part_ids
         out_offsets += spans
         start = end
-    return out_ids + ids[place:], out_offsets + offsets[place:]
+    return out_ids + ids[index:], out_offsets + offsets[index:]
 
 
 def render_marked(
@@ -93,9 +93,9 @@ def render_marked(
         options: further arguments of the template.
     """
     template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
-    given = {**tokenizer.special_tokens_map, **escaped_options(tokenizer, options), "chat_template": template}
-    shown = in_parts(tokenizer, escaped_turns(tokenizer, turns))
-    rendered: Any = render_jinja_template(conversations=[shown], return_assistant_tokens_mask=True, **given)
+    arguments = {**tokenizer.special_tokens_map, **escaped_options(tokenizer, options), "chat_template": template}
+    messages = in_parts(tokenizer, escaped_turns(tokenizer, turns))
+    rendered: Any = render_jinja_template(conversations=[messages], return_assistant_tokens_mask=True, **arguments)
     (text,), (marked,) = rendered
     return expanded(tokenizer, turns, text, marked)
 
@@ -118,10 +118,10 @@ def _as_text(tokenizer: Any, part: str, encoded: list[int]) -> _Encoded:
     """
     plain = _plain(tokenizer)
     before = next((text for text in _BEFORE if _following(plain, text, part)[0] == encoded), "")
-    shown = _shown(tokenizer, part)
-    ids, spans = _following(plain, before, shown)
-    places = _places(tokenizer, part)  # of every shown character, and of the end
-    return ids, [(places[a], places[a] if b <= a else places[b - 1] + _width(part, places[b - 1])) for a, b in spans]
+    text = _shown(tokenizer, part)
+    ids, spans = _following(plain, before, text)
+    starts = _starts(tokenizer, part)  # of every shown character, and of the end
+    return ids, [(starts[a], starts[a] if b <= a else starts[b - 1] + _width(part, starts[b - 1])) for a, b in spans]
 
 
 def _following(plain: Any, before: str, text: str) -> _Encoded:
@@ -131,18 +131,18 @@ def _following(plain: Any, before: str, text: str) -> _Encoded:
     return encoding.ids[first:], [(a - len(before), b - len(before)) for a, b in encoding.offsets[first:]]
 
 
-def _places(tokenizer: Any, part: str) -> list[int]:
+def _starts(tokenizer: Any, part: str) -> list[int]:
     """Return for each character of the shown text the place in ``part`` where it, or its escape, begins."""
-    places: list[int] = []
-    place = 0
+    starts: list[int] = []
+    start = 0
     for match in _ESCAPED.finditer(part):
-        places += [*range(place, match.start()), *[match.start()] * len(_shown(tokenizer, match[0]))]
-        place = match.end()
-    return [*places, *range(place, len(part) + 1)]
+        starts += [*range(start, match.start()), *[match.start()] * len(_shown(tokenizer, match[0]))]
+        start = match.end()
+    return [*starts, *range(start, len(part) + 1)]
 
 
-def _width(part: str, place: int) -> int:
-    return 2 if part[place : place + 1] == _ESCAPE else 1
+def _width(part: str, start: int) -> int:
+    return 2 if part[start : start + 1] == _ESCAPE else 1
 
 
 def _shown(tokenizer: Any, text: str) -> str:
@@ -155,32 +155,32 @@ def _parts(tokenizer: Any, text: str) -> list[tuple[str, bool]]:
     """Split a text at its special tokens: (part, whether it is one), which joined are the text."""
     pattern = _names(tokenizer)[0]
     parts: list[tuple[str, bool]] = []
-    place = 0
+    start = 0
     for match in pattern.finditer(text):
         if match[0] != _ESCAPE:
-            parts += [(text[place : match.start()], False), (match[0], True)]
-            place = match.end()
-    return [*parts, (text[place:], False)]
+            parts += [(text[start : match.start()], False), (match[0], True)]
+            start = match.end()
+    return [*parts, (text[start:], False)]
 
 
 def _names(tokenizer: Any) -> tuple[re.Pattern[str], dict[str, str], dict[str, str]]:
     """Return a pattern of the special tokens' names and of the escape, the code of each, and the name of each code."""
-    kept = vars(tokenizer)
-    if _KEPT not in kept:
+    cache = vars(tokenizer)
+    if _KEPT not in cache:
         names = sorted({name for name in special_names(tokenizer).values() if name.strip()}, key=len, reverse=True)
         codes = {name: chr(_FIRST + index) for index, name in enumerate(names)} | {_ESCAPE: _LITERAL}
-        shown = {code: name for name, code in codes.items()}
-        kept[_KEPT] = re.compile("|".join(map(re.escape, codes))), codes, shown
-    return kept[_KEPT]
+        names_by_code = {code: name for name, code in codes.items()}
+        cache[_KEPT] = re.compile("|".join(map(re.escape, codes))), codes, names_by_code
+    return cache[_KEPT]
 
 
 def _plain(tokenizer: Any) -> Any:
     """Return a copy of a fast tokenizer's core to which special tokens are text. Setting it there would race."""
-    kept = vars(tokenizer)
-    if _PLAIN not in kept:
+    cache = vars(tokenizer)
+    if _PLAIN not in cache:
         plain = copy.deepcopy(tokenizer.backend_tokenizer)
         plain.encode_special_tokens = True
         plain.no_truncation()
         plain.no_padding()
-        kept[_PLAIN] = plain
-    return kept[_PLAIN]
+        cache[_PLAIN] = plain
+    return cache[_PLAIN]

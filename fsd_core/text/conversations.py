@@ -67,8 +67,8 @@ def role_of(turn: Mapping[str, Any]) -> str:
 
 def turn_fields(turn: Mapping[str, Any]) -> set[str]:
     """Return the fields of a turn that :func:`check_messages` reads: of ShareGPT's form if it has ``from``."""
-    own = {"assistant": {"tool_calls"}, "tool": {"tool_call_id", "name"}}.get(role_of(turn), set())
-    return own | ({"from", "value"} if turn.get("from") is not None else {"role", "content"})
+    tool_fields = {"assistant": {"tool_calls"}, "tool": {"tool_call_id", "name"}}.get(role_of(turn), set())
+    return tool_fields | ({"from", "value"} if turn.get("from") is not None else {"role", "content"})
 
 
 def check_messages(
@@ -99,8 +99,8 @@ def _turn(turn: Any, where: str, blank: bool) -> Message:
     if role not in ROLES:
         raise DataError(f"{where} has role {role!r}; known roles are {', '.join(ROLES)}.")
     where = f"{where} ({role})"
-    asked = (turn.get("tool_calls") or []) if role == "assistant" else []
-    calls = [_tool_call(call, where) for call in (asked if isinstance(asked, list) else [None])]
+    tool_calls = (turn.get("tool_calls") or []) if role == "assistant" else []
+    calls = [_tool_call(call, where) for call in (tool_calls if isinstance(tool_calls, list) else [None])]
     if content is None and calls:
         content = ""
     if not isinstance(content, str):

@@ -153,8 +153,7 @@ def end_of_turn(tokenizer: Any) -> list[int]:
         if count:
             special = special_ids(tokenizer)
             return [token for token in after[:count] if token in special]
-    own: int | None = tokenizer.eos_token_id
-    return [] if own is None else [own]
+    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
 def answer_end(
@@ -217,9 +216,10 @@ def render_turns(
     options: Mapping[str, Any] | None = None,
 ) -> str:
     """Return what the chat template writes of turns in its own form (:func:`.turns_for`); errors as :func:`render`."""
-    given = {**escaped_options(tokenizer, options), "tokenize": False, "add_generation_prompt": add_generation_prompt}
+    arguments = escaped_options(tokenizer, options)
+    arguments |= {"tokenize": False, "add_generation_prompt": add_generation_prompt}
     try:
-        text = str(tokenizer.apply_chat_template(in_parts(tokenizer, escaped_turns(tokenizer, turns)), **given))
+        text = str(tokenizer.apply_chat_template(in_parts(tokenizer, escaped_turns(tokenizer, turns)), **arguments))
     except Exception as error:  # a template is a program of the model's author
         raise template_error(turns, error) from error
     return check_text(expanded(tokenizer, turns, text)[0], "what the chat template writes")

@@ -87,53 +87,57 @@ def _trained(turn: Message) -> bool:
 
 
 def _answers(
-    tokenizer: Any, turns: Sequence[Message], options: Mapping[str, Any] | None, whole: str
+    tokenizer: Any, turns: Sequence[Message], options: Mapping[str, Any] | None, full_text: str
 ) -> Iterator[_Answer]:
-    """Yield the answers in order, in ``whole``, the text of all turns, or in a text that ends with them.
+    """Yield the answers in order, in ``full_text``, the text of all turns, or in a text that ends with them.
 
     Raises DataError if the text of a prompt does not go on in the text of its answer.
     """
-    places = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
-    if len(places) > _FEW:
-        answers = _exchange_by_exchange(tokenizer, turns, options, whole, places)
+    answer_turns = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
+    if len(answer_turns) > _FEW:
+        answers = _exchange_by_exchange(tokenizer, turns, options, full_text, answer_turns)
         if answers is not None:
             yield from answers
             return
-    for number in places:
+    for number in answer_turns:
         prompt = render(tokenizer, turns[:number], True, options)
-        closed = whole if number == places[-1] else render(tokenizer, turns[: number + 1], False, options)
-        if not closed.startswith(prompt):
+        through = full_text if number == answer_turns[-1] else render(tokenizer, turns[: number + 1], False, options)
+        if not through.startswith(prompt):
             raise DataError(
                 f"chat template: the ids of the prompt before assistant turn {number} are not a prefix of the ids of "
                 "prompt and answer, so training would not see what decoding sees. Train on rows that carry prompt_ids "
                 "and response_ids (`fsd-train regenerate` writes them), or fix the template."
             )
-        yield _Answer(number, whole if whole.startswith(closed) else closed, len(prompt), len(closed))
+        yield _Answer(number, full_text if full_text.startswith(through) else through, len(prompt), len(through))
 
 
 def _exchange_by_exchange(
-    tokenizer: Any, turns: Sequence[Message], options: Mapping[str, Any] | None, whole: str, places: Sequence[int]
+    tokenizer: Any,
+    turns: Sequence[Message],
+    options: Mapping[str, Any] | None,
+    full_text: str,
+    answer_turns: Sequence[int],
 ) -> list[_Answer] | None:
     """Find the answers by rendering each exchange after the first one, which takes time linear in their number.
 
     None: the pieces do not make up the whole text, so the template writes an exchange differently in other places.
     """
-    first, last = places[0], places[-1]
+    first, last = answer_turns[0], answer_turns[-1]
     head, opening = list(turns[: first + 1]), render(tokenizer, turns[:first], True, options)
     base, prompt = render(tokenizer, head, False, options), render(tokenizer, turns[:last], True, options)
-    if not (base.startswith(opening) and whole.startswith(base) and whole.startswith(prompt)):
+    if not (base.startswith(opening) and full_text.startswith(base) and full_text.startswith(prompt)):
         return None
-    answers = [_Answer(first, whole, len(opening), len(base))]
+    answers = [_Answer(first, full_text, len(opening), len(base))]
     begin, at = first + 1, len(base)
-    for number in places[1:]:
+    for number in answer_turns[1:]:
         opened = render(tokenizer, [*head, *turns[begin:number]], True, options)
         closed = render(tokenizer, [*head, *turns[begin : number + 1]], False, options)
         piece = closed[len(base) :]
-        if not (closed.startswith(opened) and opened.startswith(base) and whole.startswith(piece, at)):
+        if not (closed.startswith(opened) and opened.startswith(base) and full_text.startswith(piece, at)):
             return None
-        answers.append(_Answer(number, whole, at + len(opened) - len(base), at + len(piece)))
+        answers.append(_Answer(number, full_text, at + len(opened) - len(base), at + len(piece)))
         begin, at = number + 1, at + len(piece)
-    return answers if at == len(whole) else None
+    return answers if at == len(full_text) else None
 
 
 # tokens -------------------------------------------------------------------------------------------------------------
@@ -196,25 +200,25 @@ class _Encoder:
 
     def sequences(self, max_length: int | None) -> list[_Encoded]:
         """Return the sequences of single answers, then that of the other answers in the whole conversation."""
-        whole = _Tokens(self.tokenizer, render(self.tokenizer, self.turns, False, self.options))
-        apart: list[_Encoded] = []
+        tokens = _Tokens(self.tokenizer, render(self.tokenizer, self.turns, False, self.options))
+        separate: list[_Encoded] = []
         shared: list[tuple[int, int]] = []  # first token and end
-        for answer in _answers(self.tokenizer, self.turns, self.options, whole.text):
+        for answer in _answers(self.tokenizer, self.turns, self.options, tokens.text):
             if not _trained(self.turns[answer.turn]):
                 continue
-            bounds = whole.bounds(answer.start, answer.closed) if answer.text is whole.text else None
+            bounds = tokens.bounds(answer.start, answer.closed) if answer.text is tokens.text else None
             if bounds is not None:
                 start, end = bounds
                 shared.append((start, end - self._cut(answer)))
             else:
                 ids, start = self._alone(answer)
                 ids = ids[: len(ids) - self._cut(answer)]
-                apart.append((ids, [0] * start + [1] * (len(ids) - start)))
+                separate.append((ids, [0] * start + [1] * (len(ids) - start)))
             if start == 0:
                 raise DataError("the prompt encodes to no tokens. Give it some text.")
             if max_length is not None and start >= max_length:
                 break  # the prompts of later answers are longer
-        return [*apart, *([_masked(whole.ids, shared)] if shared else [])]
+        return [*separate, *([_masked(tokens.ids, shared)] if shared else [])]
 
     def _cut(self, answer: _Answer) -> int:
         """Return how many tokens to leave out at the end of an answer: those after its end, and that if cut off."""
@@ -258,20 +262,20 @@ def _by_markers(
         )
     ids, offsets = encode_with_offsets(tokenizer, text)
     starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
-    apart, shared, enders = list[_Encoded](), list[tuple[int, int]](), special_ids(tokenizer)
+    separate, shared, enders = list[_Encoded](), list[tuple[int, int]](), special_ids(tokenizer)
     for number, (begin, end) in enumerate(marked):
         if number in untrained:
             continue
         first, closed = bisect_right(stops, begin), bisect_left(starts, end)
-        whole = complete or number < len(marked) - 1
+        has_end = complete or number < len(marked) - 1
         if first < closed and starts[first] < begin:  # a token joins it to its prompt, which decoding reads without it
             prompt = encode_rendered(tokenizer, text[:begin])
-            own = prompt + _continued(tokenizer, text[begin:end])
-            last = _marked_end(tokenizer, enders, own, len(prompt), len(own), whole)
-            apart.append(_masked(own, [(len(prompt), last)]))
+            ids_alone = prompt + _continued(tokenizer, text[begin:end])
+            last = _marked_end(tokenizer, enders, ids_alone, len(prompt), len(ids_alone), has_end)
+            separate.append(_masked(ids_alone, [(len(prompt), last)]))
         else:
-            shared.append((first, _marked_end(tokenizer, enders, ids, first, closed, whole)))
-    return [*apart, *([_masked(ids, shared)] if shared else [])]
+            shared.append((first, _marked_end(tokenizer, enders, ids, first, closed, has_end)))
+    return [*separate, *([_masked(ids, shared)] if shared else [])]
 
 
 def _marked_end(tokenizer: Any, enders: set[int], ids: Sequence[int], start: int, closed: int, complete: bool) -> int:

@@ -57,10 +57,10 @@ class Pieces:
         """Append a token, and return what it adds to the text."""
         self._window.append(token)
         decoded = self._decoded(self._window)
-        whole, self.is_partial = self._whole(decoded, self._window)
-        piece = whole[len(self._shown) :]
+        complete, self.is_partial = self._without_partial(decoded, self._window)
+        piece = complete[len(self._shown) :]
         if piece:
-            self._shown, self.text = whole, self.text + piece
+            self._shown, self.text = complete, self.text + piece
             if len(self._window) > _WINDOW and not self.is_partial:
                 self._forget()
         return piece
@@ -73,18 +73,18 @@ class Pieces:
         """Return what a token would add."""
         if token in self._special:
             return Piece(token, "", self._special[token], b"")
-        following = [*self._window, token]
-        whole, partial = self._whole(self._decoded(following), following)
-        text = whole[len(self._shown) :]
+        window = [*self._window, token]
+        complete, partial = self._without_partial(self._decoded(window), window)
+        text = complete[len(self._shown) :]
         if partial or self.is_partial or UNKNOWN in text:
             return Piece(token, text, str(self.tokenizer.decode([token])), self._bytes(token))
         return Piece(token, text, text, text.encode())
 
     def _decoded(self, tokens: Sequence[int]) -> str:
-        seen = [token for token in tokens if token not in self._special]
-        return str(self.tokenizer.decode(self._bytes.mended(seen)))
+        ordinary = [token for token in tokens if token not in self._special]
+        return str(self.tokenizer.decode(self._bytes.mended(ordinary)))
 
-    def _whole(self, decoded: str, tokens: Sequence[int]) -> tuple[str, bool]:
+    def _without_partial(self, decoded: str, tokens: Sequence[int]) -> tuple[str, bool]:
         """Return the text without its incomplete character, and whether it has one."""
         if not decoded.endswith(UNKNOWN) or not self._is_partial(tokens):
             return decoded, False
@@ -103,10 +103,10 @@ class Pieces:
 
     def _forget(self) -> None:
         """Keep the last tokens of the window, if they decode alike without the others."""
-        kept = self._window[-_KEPT:]
-        decoded = self._decoded(kept)
+        window = self._window[-_KEPT:]
+        decoded = self._decoded(window)
         if decoded and self._shown.endswith(decoded):
-            self._window, self._shown = kept, decoded
+            self._window, self._shown = window, decoded
 
 
 def token_pieces(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
@@ -166,6 +166,6 @@ class TokenBytes:
 @cache
 def _byte_level() -> dict[str, int]:
     """The characters by which byte-level vocabularies write bytes: printable ones stand for themselves."""
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(256 + index): byte for index, byte in enumerate(others)}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -59,8 +59,8 @@ class RowFields(dict[str, Any]):
 
         The template alone tells whether `tools` are read, and thoughts and weights (:meth:`RowCheck.name_unread`).
         """
-        known = self.seen - {TOOLS} | PROVENANCE
-        columns = [name for name, value in dict.items(self) if name not in known and value not in _EMPTY]
+        read = self.seen - {TOOLS} | PROVENANCE
+        columns = [name for name, value in dict.items(self) if name not in read and value not in _EMPTY]
         talks = [name for name in CONVERSATIONS if name in self.seen]
         return [*columns, *(f"{name}[].{key}" for name in talks for key in _turn_fields(dict.get(self, name)))]
 
@@ -72,9 +72,9 @@ def _turn_fields(turns: Any) -> list[str]:
         if not isinstance(turn, Mapping):
             continue
         known, role = turn_fields(turn), role_of(turn)
-        given = [key for key, value in turn.items() if key not in known and value not in _EMPTY]
-        thoughts = [name for name in THOUGHTS if name in given]
-        for key in given:
+        unexpected = [key for key, value in turn.items() if key not in known and value not in _EMPTY]
+        thoughts = [name for name in THOUGHTS if name in unexpected]
+        for key in unexpected:
             if key in (WEIGHT, *THOUGHTS) and role != "assistant":
                 unread.add(f"{key} of turns of the role {role}")
             else:

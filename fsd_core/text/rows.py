@@ -114,15 +114,15 @@ def _text_rows(path: Path) -> Iterator[_Item]:
     suffix, lines = Path(path.name.removesuffix(".gz")).suffix, _lines(path)
     if suffix in _UNREAD:
         raise DataError(f"{path}: files of this kind are not read. Unpack it, or write .jsonl, .csv or .parquet.")
-    begun = []
+    leading = []
     for line, raw in lines:
-        begun.append((line, raw))
+        leading.append((line, raw))
         if raw.strip():
             break
-    opening, lines = begun[-1][1].lstrip()[:1] if begun else b"", chain(begun, lines)
+    opening, lines = leading[-1][1].lstrip()[:1] if leading else b"", chain(leading, lines)
     if opening == b"[" and suffix not in (".txt", *_DELIMITERS):
-        kept = list(lines)
-        is_array, lines = _is_array([raw for _, raw in kept if raw.strip()]), iter(kept)
+        all_lines = list(lines)
+        is_array, lines = _is_array([raw for _, raw in all_lines if raw.strip()]), iter(all_lines)
     else:
         is_array = False
     if suffix in _DELIMITERS:
@@ -222,10 +222,10 @@ def rows_digest(path: str | Path) -> str:
         return HubRows.parse(str(path)).digest(str(path))
     if not path.is_dir():
         return sha256_of(path)
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted(entry for entry in path.rglob("*") if entry.is_file()):
-        whole.update(f"{file.relative_to(path).as_posix()} {rows_digest(file)}\n".encode())
-    return whole.hexdigest()
+        digest.update(f"{file.relative_to(path).as_posix()} {rows_digest(file)}\n".encode())
+    return digest.hexdigest()
 
 
 def _object(row: Any, where: str) -> dict[str, Any]:

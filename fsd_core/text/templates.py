@@ -50,21 +50,21 @@ class TemplateForm:
 
 def template_of(tokenizer: Any, options: Mapping[str, Any] | None = None) -> str:
     """Return the chat template that transformers uses with these options. Raises DataError if none can be chosen."""
-    given = options or {}
+    arguments = options or {}
     # several templates without a default, or options of another type
     with foreign_errors(DataError, "this tokenizer has no chat template for such rows ({why}). Name one `default`."):
-        return str(tokenizer.get_chat_template(given.get("chat_template"), given.get("tools")))
+        return str(tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools")))
 
 
 def form_of(tokenizer: Any, options: Mapping[str, Any] | None = None) -> TemplateForm:
     """Return how the template reads turns, by what it writes of small ones. Raises as :func:`template_of`."""
     template = template_of(tokenizer, options)
-    kept: dict[str, TemplateForm] = vars(tokenizer).setdefault(_KEPT, {})
-    form = kept.get(template)  # other threads may clear what is kept
+    forms: dict[str, TemplateForm] = vars(tokenizer).setdefault(_KEPT, {})
+    form = forms.get(template)  # other threads may clear what is kept
     if form is None:
-        if len(kept) >= _MAX_KEPT:
-            kept.clear()
-        form = kept[template] = _probed(tokenizer, template)
+        if len(forms) >= _MAX_KEPT:
+            forms.clear()
+        form = forms[template] = _probed(tokenizer, template)
     return form
 
 
@@ -119,7 +119,7 @@ def turns_for(
     form = form_of(tokenizer, options)
     result: list[Mapping[str, Any]] = []
     for turn in turns:
-        given: Mapping[str, Any] = turn
+        as_read: Mapping[str, Any] = turn
         if turn["role"] in form.dropped and turn["content"]:
             raise DataError(
                 f"the chat template writes no text of a {turn['role']} turn, as text or in parts. Leave such turns "
@@ -128,8 +128,8 @@ def turns_for(
         if turn.get("tool_calls") and form.drops_calls:
             raise DataError("the chat template writes no tool calls. Leave such turns out, or fix the template.")
         if THOUGHT in turn or WEIGHT in turn:
-            given = {name: value for name, value in turn.items() if name not in (THOUGHT, WEIGHT)}
+            as_read = {name: value for name, value in turn.items() if name not in (THOUGHT, WEIGHT)}
             if form.thought is not None and THOUGHT in turn:
-                given[form.thought] = turn["reasoning_content"]
-        result.append(_in_parts(given) if turn["role"] in form.parted else given)
+                as_read[form.thought] = turn["reasoning_content"]
+        result.append(_in_parts(as_read) if turn["role"] in form.parted else as_read)
     return result

@@ -18,12 +18,12 @@ from fsd_core.options import (
     add_counts,
     add_flags,
     add_models,
+    command_parser,
     existing_directory,
     gibibytes,
     gibibytes_or_none,
     json_object,
     named_directory,
-    program_parser,
     real_number,
     rows_by_tokens,
     whole_number,
@@ -66,7 +66,7 @@ def build_parser() -> ConsoleParser:
         (completion, add_completion, HELP.replace("PROGRAM", "fsd-infer")),
     )
     description = "Speculative decoding with a dial: exact, or fuzzy within a stated divergence."
-    return program_parser("fsd-infer", __version__, description, table)
+    return command_parser("fsd-infer", __version__, description, table)
 
 
 def completion(args: argparse.Namespace) -> int:

@@ -223,10 +223,8 @@ class DecodedTau(Curves):
         """Return the prompts with the numbers of their rows. Raises DataError if none fits the context."""
         rows = trainer.datamodule.validation_set
         room = math.inf if target.max_positions is None else target.max_positions - self.max_new_tokens
-        prompt_lengths = [(number, rows.prompt_length(number)) for number in range(len(rows))]
-        fitting = [
-            (number, rows.texts[number][:length].tolist()) for number, length in prompt_lengths if 0 < length <= room
-        ]
+        lengths = ((number, rows.prompt_length(number)) for number in range(len(rows)))
+        fitting = [(number, rows.texts[number][:length].tolist()) for number, length in lengths if 0 < length <= room]
         if not fitting:
             raise DataError(
                 f"no validation prompt leaves room for {self.max_new_tokens} tokens in the context of {target.name}. "

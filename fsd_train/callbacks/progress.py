@@ -45,10 +45,10 @@ class RunProgress(ProgressBar):
         tqdm.write(" ".join(map(str, args)), file=sys.stderr)
 
     def _open(self, total: float, unit: str, name: str, initial: int = 0) -> None:
-        lively = sys.stderr.isatty()
+        is_terminal = sys.stderr.isatty()
         self._bar = tqdm(
             total=int(total) if 0 < total < math.inf else None, initial=initial, unit=unit, desc=name,
-            disable=not self._enabled, dynamic_ncols=True, smoothing=0.1, mininterval=0.5 if lively else 30.0,
+            disable=not self._enabled, dynamic_ncols=True, smoothing=0.1, mininterval=0.5 if is_terminal else 30.0,
         )  # fmt: skip
 
     def _close(self) -> None:
@@ -116,10 +116,10 @@ class Announce(Callback):
 def _model(trainer: Trainer, module: Any) -> str:
     weights = [parameter.numel() for parameter in module.parameters() if parameter.requires_grad]
     cached = getattr(trainer.datamodule, "features", None)  # type: ignore[attr-defined]
-    seen = "cached features" if cached else "runs in every step"
+    features = "cached features" if cached else "runs in every step"
     devices = f"{trainer.world_size} x {trainer.strategy.root_device.type}"
     what = f"{type(module).__name__}: {sum(weights):,} weights to train"
-    return f"{what} towards {module.target_name} ({seen}), {trainer.precision} on {devices}"
+    return f"{what} towards {module.target_name} ({features}), {trainer.precision} on {devices}"
 
 
 def _data(trainer: Trainer) -> str:
@@ -154,20 +154,16 @@ def advice(trainer: Trainer) -> list[str]:
         warnings.append("the learning rate is 0, so nothing is trained. Raise model.optimizer's lr.")
     epochs = _epochs(trainer)
     if MAX_EPOCHS < epochs < math.inf:
-        steps_enough = max(1, round(steps * MAX_EPOCHS / epochs))
+        enough = max(1, round(steps * MAX_EPOCHS / epochs))
         warnings.append(
-            f"the run has {epochs:.0f} epochs. Lower trainer.max_steps to about {steps_enough} for {MAX_EPOCHS}, or "
-            "add answers."
+            f"the run has {epochs:.0f} epochs. Lower trainer.max_steps to about {enough} for {MAX_EPOCHS}, or add "
+            "answers."
         )
     monitors = [callback for callback in trainer.callbacks if str(getattr(callback, "monitor", "")).startswith("val_")]  # type: ignore[attr-defined]
     batches = steps * trainer.accumulate_grad_batches
     val_batches = trainer.num_val_batches  # empty before the first validation
-    validates = (
-        trainer.enable_validation
-        and (not val_batches or sum(val_batches) > 0)
-        and batches >= (trainer.val_check_batch or 0)
-    )
-    if monitors and not validates:
+    has_rows = trainer.enable_validation and (not val_batches or sum(val_batches) > 0)
+    if monitors and not (has_rows and batches >= (trainer.val_check_batch or 0)):
         names = ", ".join(f"{type(callback).__name__} of {callback.monitor}" for callback in monitors)
         warnings.append(
             f"no validation comes in this run, and without it {names} does nothing. Hold out rows, and see to "

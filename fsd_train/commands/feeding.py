@@ -29,13 +29,17 @@ class Finding:
         check: name of the check.
         ok: whether it passed; None: a remark.
         says: result.
-        fix: remedy, if it failed.
+        fix: remedy; dropped if the check passed.
     """
 
     check: str
     ok: bool | None
     says: str
     fix: str = ""
+
+    def __post_init__(self) -> None:
+        if self.ok:
+            object.__setattr__(self, "fix", "")
 
 
 @dataclass
@@ -53,11 +57,6 @@ class CheckedRow:
 
 def _unchanged(values: Tensor) -> Tensor:
     return values
-
-
-def _readout(head: Any, outputs: Tensor) -> Tensor:
-    read: Tensor = head.readout(outputs)
-    return read
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Variant:
     layers: list[int] | None = None
     features: Shift = _unchanged
     tokens: Shift = _unchanged
-    readout: Callable[[Any, Tensor], Tensor] = _readout
+    readout: Callable[[Any, Tensor], Tensor] = lambda head, outputs: head.readout(outputs)
     final: int | None = None
     change: Callable[[Any], AbstractContextManager[Any]] = nullcontext
     step: int = 0
@@ -186,35 +185,32 @@ class Feeding:
     def variants(self) -> list[Variant]:
         """Return the variants that some heads were trained with."""
         config, fused_layers = self.head.config, self.head.config.fused_layers
-        variants = other_positions()
+        result = other_positions()
         for offset in (-1, 1):
             shifted = [number + offset for number in fused_layers]
             if fused_layers and shifted[0] >= 0 and shifted[-1] < self.layers:
                 fix = f"set fused_layers {shifted} in config.json: programs number layers differently by one"
-                variants.append(
-                    Variant("feature layers", f"layers {shifted} instead of {fused_layers}", fix, layers=shifted)
-                )
+                what = f"layers {shifted} instead of {fused_layers}"
+                result.append(Variant("feature layers", what, fix, layers=shifted))
         final = getattr(self.target.decoder, "norm", None)
         if self.head.norm is None and final is not None:
-            variants.append(
+            result.append(
                 Variant("norms", "the target's final norm after it", "set final_norm and copy the norm's weight",
                         readout=lambda head, x: final(x.to(self.target.dtype)).to(x.dtype))
             )  # fmt: skip
         if self.head.eagle3 and not config.norm_output and self.head.norm is not None:
-            variants.append(
-                Variant("norms", "no norm before the LM head", "remove the norm", readout=lambda head, x: x)
-            )
+            result.append(Variant("norms", "no norm before the LM head", "remove the norm", readout=lambda head, x: x))
         if self.head.eagle3:
-            variants.append(
+            result.append(
                 Variant("norms", f"norm_output {str(not config.norm_output).lower()}",
                         "change norm_output in config.json", change=_other_feedback, step=1)
             )  # fmt: skip
         else:
-            variants.append(
+            result.append(
                 Variant("norms", "features from before the target's final norm", "use the inputs of the LM head",
                         final=self.layers - 1)
             )  # fmt: skip
-        return variants
+        return result
 
 
 def _other_feedback(head: EagleHead) -> AbstractContextManager[None]:

@@ -110,12 +110,9 @@ class Doctor:
         if remap is not None:
             worst["vocabulary map"] = remap
         best = max(worst.values(), key=lambda pair: pair[0], default=None)  # one fault explains the others
-        findings = []
-        for check in self.checks:
-            if best is not None and best[1].check == check:
-                findings.append(best[1])
-            else:
-                findings.append(Finding(check, True, "no variant agrees better"))
+        findings = [Finding(check, True, "no variant agrees better") for check in self.checks]
+        if best is not None:
+            findings[self.checks.index(best[1].check)] = best[1]
         says = f"{own[0]:.1%} of first drafts are the target's most likely token, {own[1]:.1%} of second ones"
         findings.append(Finding("agreement", own[0] > 0.1 or None, f"{says} ({self.feeding.positions()} positions)"))
         return [*findings, self._coverage()]
@@ -128,9 +125,8 @@ class Doctor:
         before, (drafted, expected) = self.feeding.previous_tokens(), self.feeding.drafted()
         own = self.feeding.ids(drafted) == expected
         renamed = _is_one_to_one(drafted, expected, lambda *what: _count_equal(*what) - 1)
-        proven = (
-            _is_one_to_one(drafted, expected, lambda *what: _count_equal(*what) - _count_equal(before, *what)) & ~own
-        )
+        proven = _is_one_to_one(drafted, expected, lambda *what: _count_equal(*what) - _count_equal(before, *what))
+        proven &= ~own
         contexts = torch.stack([before, drafted, expected])[:, proven].unique(dim=1).shape[1]
         other, mine = float(renamed.float().mean()), float(own.float().mean())
         if contexts < _RENAMED or other - mine <= _CLEAR or mine >= 0.7 * other:
@@ -165,7 +161,7 @@ class Doctor:
                 return Finding("dtype", False, f"overflows in {name}", "run it in bfloat16 (or float32)")
         same = float((self.feeding.drafted()[0] == feeding.drafted(dtype=dtype)[0]).float().mean())
         says = f"in {name} {same:.1%} of the first drafts equal those of float32"
-        return Finding("dtype", same > 0.9, says, "" if same > 0.9 else "run it in float32")
+        return Finding("dtype", same > 0.9, says, "run it in float32")
 
     def check_positions(self) -> Finding:
         """Compare rotary base and longest context with the target's."""
@@ -191,7 +187,7 @@ class Doctor:
         gap = float((computed - cached).norm() / cached.norm()) if computed.shape == cached.shape else math.inf
         says = f"differ by {gap:.1%} from the target's"
         fix = "cache them again with this target, in its precision"
-        return Finding("cached features", gap < 0.05, says, "" if gap < 0.05 else fix)
+        return Finding("cached features", gap < 0.05, says, fix)
 
     def drafter(self, shape: TreeShape) -> EagleDrafter:
         """Return a drafter of the head's chains."""

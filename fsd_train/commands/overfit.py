@@ -71,7 +71,7 @@ def overfit(args: argparse.Namespace, target: Target) -> list[Finding]:
         agreement = _train(args, directory, len(prompt) + len(answer))
         says = f"{agreement:.0%} of first drafts agree with the answer at the end"
         fix = "give it more seconds (--overfit 300), or a higher learning rate in the recipe"
-        findings.append(Finding("training", agreement >= LEARNT, says, "" if agreement >= LEARNT else fix))
+        findings.append(Finding("training", agreement >= LEARNT, says, fix))
         head = EagleHead.from_pretrained(directory / "head", target, dtype=torch.float32)
         in_vllm = _check_in_vllm(args.target, directory, prompt, answer)
     doctor = Doctor(target, head, [row], len(prompt) + len(answer) + 1)
@@ -216,14 +216,14 @@ def _check_head(doctor: Doctor, learnt: float, tokens: int, dtype: torch.dtype) 
     lost = own < learnt - 0.05
     says = f"the exported head agrees with {own:.0%} of the answer's tokens, in training {learnt:.0%}"
     fix = next((check.fix for check in suspects), "compare the exported config with the recipe")
-    findings = [Finding("export", not lost, says, fix if lost else ""), *suspects]
+    findings = [Finding("export", not lost, says, fix), *suspects]
     _, accepted, _ = doctor.decoded(1, tokens)
     share = math.prod(accepted[:STEPS]) ** (1 / len(accepted[:STEPS]))
     says = "accepted by position in decoding: " + " ".join(f"{value:.0%}" for value in accepted)
     fix = "report it: decoding feeds the head in another way than training"
     if lost or suspects or learnt < LEARNT:
         fix = f"first that of {suspects[0].check if suspects else 'export' if lost else 'training'} above"
-    return [*findings, Finding("decoding", share >= LEARNT, says, "" if share >= LEARNT else fix)]
+    return [*findings, Finding("decoding", share >= LEARNT, says, fix)]
 
 
 def _check_in_vllm(target: str, directory: Path, prompt: list[int], answer: list[int]) -> list[Finding]:
@@ -260,5 +260,5 @@ def _check_in_vllm(target: str, directory: Path, prompt: list[int], answer: list
         return [Finding("vllm", None, says, "see that vLLM loads the same target, in as fine a dtype")]
     share = (accepted[-1] / rounds) ** (1 / len(accepted))
     says += f"; accepted there by position: {' '.join(f'{count / rounds:.0%}' for count in accepted)}"
-    fix = "compare the exported config with vLLM's; fsd-infer decodes it as trained" if share < LEARNT else ""
+    fix = "compare the exported config with vLLM's; fsd-infer decodes it as trained"
     return [Finding("vllm", share >= LEARNT, says, fix)]

@@ -53,16 +53,12 @@ SECTIONS = {"": "", "trainer": "trainer", "data": "data", "model": "model.EagleM
 def _fields(path: Path, name: str) -> frozenset[str]:
     """Return the arguments of a class: those of its ``__init__``, or a dataclass's fields."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    (definition,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-    for node in definition.body:
+    (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    for node in body:
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-            return frozenset(
-                argument.arg for argument in [*node.args.args, *node.args.kwonlyargs] if argument.arg != "self"
-            )
+            return frozenset(arg.arg for arg in [*node.args.args, *node.args.kwonlyargs] if arg.arg != "self")
     return frozenset(
-        node.target.id
-        for node in definition.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     )
 
 
@@ -129,11 +125,6 @@ def _model_class(recipe: Mapping[str, Any]) -> str | None:
     return str(model["class_path"]) if isinstance(model, Mapping) and "class_path" in model else None
 
 
-def _is_own(kind: str) -> bool:
-    """Return whether a class, by its path, is the user's. Ours are also found without their module."""
-    return kind not in MODELS and not kind.startswith("fsd_train.")
-
-
 class _Reader(yaml.SafeLoader):
     """YAML whose mappings have each key once: PyYAML, and Lightning with it, drops all but the last in silence."""
 
@@ -169,7 +160,8 @@ def _unknown(recipe: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str]]:
     """Yield (section, key) of keys that are unknown; ``kind``: the model's class where the recipe names none."""
     model = recipe.get("model")
     model, kind = model if isinstance(model, Mapping) else {}, _model_class(recipe) or kind
-    kind = "" if _is_own(kind) else kind.rpartition(".")[2]
+    is_ours = kind in MODELS or kind.startswith("fsd_train.")  # ours are also found without their module
+    kind = kind.rpartition(".")[2] if is_ours else ""
     options = model.get("init_args", {}) if "class_path" in model else model
     options = options if isinstance(options, Mapping) else {}
     parts = {"": recipe, "trainer": recipe.get("trainer"), "data": recipe.get("data"), f"model.{kind}": options}

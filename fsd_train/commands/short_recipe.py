@@ -42,21 +42,19 @@ def expanded(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     written = [_without_short_keys(recipe) for recipe in recipes]
     _move(recipes, written)
-    short_options: dict[str, Any] = {
-        key: value for recipe in recipes for key, value in recipe.items() if key in WRITTEN_OUT
-    }
+    short: dict[str, Any] = {key: value for recipe in recipes for key, value in recipe.items() if key in WRITTEN_OUT}
     defaults: dict[str, Any] = {"trainer": {}}
-    if "output_dir" in short_options:
-        run, every = _text(short_options, "output_dir"), _whole(short_options, "save_steps", SAVE_STEPS)
+    if "output_dir" in short:
+        run, every = _text(short, "output_dir"), _whole(short, "save_steps", SAVE_STEPS)
         batches = [trainer[ACCUMULATE] for recipe in written if (trainer := recipe.get("trainer", {})).get(ACCUMULATE)]
         defaults["trainer"] = _run_options(run, every, _whole({ACCUMULATE: [1, *batches][-1]}, ACCUMULATE))
         first = next(index for index, recipe in enumerate(recipes) if "output_dir" in recipe)
         for trainer in [recipe.get("trainer", {}) for recipe in written[: first + 1]]:
             if "callbacks" in trainer:
                 trainer["callbacks"] = _merge_callbacks(defaults["trainer"]["callbacks"], trainer["callbacks"])
-    elif "save_steps" in short_options:
+    elif "save_steps" in short:
         raise FsdError("save_steps needs output_dir: give both, or a ModelCheckpoint in trainer.callbacks.")
-    if "warmup_ratio" in short_options:
+    if "warmup_ratio" in short:
         defaults["model"] = {"lr_scheduler": {"class_path": SCHEDULE}}
     layers = [defaults, *written]
     # the parser would give each callback the arguments of what stands at its place in an earlier list
@@ -73,7 +71,7 @@ def written_out(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         FsdError: a value of the wrong type, or none.
     """
-    words, short_options, modules = list[list[str]](), dict[str, Any](), list[str]()
+    words, short, modules = list[list[str]](), dict[str, Any](), list[str]()
     recipes: dict[int, dict[str, Any]] = {}  # by place in words
     remaining = iter(argv)
     for word in remaining:
@@ -87,13 +85,13 @@ def written_out(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         elif option in ("--import", "--import+"):  # modules add up either way
             modules.append(value if equals else _option_value(option, remaining))
         elif option[:2] == "--" and option[2:] in SHORT:
-            short_options[option[2:]] = _value(option[2:], value if equals else _option_value(option, remaining))
+            short[option[2:]] = _value(option[2:], value if equals else _option_value(option, remaining))
         else:
             words.append([word])
     for recipe in recipes.values():
         modules += _modules(recipe.get("import"))
-    if short_options or len(recipes) > 1 or any(recipe.keys() & WRITTEN_OUT for recipe in recipes.values()):
-        defaults, *layers, last, _ = expanded([*recipes.values(), short_options, _accumulated(argv)])
+    if short or len(recipes) > 1 or any(recipe.keys() & WRITTEN_OUT for recipe in recipes.values()):
+        defaults, *layers, last, _ = expanded([*recipes.values(), short, _accumulated(argv)])
         for index, layer, recipe in zip(recipes, layers, recipes.values()):
             words[index] = _config(layer) if layer != recipe else words[index]
         index = max(recipes, default=-1) + 1
@@ -181,7 +179,7 @@ def _callbacks(run: str, every: int) -> list[dict[str, Any]]:
 
 
 def _merge_callbacks(defaults: list[dict[str, Any]], given: list[Any]) -> list[Any]:
-    """Return the callbacks of defaults whose class is not among ``own``, then these."""
+    """Return the callbacks of defaults whose class is not among ``given``, then these."""
 
     def kind(callback: Any) -> str:
         named = callback.get("class_path") if isinstance(callback, Mapping) else callback
@@ -212,7 +210,7 @@ def _move(recipes: Sequence[Mapping[str, Any]], written: list[dict[str, Any]]) -
 
 
 def _move_paths(value: Any, runs: set[str], run: str, unmoved: list[str], key: str = "") -> Any:
-    """Return options with the paths in any of ``runs`` in ``run`` instead; add other paths of PLACES to ``stays``."""
+    """Return options with the paths in any of ``runs`` in ``run`` instead; add other paths of PLACES to ``unmoved``."""
     if isinstance(value, Mapping):
         return {name: _move_paths(item, runs, run, unmoved, str(name)) for name, item in value.items()}
     if isinstance(value, list):

@@ -230,18 +230,15 @@ def step_memory(
     h, chunk, tokens, steps = facts.hidden_size, default_chunk_size(device, drafted), batch.tokens, batch.steps
     width, answered = _activation_bytes(facts), tokens if batch.answered is None else batch.answered
     states = f"18 B x {count_text(weights)} (fp32 weights, gradients, 2 moments; bf16 copy)"
-    activations, formula = (
-        float(width * (tokens + (steps - 1) * answered)),
-        f"{width} B x {tokens} tokens x {steps} steps",
-    )
+    activations, how = float(width * (tokens + (steps - 1) * answered)), f"{width} B x {tokens} tokens x {steps} steps"
     if answered < tokens:
-        formula = f"{width} B x ({tokens} + {steps - 1} x {answered}) tokens"
+        how = f"{width} B x ({tokens} + {steps - 1} x {answered}) tokens"
     rows = MemoryItem("target's rows", 2.0 * drafted * h, f"2 B x {drafted} x {h}")
     parts = [
         MemoryItem("target", 2.0 * loaded, f"2 B x {count_text(loaded)} weights (bf16)", shared=True),
         MemoryItem("head", 18.0 * weights, states, shared=True),
         *([rows] if drafted < facts.vocab_size else []),
-        MemoryItem("activations", activations, formula),
+        MemoryItem("activations", activations, how),
         MemoryItem("logits", 1.3 * 4 * chunk * drafted, f"1.3 x 4 B x {chunk} rows x {drafted}"),
     ]
     if device != "cuda":

@@ -87,17 +87,17 @@ class FeatureStore:
 
     def check_target(self, target: Target) -> None:
         """Raise DataError if the features belong to another target, or to other weights of the same shape."""
-        held = self.header["target"]
+        facts = self.header["target"]
         if self.header["version"] == _NORMED_VERSION and int(target.config.num_hidden_layers) - 1 in self.layers:
             raise DataError(
                 f"the features in {self.directory} are of version {_NORMED_VERSION}, which kept the last layer's "
                 f"output after the final norm. {_REBUILD}"
             )
         for key, ours in _target_facts(target).items():
-            theirs = held.get(key)
-            if ours is not None and theirs is not None and ours != theirs:
+            stored = facts.get(key)
+            if ours is not None and stored is not None and ours != stored:
                 raise DataError(
-                    f"the features in {self.directory} belong to another target ({key}: {theirs!r}, {target.name} has "
+                    f"the features in {self.directory} belong to another target ({key}: {stored!r}, {target.name} has "
                     f"{ours!r}). Choose another directory for this target, or delete this one."
                 )
 
@@ -195,13 +195,9 @@ def cache_features(
         missing = total - store.tokens
         check_disk(directory, missing * token_bytes(target))
         bar = tqdm(
-            total=total,
-            initial=store.tokens,
-            unit="tok",
-            unit_scale=True,
-            desc="caching features",
+            total=total, initial=store.tokens, unit="tok", unit_scale=True, desc="caching features",
             disable=not progress,
-        )
+        )  # fmt: skip
         with bar:
             for shard in _shards(texts, shard_tokens):
                 _write_shard(target, shard, readers, directory, batch_tokens, bar)
@@ -339,10 +335,10 @@ def _checksum(rows: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def _shards(todo: _Texts, shard_tokens: int) -> Iterator[_Texts]:
+def _shards(texts: _Texts, shard_tokens: int) -> Iterator[_Texts]:
     shard: dict[str, Sequence[int] | Tensor] = {}
     size = 0
-    for key, ids in todo.items():
+    for key, ids in texts.items():
         if shard and size + len(ids) > shard_tokens:
             yield shard
             shard, size = {}, 0
@@ -361,11 +357,8 @@ def _read_header(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise DataError(f"{directory} is not a feature cache (no index.json). Run `fsd-train cache-features`.")
     header = read_json(path, "Delete the cache and make it again.")
-    known = (
-        isinstance(header, dict)
-        and header.get("format") == FORMAT
-        and header.get("version") in (_NORMED_VERSION, VERSION)
-    )
+    versions = ((FORMAT, _NORMED_VERSION), (FORMAT, VERSION))
+    known = isinstance(header, dict) and (header.get("format"), header.get("version")) in versions
     facts, layers = (header.get("target"), header.get("layers", [])) if known else (None, [])
     numbered = isinstance(layers, list) and all(type(layer) is int for layer in layers)
     if not isinstance(facts, dict) or _WEIGHTS not in facts or not numbered:

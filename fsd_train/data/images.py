@@ -61,10 +61,8 @@ class SequenceImages:
 
     def position_inputs(self, ids: Sequence[int]) -> dict[str, Tensor]:
         """Return the inputs that determine positions in a sequence of ids [M]; token types are [1, M]."""
-        token_types = {
-            name: torch.tensor([[of.get(token, 0) for token in ids]]) for name, of in self.token_types.items()
-        }
-        return {**self.positions, **token_types}
+        types = {name: torch.tensor([[of.get(token, 0) for token in ids]]) for name, of in self.token_types.items()}
+        return {**self.positions, **types}
 
 
 class ImageReader:

@@ -131,7 +131,7 @@ class PackingSampler(Sampler[list[int]]):
         for window in range(windows):
             for part in pack(widths, self.size, generator):
                 # the last group may be smaller
-                batches.append([groups[place][window] for place in part if window < len(groups[place])])
+                batches.append([groups[index][window] for index in part if window < len(groups[index])])
         batches = [batch for batch in batches if batch]
         return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
@@ -158,10 +158,10 @@ def pack(lengths: Sequence[int], size: int, generator: torch.Generator) -> list[
     Args:
         lengths: tokens per row, at most ``size`` each.
         size: tokens per batch.
-        random: generator of the disorder.
+        generator: generator of the disorder.
 
     Returns:
-        places in ``lengths`` by batch
+        indices into ``lengths`` by batch
     """
     sizes = torch.tensor(lengths, dtype=torch.float64)
     densest = best_fit(lengths, size, sizes.argsort(descending=True, stable=True).tolist())
@@ -175,7 +175,7 @@ def pack(lengths: Sequence[int], size: int, generator: torch.Generator) -> list[
             batches = packed
             break
     while len(batches) < count:  # at most a few
-        fullest = max(range(len(batches)), key=lambda place: len(batches[place]))
+        fullest = max(range(len(batches)), key=lambda index: len(batches[index]))
         rows = batches[fullest]
         batches[fullest], rest = rows[::2], rows[1::2]
         batches.append(rest)

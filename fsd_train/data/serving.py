@@ -32,11 +32,8 @@ def prompt_pair(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list
     if not row.get("prompt_ids") or not row.get("messages") or not getattr(tokenizer, "chat_template", None):
         return None
     try:
-        ids, turns, options = (
-            token_ids(row, "prompt_ids", "row"),
-            check_messages(row["messages"]),
-            template_options(row),
-        )
+        ids, turns = token_ids(row, "prompt_ids", "row"), check_messages(row["messages"])
+        options = template_options(row)
     except DataError:
         return None
     try:

@@ -137,12 +137,8 @@ class LossIndex(Renamed):
         return self.weight > 0
 
     def sum_by_step(self, values: Tensor) -> Tensor:
-        """Sum values [R] over the rows of each step: [S]."""
-        return values.new_zeros(len(self.chains)).index_add(0, self.step, values)
-
-    def agreement_by_step(self, agreement: Tensor) -> tuple[Tensor, Tensor]:
-        """Count the rows that agree [R] bool, and all rows, of each step without padding: fp32 [S] each."""
-        return self.sum_by_step((agreement & self.counted).float()), self.sum_by_step(self.counted.float())
+        """Sum values [..., R] over the rows of each step: [..., S]."""
+        return values.new_zeros(*values.shape[:-1], len(self.chains)).index_add(-1, self.step, values)
 
 
 @dataclass(frozen=True)

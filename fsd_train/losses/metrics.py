@@ -109,11 +109,6 @@ class StepMean(Metric):
         return self.total / self.rows
 
 
-def mean_metric() -> Metric:
-    """Return torchmetrics' mean in fp64, without its NaN check, which would sync with the device."""
-    return MeanMetric(nan_strategy="disable").set_dtype(torch.float64)
-
-
 def chain_lengths(acceptance: Tensor, chains: Tensor) -> Tensor:
     """Return the teacher-forced acceptance length 1 + Σ_{k=1…S} Π_{s<k} a_s of each chain: [C] fp64.
 
@@ -161,7 +156,8 @@ class ValidationMetrics(nn.Module):
         by_step = ["agreement", *(f"divergence_{name}" for name in self.divergences), *gated]
         means = ["loss", "tau", *(f"expected_tau/{text}" for text in self.gates)]
         self._named: dict[str, Metric] = {name: StepMean(steps) for name in by_step}
-        self._named.update({name: mean_metric() for name in means})
+        for name in means:  # without the NaN check, which would wait for the device
+            self._named[name] = MeanMetric(nan_strategy="disable").set_dtype(torch.float64)
         self._by_position = StepMean(len(POSITION_STARTS))
         self.metrics = nn.ModuleList([*self._named.values(), self._by_position])  # they move with the module
 

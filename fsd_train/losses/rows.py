@@ -91,8 +91,8 @@ def blocks(offsets: Sequence[int], max_rows: int) -> list[Block]:
     """Divide the rows into blocks of whole positions.
 
     Args:
-        ends: as in :class:`fsd_train.losses.base.LossIndex`.
-        size: most rows of a block with more than one position.
+        offsets: as in :class:`fsd_train.losses.base.LossIndex`.
+        max_rows: most rows of a block with more than one position.
     """
     result, first = [], 0
     for position in range(1, len(offsets)):
@@ -107,20 +107,17 @@ def equal_blocks(offsets: Sequence[int], max_rows: int) -> list[Block]:
     """Divide padded rows (:attr:`.DraftBatch.compiled`) into blocks of the same shape.
 
     Args:
-        ends: multiples of the rows of a position.
-        size: most rows of a block with more than one position.
+        offsets: multiples of the number of rows of a position.
+        max_rows: most rows of a block with more than one position.
     """
-    positions, rows_per_position = len(offsets) - 1, max(offsets[1], 1)
-    count = next(n for n in range(min(max(max_rows // rows_per_position, 1), positions), 0, -1) if positions % n == 0)
+    positions, steps = len(offsets) - 1, max(offsets[1], 1)  # a row per step
+    count = next(n for n in range(min(max(max_rows // steps, 1), positions), 0, -1) if positions % n == 0)
     starts = range(0, positions, count)
-    return [
-        Block(slice(start, start + count), slice(start * rows_per_position, (start + count) * rows_per_position))
-        for start in starts
-    ]
+    return [Block(slice(first, first + count), slice(first * steps, (first + count) * steps)) for first in starts]
 
 
 def grouped(row_blocks: Sequence[Block], max_rows: int) -> list[list[Block]]:
-    """Group consecutive blocks into at most ``size`` rows, or one block."""
+    """Group consecutive blocks into at most ``max_rows`` rows, or one block."""
     groups: list[list[Block]] = []
     for block in row_blocks:
         if not groups or block.rows.stop - groups[-1][0].rows.start > max_rows:
@@ -324,10 +321,8 @@ def _apply(
         chunk_size = default_chunk_size(batch.estimates.device.type, len(batch.target_lm_head.weight))
     divide = equal_blocks if batch.compiled else blocks
     if batch.own_lm_head is None:
-        lm_weight, groups = (
-            None,
-            [[block] for block in divide(batch.rows.offsets, max(1, chunk_size // function.live))],
-        )
+        lm_weight = None
+        groups = [[block] for block in divide(batch.rows.offsets, max(1, chunk_size // function.live))]
     else:  # of 4·chunk_size·Vd bytes a quarter is for the gradients of a group, three for its blocks
         lm_weight = batch.own_lm_head.weight
         if not torch.is_grad_enabled():  # needs_input_grad is true of a parameter anyway

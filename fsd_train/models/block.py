@@ -255,9 +255,8 @@ class BlockModule(DistillationModule):
             return packed_attention(layer, queries, keys, values, mask)[0]
 
         masks = [visible] * head.config.num_layers
-        hidden = head(
-            embeds.flatten(0, 1)[None], rotary_positions.reshape(1, -1), masks, keys_values, attend
-        )  # [1, B·K, H]
+        embeds, rotary_positions = embeds.flatten(0, 1)[None], rotary_positions.reshape(1, -1)
+        hidden = head(embeds, rotary_positions, masks, keys_values, attend)  # [1, B·K, H]
         return hidden.view(len(roots), size, -1), ids[positions]
 
     def make_drafter(self, target: Target, tree: TreeShape | None = None) -> BlockDrafter:

@@ -336,7 +336,8 @@ class DistillationModule(RunModule, ABC):
         steps = self.unroll_steps if self.steps_differ else 1
         agreeing = counts = torch.zeros(steps, device=self.device)  # rows of each step
         if out.agreement is not None:
-            agreeing, counts = (by_step[:steps] for by_step in rows.agreement_by_step(out.agreement))
+            counted = rows.weight > 0  # padding has weight 0
+            agreeing, counts = rows.sum_by_step(torch.stack([out.agreement & counted, counted]).float())[:, :steps]
         loss = out.loss.detach().float()[None]
         sums = torch.cat([loss, torch.ones_like(loss), agreeing, counts])  # the ones count ranks
         log_every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector

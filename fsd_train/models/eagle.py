@@ -162,7 +162,7 @@ class EagleModule(DistillationModule):
             embeds = self.target.embed(batch["input_ids"].roll(-1, 1)).to(inputs.dtype)
         noisy = inputs + self._draw_noise(inputs) if self.noise and self.training else inputs
         final = features[0, :, : head.config.target_hidden_size]  # [M, H]
-        own_lm_head = head.lm_head
+        lm_head = head.lm_head
         needs_reference = self.training and self.reference is not None
         return DraftBatch(
             estimates=self._estimates(head, embeds, noisy, mask, plan),  # [R, H]
@@ -170,9 +170,7 @@ class EagleModule(DistillationModule):
             rows=rows,
             target_lm_head=self._lm_head_of(batch) if self.context_ids else self.lm_head(),
             feature_scale=head.feature_scale,
-            own_lm_head=(
-                None if own_lm_head is None else LMHead(own_lm_head.weight.to(self.target.dtype), ids=head.draft_ids)
-            ),
+            own_lm_head=None if lm_head is None else LMHead(lm_head.weight.to(self.target.dtype), ids=head.draft_ids),
             reference=self._reference_estimates(embeds, features, mask, plan) if needs_reference else None,
             compiled=self.is_compiled,
         )

@@ -71,11 +71,9 @@ def continue_from(head: EagleHead, other: EagleHead) -> None:
     """
     state, expected = other.state_dict(), head.state_dict()
     copied = {name: value for name, value in state.items() if name != "draft_ids" or head.lm_head is not None}
-    misfits = sorted(name for name in copied if name not in expected or expected[name].shape != copied[name].shape)
-    if misfits:
-        raise CheckpointError(
-            f"the initial head does not fit this one ({', '.join(misfits)}). Give it the same options."
-        )
+    wrong = sorted(name for name in copied if name not in expected or expected[name].shape != copied[name].shape)
+    if wrong:
+        raise CheckpointError(f"the initial head does not fit this one ({', '.join(wrong)}). Give it the same options.")
     head.load_state_dict(copied, strict=False)
     for layer in head.layers[len(other.layers) :]:
         for name, parameter in layer.named_parameters():

@@ -168,14 +168,12 @@ def plan_chains(
     is_row = (output >= 0) | static_shapes  # [N, S]
     position_index, step = is_row.nonzero().unbind(1)  # [R] each
     # the chains whose steps are all supervised: their roots, and how many chains each represents
-    complete_roots, complete_weight = (
-        (position, weight[:, 0]) if steps == 1 else (roots, chain_weight * is_supervised.all(0))
-    )
+    complete_roots, complete_weight = roots, chain_weight * is_supervised.all(0)
+    if steps == 1:
+        complete_roots, complete_weight = position, weight[:, 0]
     if not static_shapes:
-        complete_roots, complete_weight = (
-            complete_roots[complete_weight > 0],
-            complete_weight[complete_weight > 0],
-        )  # [C] each
+        is_complete = complete_weight > 0
+        complete_roots, complete_weight = complete_roots[is_complete], complete_weight[is_complete]  # [C] each
     total, chain_total = totals(supervised_at.sum(1) if supervised_rows is None else supervised_rows, steps, decay)
     rows = LossIndex(
         position,

@@ -151,7 +151,8 @@ class PackedMask(ABC):
             queries, keys = self.shape
             occupied = np.zeros((-(-queries // BLOCK), -(-keys // BLOCK)), dtype=bool)
             for first, last in self.key_ranges(window):
-                low, high = _block_min(first // BLOCK), _block_max(last // BLOCK)
+                starts = np.arange(0, len(first), BLOCK)  # of the blocks of queries
+                low, high = np.minimum.reduceat(first // BLOCK, starts), np.maximum.reduceat(last // BLOCK, starts)
                 columns = np.arange(occupied.shape[1])
                 occupied |= (columns >= low[:, None]) & (columns <= high[:, None])
             counts = torch.from_numpy(occupied.sum(1).astype(np.int32))[None, None]
@@ -162,15 +163,6 @@ class PackedMask(ABC):
             )  # fmt: skip
         blocks: BlockMask = self._made["blocks", window]
         return blocks
-
-
-def _block_min(values: np.ndarray) -> np.ndarray:
-    """The least value of each block of queries."""
-    return np.minimum.reduceat(values, np.arange(0, len(values), BLOCK))
-
-
-def _block_max(values: np.ndarray) -> np.ndarray:
-    return np.maximum.reduceat(values, np.arange(0, len(values), BLOCK))
 
 
 @dataclass(eq=False)
