@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fsd_core import functional
 from fsd_core.sampling import Rest
-from fsd_infer.backends.cuda import clipped, compare, kernels, sampled, trees, walk
+from fsd_infer.backends.cuda import clipped, compare, kernels, rules, sampled, trees, walk
 
+_LONGEST_NGRAM = 16  # for which a kernel's loops are unrolled
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -97,6 +98,24 @@ def draw_rest(rest: Rest, uniforms: Tensor) -> Any:
     return walk.draw_rest(rest, uniforms) if _takes(rest.p_logits, *of_q) else NotImplemented
 
 
+def completes_ngram(tokens: Tensor, texts: Any, tree: Any, n: int) -> Any:
+    return rules.completes_ngram(tokens, texts, tree, n) if n <= _LONGEST_NGRAM else NotImplemented
+
+
+def repeating_tokens(rows: Tensor, nodes: Tensor, texts: Any, tree: Any, n: int, *others: Any) -> Any:
+    return rules.repeating_tokens(rows, nodes, texts, tree, n, *others) if n <= _LONGEST_NGRAM else NotImplemented
+
+
+def biased_sampled(logit_bias: Tensor, inputs: Any, applies: Tensor) -> Any:
+    takes = 1 < logit_bias.shape[1] <= walk.MAX_NODES
+    return rules.biased_sampled(logit_bias, inputs, applies) if takes else NotImplemented
+
+
+def accept_prob_under(r: Tensor, log_r: Tensor, residual: Tensor, inputs: Any) -> Any:
+    takes = 1 < r.shape[1] <= walk.MAX_NODES
+    return rules.accept_prob_under(r, log_r, residual, inputs) if takes else NotImplemented
+
+
 def exact_walk(scores: Tensor, inputs: Any) -> Any:
     """Take trees with drafts, and q over one vocabulary."""
     tree, logits = inputs.tree, [scores, inputs.round.logits]
@@ -119,6 +138,7 @@ def register(device: str) -> None:
     for kernel in (
         row_max, row_stats, row_entropy, topk_logprobs, search_clipped, ancestors, slot_masks, sample_rows,
         mixed_children, draw_rest, exact_walk, divergence_rows, residual_mass, child_offsets, keep_nodes,
+        completes_ngram, repeating_tokens, biased_sampled, accept_prob_under,
     ):  # fmt: skip
         functional.register(kernel.__name__, device, _where_it_lies(kernel))
 

@@ -227,7 +227,7 @@ class _Weighed(NamedTuple):
         found: what :func:`_weigh` found: gaps, ln p, ln q, weights, drawn children, and rows of q of contexts with one.
         p, q: logits, and ln Σ exp of their rows; q: None if nothing was drawn.
         likeliest: [B, N] tokens under p.
-        index: [V] columns of q by token; None: they are equal.
+        entries: [V] columns of q by token; None: they are equal.
         faults: as of a verdict.
         how: arguments that :func:`_weigh` and :func:`_walk` are compiled for.
     """
@@ -237,7 +237,7 @@ class _Weighed(NamedTuple):
     p: tuple[Tensor, Tensor]
     q: tuple[Tensor, Tensor] | None
     likeliest: Tensor
-    index: Tensor | None
+    entries: Tensor | None
     faults: dict[str, Tensor]
     how: dict[str, Any]
 
@@ -259,7 +259,7 @@ def exact_walk(scores: Tensor, inputs: Any) -> dict[str, Any]:
         count, width - 1, width, *uniforms.stride()[:2], HAS_DRAWN=tree.drawn is not None, **weighed.how,
     )  # fmt: skip
     q, q_total = weighed.q or (None, None)
-    rest = Rest(weighed.p[0], end, of_end, refused, q, end_row, weighed.index)
+    rest = Rest(weighed.p[0], end, of_end, refused, q, end_row, weighed.entries)
     _draw_left(rest, weighed.p[1], q_total, uniforms, tokens, accepted, weighed.likeliest)
     return {
         "path": path, "accepted": accepted, "tokens": tokens, "sources": sources, "first_choices": first_choices,
