@@ -23,8 +23,8 @@ from tests.tree_rounds import assert_same, drawn_tree, verdict_of
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"  # see tests/conftest.py
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
 OF_RULES = (
-    "accept_prob_under", "biased_sampled", "child_offsets", "completes_ngram", "divergence_rows", "draw_rest",
-    "repeating_tokens", "residual_mass",
+    "accept_prob_under", "accepted_path", "biased_sampled", "child_offsets", "completes_ngram", "divergence_rows",
+    "draw_rest", "repeating_tokens", "residual_mass",
 )  # fmt: skip
 UNIFORMS = (0.0, 0.321, 1.0 - 2**-24)
 
