@@ -22,7 +22,7 @@ from fsd_core.divergence import divergence, divergence_rows
 from fsd_core.functional import wide
 from fsd_infer.rules.distributions import OutputDistribution, VocabFunction, biased
 from fsd_infer.rules.inputs import CHILD, TOKEN, RuleInputs
-from fsd_infer.rules.verification import FORKS, TokenOrigin, Verdict, row_index
+from fsd_infer.rules.verification import TokenOrigin, Verdict, row_index
 from fsd_infer.rules.vocab_rows import VocabRows
 
 
@@ -339,7 +339,7 @@ class _Walk:
         """Return what may be wrong with the round, see :attr:`Verdict.faults`."""
         inputs, tree, faults = self.inputs, self.tree, dict(self.non_finite)
         if inputs.is_chain and self.outputs:
-            faults[FORKS] = (tree.is_child.sum(-1) > 1).any(1, keepdim=True)
+            faults[sampling.FORKS] = (tree.is_child.sum(-1) > 1).any(1, keepdim=True)
         return faults
 
     def _undrafted(self) -> Verdict:

@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fsd_core.sampling import TINY, Rest
+from fsd_core.sampling import FORKS, TINY, Rest
 from fsd_infer.backends.cuda.compare import RESIDUAL, compare, with_totals
 from fsd_infer.backends.cuda.draws import draw_left
 from fsd_infer.backends.cuda.kernels import row_pass
-from fsd_infer.rules.verification import FORKS
 
 MAX_NODES = 128  # of a tree: programs hold matrices of nodes
 _TINY = tl.constexpr(TINY)
