@@ -266,8 +266,9 @@ def _weighed(scores: Tensor, inputs: Any) -> _Weighed:
         right.view(torch.uint8), count, columns, rows, drafted, depth, batch * count, REDUCED=index is not None, **how,
     )  # fmt: skip
     wrong = right.logical_not_()
-    faults = {"the target's logits": wrong[0], "the drafter's logits": wrong[2]}
+    faults = {"the target's logits": wrong[0]}
     faults |= {"the target's processed logits": wrong[1]} if raw is not highest else {}
+    faults |= {"the drafter's logits": wrong[2]}
     faults |= {FORKS: wrong[3]} if inputs.is_chain else {}
     return _Weighed(fields, found, p, q, likeliest, index, faults, how)
 
