@@ -67,14 +67,14 @@ def test_a_row_is_sampled_by_inverse_cdf(columns: int) -> None:
 @pytest.mark.parametrize("drafted", [12, None])
 def test_a_sampled_round_walks_as_in_torch(drafted: int | None, kind: str) -> None:
     """Logits of two types, processed ones with a top-k mask, and faults, which verdicts carry."""
-    tree, p = drawn_tree(kind, drafted, torch.float32, 6), torch.randn(6, 8, 23).mul(2)
+    tree, p = drawn_tree(kind, drafted, torch.float32, 4), torch.randn(4, 8, 23).mul(2)
     for processed in (False, True):
-        logits, uniforms = p.to(torch.bfloat16, copy=True), torch.rand(6, 9, 3)[:, :8]
+        logits, uniforms = p.to(torch.bfloat16, copy=True), torch.rand(4, 9, 3)[:, :8]
         scores = logits.float().masked_fill(p < 0, -torch.inf).div(0.7) if processed else logits
         round = RoundInput(tree, logits, scores, False, uniforms)
         for broken in (False, True)[: 1 + processed]:
             if broken:
-                logits[5, 3, 7], tree.q_logits[2], tree.q_index[2, 1] = torch.nan, torch.inf, 1
+                logits[3, 3, 7], tree.q_logits[2], tree.q_index[2, 1] = torch.nan, torch.inf, 1
             inputs = (on_device(round) for _ in range(2))
             found = functions.exact_walk(scores.to(DEVICE), next(inputs))
             expected = in_torch(exact_walk)(scores.to(DEVICE), next(inputs))  # type: ignore[operator]

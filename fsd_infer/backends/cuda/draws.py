@@ -12,9 +12,7 @@ from torch import Tensor
 
 from fsd_core.sampling import Rest
 from fsd_infer.backends.cuda.compare import with_totals
-from fsd_infer.backends.cuda.kernels import read_chunks
-
-_CHUNK = 4096  # numbers of a program over the vocabulary
+from fsd_infer.backends.cuda.kernels import chunks_of, read_chunks
 
 
 @triton.jit
@@ -160,7 +158,7 @@ def draw_left(
     """
     p, q = rest.p_logits, rest.q_logits if rest.q_index is not None else None
     (batch, count, columns), (rows, drafted) = p.shape, (0, 0) if q is None else q.shape[1:]
-    chunks = triton.cdiv(columns, _CHUNK)
+    block, chunks = chunks_of(columns)
     sums = torch.empty(batch, chunks, device=p.device)
     refused = rest.refused.contiguous()
     given = (
@@ -169,7 +167,7 @@ def draw_left(
         rest.nodes if rest.q_index is None else rest.q_index.contiguous(), sums,
     )  # fmt: skip
     sizes = count, columns, rows, drafted, refused.shape[1], chunks
-    kind = {"SAMPLED": q is not None, "REDUCED": rest.draft_ids is not None, "BLOCK": _CHUNK, "num_warps": 8}
+    kind = {"SAMPLED": q is not None, "REDUCED": rest.draft_ids is not None, "BLOCK": block, "num_warps": 8}
     _left_sums[batch, chunks](*given, *sizes, **kind)
     of_walk = places is not None
     _draw[(batch,)](

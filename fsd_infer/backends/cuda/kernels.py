@@ -92,6 +92,12 @@ def _join(WHERE, KEYS, SUMS, VALUES, IDS, TOTALS, chunks, COUNT: tl.constexpr, C
         keys = tl.where(keys == best, _MIN, keys)
 
 
+def chunks_of(columns: int) -> tuple[int, int]:
+    """Return how many numbers of a row a program takes, and how many programs take the row."""
+    block = min(_CHUNK, max(64, triton.next_power_of_2(columns)))
+    return block, triton.cdiv(columns, block)
+
+
 def read_chunks(logits: Tensor, count: int, where: Tensor | None) -> tuple[Tensor, Tensor, Tensor, int]:
     """Read rows [..., V] in chunks; ``count`` and ``where`` as of :func:`row_pass`.
 
@@ -103,8 +109,7 @@ def read_chunks(logits: Tensor, count: int, where: Tensor | None) -> tuple[Tenso
     flat = logits.reshape(-1, logits.shape[-1])
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
     number, columns = flat.shape
-    block = min(_CHUNK, max(64, triton.next_power_of_2(columns)))
-    chunks = triton.cdiv(columns, block)
+    block, chunks = chunks_of(columns)
     keys = torch.empty(number, chunks, count, dtype=torch.int64, device=flat.device)
     sums = torch.empty(number, chunks, 3, dtype=torch.float32, device=flat.device)
     chosen = sums if where is None else where.expand(shape).contiguous().view(torch.uint8)

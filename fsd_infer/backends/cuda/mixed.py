@@ -8,9 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fsd_core.sampling import ACCEPT_IF_SURE, ACCEPT_IF_UNSURE, MIN_REST, MixedChildren
-from fsd_infer.backends.cuda.kernels import topk_logprobs
-
-_COPIED = 4096  # numbers of a program that copies
+from fsd_infer.backends.cuda.kernels import chunks_of, topk_logprobs
 
 
 @triton.jit
@@ -88,7 +86,6 @@ def mixed_children(
     )  # fmt: skip
     flat = scores.reshape(-1, columns)
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
-    _without[len(flat), triton.cdiv(columns, _COPIED)](
-        flat, fixed, outside, columns, width, flat.stride(0), BLOCK=_COPIED, num_warps=4
-    )
+    block, chunks = chunks_of(columns)
+    _without[len(flat), chunks](flat, fixed, outside, columns, width, flat.stride(0), BLOCK=block, num_warps=4)
     return MixedChildren(log_q, entries, drawn, fixed, outside, now_reserved, left)
