@@ -30,8 +30,9 @@ MIN_WRONG = 0.001  # probability that all steps of the main drafter from a node 
 KERNELS: dict[str, dict[str, Callable[..., Any]]] = {
     name: {}
     for name in (
-        "accepted_and_expected", "ancestors", "block_accept_probs", "child_offsets", "divergence_rows", "draw_rest",
-        "drawn_weights", "exact_walk", "host_max", "host_nonzero", "keep_nodes", "keep_top_k", "mixed_children",
+        "accept_prob_under", "accepted_and_expected", "accepted_path", "ancestors", "biased_sampled",
+        "block_accept_probs", "child_offsets", "completes_ngram", "divergence_rows", "draw_rest", "drawn_weights",
+        "exact_walk", "host_max", "host_nonzero", "keep_nodes", "keep_top_k", "mixed_children", "repeating_tokens",
         "residual_mass", "row_entropy", "row_max", "row_stats", "sample_rows", "search_clipped", "slot_masks",
         "topk_logprobs", "tree_union",
     )

@@ -15,6 +15,7 @@ from fsd_core.functional import at_nodes, replaceable, topk_logprobs, wide
 ACCEPT_IF_UNSURE, ACCEPT_IF_SURE = 0.2, 0.95
 MIN_REST = 1e-3  # a smaller rest of q is rounding
 TINY = 1e-30  # in place of 0 as a divisor
+FORKS = "drafts drawn from q"  # the fault of sampled drafts that form no chain
 
 
 @replaceable

@@ -15,12 +15,17 @@ from fsd_core import functional, sampling
 from fsd_core.divergence import divergence, divergence_rows
 from fsd_infer.backends.cuda import functions
 from fsd_infer.backends.cuda.compare import KINDS
-from fsd_infer.rules import RoundInput, RuleInputs
+from fsd_infer.rules import RoundInput, RuleInputs, TokenHistory, parse_rule
+from fsd_infer.rules.texts import completes_ngram, repeating_tokens
 from fsd_infer.rules.walk import exact_walk
-from tests.tree_rounds import drawn_tree
+from tests.tree_rounds import assert_same, drawn_tree, verdict_of
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"  # see tests/conftest.py
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
+OF_RULES = (
+    "accept_prob_under", "accepted_path", "biased_sampled", "child_offsets", "completes_ngram", "divergence_rows",
+    "draw_rest", "repeating_tokens", "residual_mass",
+)  # fmt: skip
 UNIFORMS = (0.0, 0.321, 1.0 - 2**-24)
 
 
@@ -62,14 +67,14 @@ def test_a_row_is_sampled_by_inverse_cdf(columns: int) -> None:
 @pytest.mark.parametrize("drafted", [12, None])
 def test_a_sampled_round_walks_as_in_torch(drafted: int | None, kind: str) -> None:
     """Logits of two types, processed ones with a top-k mask, and faults, which verdicts carry."""
-    tree, p = drawn_tree(kind, drafted, torch.float32, 6), torch.randn(6, 8, 23).mul(2)
+    tree, p = drawn_tree(kind, drafted, torch.float32, 4), torch.randn(4, 8, 23).mul(2)
     for processed in (False, True):
-        logits, uniforms = p.to(torch.bfloat16, copy=True), torch.rand(6, 9, 3)[:, :8]
+        logits, uniforms = p.to(torch.bfloat16, copy=True), torch.rand(4, 9, 3)[:, :8]
         scores = logits.float().masked_fill(p < 0, -torch.inf).div(0.7) if processed else logits
         round = RoundInput(tree, logits, scores, False, uniforms)
         for broken in (False, True)[: 1 + processed]:
             if broken:
-                logits[5, 3, 7], tree.q_logits[2], tree.q_index[2, 1] = torch.nan, torch.inf, 1
+                logits[3, 3, 7], tree.q_logits[2], tree.q_index[2, 1] = torch.nan, torch.inf, 1
             inputs = (on_device(round) for _ in range(2))
             found = functions.exact_walk(scores.to(DEVICE), next(inputs))
             expected = in_torch(exact_walk)(scores.to(DEVICE), next(inputs))  # type: ignore[operator]
@@ -143,3 +148,41 @@ def test_parts_of_trees_and_the_intervals_of_siblings() -> None:
             assert one is other is None or torch.equal(one, other)
     siblings = given[7], given[8], given[1]
     torch.testing.assert_close(functions.child_offsets(*siblings), in_torch(sampling.child_offsets)(*siblings))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", ["tree", "chain", "likely tokens"])
+@pytest.mark.parametrize("spec", ["tilted:1", "fuzzy:js:0.3", "relaxed:3:0.1"])
+def test_rules_decide_as_in_torch(spec: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of some hundred tokens, of none before the root, and of few ids: many n-grams are repeated."""
+    tree, logits = drawn_tree(kind, 12 if kind == "tree" else None, torch.float32, 3), torch.randn(3, 8, 23)
+    tree.tokens[1:, 1:] %= 3
+    texts = TokenHistory([[5] * n + torch.randint(0, 3, (m,)).tolist() + [int(x)] for n, m, x in
+                          zip((0, 0, 9), (0, 300, 2), tree.tokens[:, 0])])  # fmt: skip
+    round = RoundInput(tree, logits, logits, False, torch.rand(3, 8, 3), texts=texts)
+    verdicts = []
+    for in_triton in (True, False):
+        for name in OF_RULES:
+            if in_triton:
+                monkeypatch.setitem(functional.KERNELS[name], "cpu", getattr(functions, name))
+            else:
+                monkeypatch.delitem(functional.KERNELS[name], "cpu")
+        verdicts.append(verdict_of(parse_rule(spec), replace(round, tree=replace(tree))))
+    assert_same(*verdicts)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_ngrams_of_text_and_path(n: int) -> None:
+    tree = drawn_tree("tree", None, torch.float32, 3)
+    tree.tokens %= 3
+    answers = [[*torch.randint(0, 3, (m,)).tolist(), int(x)] for m, x in zip((0, 30, 2), tree.tokens[:, 0])]
+    texts, tree = (
+        TokenHistory(answers, device=DEVICE),
+        replace(tree, tokens=tree.tokens.to(DEVICE), parents=tree.parents.to(DEVICE)),
+    )
+    given = tree.tokens, texts, tree, n
+    assert torch.equal(functions.completes_ngram(*given), in_torch(completes_ngram)(*given))  # type: ignore[operator]
+    rows, nodes = torch.tensor([0, 1, 1, 2]).to(DEVICE), torch.tensor([4, 0, 7, 5]).to(DEVICE)
+    for columns in (None, torch.tensor([2, -1, 0], device=DEVICE)):
+        found = functions.repeating_tokens(rows, nodes, texts, tree, n, 4, columns)
+        assert torch.equal(found, in_torch(repeating_tokens)(rows, nodes, texts, tree, n, 4, columns))  # type: ignore[operator]
+        assert found.any() and not found[:, 3].any()

@@ -213,7 +213,7 @@ def test_repeated_n_grams_are_found_in_answer_and_path(n: int) -> None:
         grown.append(tokens, counts)
         mask = repeats_ngram(grown, round.tree, n)
         rows, nodes = torch.arange(6).repeat_interleave(9), torch.arange(9).repeat(6)
-        following = repeating_tokens(grown, round.tree, rows, nodes, n, 4).view(6, 9, 4)
+        following = repeating_tokens(rows, nodes, grown, round.tree, n, 4).view(6, 9, 4)
         for row, answer in enumerate(answers):
             for way in ways(round.tree, row):
                 text = answer + [int(round.tree.tokens[row, node]) for node in way[1:]]

@@ -23,8 +23,8 @@ from triton.runtime.jit import JITFunction
 from benchmarks.few_rows import TILES, product
 from fsd_core.divergence import divergence
 from fsd_core.sampling import Rest
-from fsd_infer.backends.cuda import attention, clipped, compare, functions, kernels, layer, sampled, trees, walk
-from fsd_infer.rules import RoundInput, RuleInputs
+from fsd_infer.backends.cuda import attention, clipped, compare, draws, functions, kernels, layer, mixed, trees, walk
+from fsd_infer.rules import RoundInput, RuleInputs, TokenHistory
 from fsd_infer.trees.tree import DraftTree
 
 TYPES = {
@@ -125,15 +125,29 @@ def launch_all(compiler: Compiler, widths: list[int], dtypes: list[torch.dtype],
             walk.exact_walk(logits := torch.empty(1, count, 128256, dtype=dtype), sampled_inputs(logits))
         draft = torch.empty(1, 10, 32000, dtype=dtype)
         accept, ancestors, free = torch.empty(1, 10), torch.ones(1, 10, 50, dtype=torch.bool), torch.tensor([60])
-        sampled.mixed_children(draft, 10, accept, ancestors, ancestors[:, 0], free, (1.0, 1.0), -4.0)
-        sampled.sample_rows(draft, accept, ancestors[..., 0])
+        mixed.mixed_children(draft, 10, accept, ancestors, ancestors[:, 0], free, (1.0, 1.0), -4.0)
+        draws.sample_rows(draft, accept, ancestors[..., 0])
     clipped.search_clipped(*torch.empty(3, 60, 128256), 24, 1e-5)
-    none, tree = torch.tensor([0]), sampled_inputs(torch.empty(1, 60, 128256)).tree
+    inputs = sampled_inputs(torch.empty(1, 60, 128256))
+    none, tree, wide = torch.tensor([0]), inputs.tree, torch.empty(1, 60, dtype=torch.double)
+    inputs.logprob_gap = inputs.log_p = inputs.log_q = tree.scores
+    inputs.is_drawn = tree.drawn
+    functions.accept_prob_under(wide, wide, wide, inputs)
+    functions.accepted_path(tree.drawn, inputs)
+    functions.biased_sampled(wide, inputs, tree.drawn)
+    texts, contexts = TokenHistory([[1] * 600]), slots[0]
+    functions.completes_ngram(tree.tokens, texts, tree, 4)
+    functions.repeating_tokens(0 * contexts, contexts, texts, tree, 4, 32001, contexts)
+    for count, columns in ((1, 32000), (10, 64)):
+        draft = torch.empty(1, count, columns)
+        accept, ancestors = torch.empty(1, count), torch.ones(1, count, 0, dtype=torch.bool)
+        mixed.mixed_children(draft, 10, accept, ancestors, ancestors[:, 0], none, (1.0, 1.0), -4.0)
+        draws.sample_rows(draft, accept, accept > 0)
     functions.keep_nodes(tree.tokens, tree.parents, tree.scores, tree.q_index, tree.tokens, tree.drawn, slots)
-    functions.child_offsets(torch.empty(1, 60, dtype=torch.double), tree.scores, slots)
+    functions.child_offsets(wide, tree.scores, slots)
     for kind in compare.KINDS[:-3] + compare.KINDS[-2:]:  # residuals are compared above
         functions.divergence_rows(torch.empty(60, 128256), torch.empty(60, 128256), divergence(kind))
-    walk.draw_rest(Rest(torch.empty(1, 1, 128256), none, torch.ones(1), slots), torch.empty(1))
+    draws.draw_rest(Rest(torch.empty(1, 1, 128256), none, torch.ones(1), slots), torch.empty(1))
 
 
 def sampled_inputs(logits: Tensor) -> RuleInputs:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsd_core import sampling
+from fsd_core import functional, sampling
 from fsd_core.errors import FsdError
 from fsd_core.former import warn_renamed
 from fsd_core.functional import wide
@@ -333,9 +333,15 @@ def biased(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> BiasedOut
         logit_bias: [B, N] nats per draft; inf restricts p to such children, -inf keeps r = p.
         applies: [B, N] bool; contexts that may have the distribution.
     """
-    logit_bias = logit_bias.masked_fill(inputs.logprob_gap == math.inf, 0.0)  # never what the processed target forbids
-    applies = applies & inputs.any_child(logit_bias > 0)
-    return (_biased_greedy if inputs.greedy else _biased_sampled)(inputs, logit_bias, applies)
+    if not inputs.greedy:
+        return BiasedOutput(*biased_sampled(logit_bias, inputs, applies))
+    return _biased_greedy(inputs, *_allowed(logit_bias, inputs, applies))
+
+
+def _allowed(logit_bias: Tensor, inputs: RuleInputs, applies: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bias without what the processed target forbids, and where it favours a child."""
+    logit_bias = logit_bias.masked_fill(inputs.logprob_gap == math.inf, 0.0)
+    return logit_bias, applies & inputs.any_child(logit_bias > 0)
 
 
 def _biased_greedy(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> BiasedOutput:
@@ -352,12 +358,14 @@ def _biased_greedy(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> B
     return BiasedOutput(applies, r, cost)
 
 
-def _biased_sampled(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> BiasedOutput:
-    """:func:`biased` above temperature 0.
+@functional.replaceable
+def biased_sampled(logit_bias: Tensor, inputs: RuleInputs, applies: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`biased` above temperature 0: the fields of its result.
 
     Works with logarithms in the device's widest type: p(C) and e^-bias may underflow at a low temperature.
     """
     dtype, inf = wide(logit_bias.device), math.inf
+    logit_bias, applies = _allowed(logit_bias, inputs, applies)
     logit_bias, log_p = logit_bias.to(dtype), inputs.log_p.to(dtype)
     keeps_p = logit_bias == -inf
     restricted = inputs.any_child(logit_bias == inf)  # contexts where p is restricted to such children
@@ -371,4 +379,4 @@ def _biased_sampled(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> 
     r = log_r.exp()
     cost = ((undrafted + log_scale).exp() * log_scale).masked_fill(undrafted == -inf, 0.0)
     cost = (cost + inputs.sum_children((r * (log_r - log_p)).masked_fill(r == 0, 0.0))).clamp_min(0.0)
-    return BiasedOutput(applies & log_scale.isfinite(), r, cost)
+    return applies & log_scale.isfinite(), r, cost

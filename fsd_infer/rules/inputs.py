@@ -212,14 +212,7 @@ class RuleInputs(Renamed):
             log_r: [B, N] its logarithm.
             residual: [B, N] Σ (r - q)+ of each context with a drawn child and others.
         """
-        passes = (log_r - self.log_q).clamp_max(0.0).to(r.dtype).exp().masked_fill(~self.is_drawn, 0.0)
-        if self.is_chain:
-            return torch.where(self.is_drawn, passes, r)
-        fails = 1.0 - self.at_parents(self.sum_children(passes))
-        rest = (r - self.log_q.to(r.dtype).exp()).clamp_min(0.0)
-        rest = rest / self.at_parents(residual).to(r.dtype).clamp_min(sampling.TINY)
-        fixed = torch.where(self.at_parents(self.has_drawn_child), fails * rest, r).clamp_max(1.0)
-        return torch.where(self.is_drawn, passes, fixed)
+        return accept_prob_under(r, log_r, residual, self)
 
     def divergence(self, measure: str | Divergence, processed: bool = False) -> Tensor:
         """D(p, q) at each context, infinite where no q is known.
@@ -300,3 +293,16 @@ class RuleInputs(Renamed):
         elif self.tree.parents.shape[1] > 1:
             wrong["the drafter's logits"] = self.tree.scores.isnan()
         return wrong
+
+
+@functional.replaceable
+def accept_prob_under(r: Tensor, log_r: Tensor, residual: Tensor, inputs: RuleInputs) -> Tensor:
+    """Compute :meth:`RuleInputs.accept_prob_under`."""
+    passes = (log_r - inputs.log_q).clamp_max(0.0).to(r.dtype).exp().masked_fill(~inputs.is_drawn, 0.0)
+    if inputs.is_chain:
+        return torch.where(inputs.is_drawn, passes, r)
+    fails = 1.0 - inputs.at_parents(inputs.sum_children(passes))
+    rest = (r - inputs.log_q.to(r.dtype).exp()).clamp_min(0.0)
+    rest = rest / inputs.at_parents(residual).to(r.dtype).clamp_min(sampling.TINY)
+    fixed = torch.where(inputs.at_parents(inputs.has_drawn_child), fails * rest, r).clamp_max(1.0)
+    return torch.where(inputs.is_drawn, passes, fixed)

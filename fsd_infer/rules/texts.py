@@ -120,6 +120,12 @@ def last_tokens(texts: TokenHistory, tree: DraftTree, count: int) -> Tensor:
 
 def repeats_ngram(texts: TokenHistory, tree: DraftTree, n: int) -> Tensor:
     """[B, N] bool; whether the node's token completes an n-gram that text and path had before it."""
+    return completes_ngram(tree.tokens, texts, tree, n)
+
+
+@functional.replaceable
+def completes_ngram(tokens: Tensor, texts: TokenHistory, tree: DraftTree, n: int) -> Tensor:
+    """Return :func:`repeats_ngram` of a tree with these tokens [B, N]."""
     last = last_tokens(texts, tree, n)
     above = tree.ancestors & (tree.depths[:, :, None] > tree.depths[:, None]) & (tree.depths > 0)[:, None]
     completes = (above & (last[:, :, None] == last[:, None]).all(-1)).any(-1)
@@ -133,8 +139,9 @@ def repeats_ngram(texts: TokenHistory, tree: DraftTree, n: int) -> Tensor:
     return completes & (tree.depths > 0)
 
 
+@functional.replaceable
 def repeating_tokens(
-    texts: TokenHistory, tree: DraftTree, rows: Tensor, nodes: Tensor, n: int, width: int, columns: Tensor | None = None
+    rows: Tensor, nodes: Tensor, texts: TokenHistory, tree: DraftTree, n: int, width: int, columns: Tensor | None = None
 ) -> Tensor:
     """[R, width] bool; which tokens would repeat an n-gram of text and path after these R nodes.
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fsd_core.errors import FsdError, NonFiniteLogitsError
 from fsd_core.former import FormerName, Renamed
+from fsd_core.sampling import FORKS
 from fsd_core.tensors import on_host, to_device
 from fsd_infer.rules.texts import TokenHistory
 from fsd_infer.trees.tree import DraftTree
@@ -97,7 +98,6 @@ class RoundInput(Renamed):
     max_accepted: Tensor | None = None
 
 
-FORKS = "drafts drawn from q"  # the fault of sampled drafts that form no chain
 _FAULT = "not finite: "  # begins the names of columns with faults
 _COLUMNS = {
     "path": torch.long, "accepted": torch.long, "tokens": torch.long, "sources": torch.long, "relaxed": torch.bool,

@@ -150,7 +150,7 @@ class VocabRows:
 
     def _find_repeating(self, n: int) -> Tensor:
         inputs, tree = self.inputs, self.inputs.tree
-        repeats = repeating_tokens(inputs.texts, tree, self.rows, self.nodes, n, inputs.round.scores.shape[-1])
+        repeats = repeating_tokens(self.rows, self.nodes, inputs.texts, tree, n, inputs.round.scores.shape[-1])
         if inputs.round.seen_ngrams is not None and not tree.sampled:
             copied = tree.is_child[self.rows, self.nodes] & inputs.repeats_ngram(n)[self.rows]  # [R, N]
             column = tree.tokens[self.rows].where(copied, repeats.shape[1])  # one more than there are, for the others
@@ -170,7 +170,7 @@ class ReducedVocabRows(VocabRows):
     def _ids(self) -> Tensor:
         ids = self.inputs.tree.draft_ids
         assert ids is not None
-        return ids
+        return ids.long()  # files may store narrower integers
 
     @cached_property
     def scores(self) -> Tensor:
@@ -202,7 +202,7 @@ class ReducedVocabRows(VocabRows):
         if inputs.round.seen_ngrams is not None and not inputs.tree.sampled:
             return torch.nn.functional.pad(super()._find_repeating(n)[:, self._ids], (0, 1))
         width, texts = len(self._ids) + 1, inputs.texts
-        return repeating_tokens(texts, inputs.tree, self.rows, self.nodes, n, width, inputs.draft_index)
+        return repeating_tokens(self.rows, self.nodes, texts, inputs.tree, n, width, inputs.draft_index)
 
     def of_drafts(self, r: Tensor, slot: Tensor) -> Tensor:
         entries, width = self.inputs.draft_entries, r.shape[1]

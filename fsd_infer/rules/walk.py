@@ -22,7 +22,7 @@ from fsd_core.divergence import divergence, divergence_rows
 from fsd_core.functional import wide
 from fsd_infer.rules.distributions import OutputDistribution, VocabFunction, biased
 from fsd_infer.rules.inputs import CHILD, TOKEN, RuleInputs
-from fsd_infer.rules.verification import FORKS, TokenOrigin, Verdict, row_index
+from fsd_infer.rules.verification import TokenOrigin, Verdict, row_index
 from fsd_infer.rules.vocab_rows import VocabRows
 
 
@@ -49,6 +49,30 @@ def exact_walk(scores: Tensor, inputs: RuleInputs) -> dict[str, Any]:
     """
     output = OutputDistribution(inputs, torch.zeros_like(inputs.tree.is_draft), in_blocks=True)
     return vars(_Walk(inputs, [(output, list(range(len(scores))))], None).verdict())
+
+
+@functional.replaceable
+def accepted_path(follows: Tensor, inputs: RuleInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the path of the nodes that follow their parents, as all their ancestors do.
+
+    Args:
+        follows: [B, N] bool, any value at the root.
+        inputs: of a round with drafts.
+
+    Returns:
+        [B, D+1] nodes, padded with the last; [B, 1] how many drafts they are; [B, 1] the last; [B, D+1] their
+        :attr:`.DraftTree.first_choices`, -1 in the padding.
+    """
+    tree, width = inputs.tree, inputs.tree.max_depth + 1
+    follows[:, 0] = True  # the root
+    reached = (tree.ancestors & ~follows[:, None]).any(-1).logical_not_()
+    accepted = reached.sum(1, keepdim=True) - 1
+    end = (reached * inputs.nodes).amax(1, keepdim=True)
+    # scatter by depth; unreached nodes write the end to the end's column
+    columns, nodes = torch.where(reached, tree.depths, accepted), torch.where(reached, inputs.nodes, end)
+    path = end.expand(-1, width).scatter(1, columns, nodes)
+    first_choices = tree.first_choices.gather(1, path).masked_fill_(inputs.nodes[:width] > accepted, -1)
+    return path, accepted, end, first_choices
 
 
 def affordable(inputs: RuleInputs, cost: Tensor, budget: Tensor) -> Tensor:
@@ -209,9 +233,7 @@ class _Walk:
         if self.tree.parents.shape[1] == 1:
             return self._undrafted()
         lossy, follows, follows_under_p = self._picked()
-        follows[:, 0] = True  # the root
-        reached = (self.tree.ancestors & ~follows[:, None]).any(-1).logical_not_()
-        return self._gathered(reached, lossy, follows_under_p)
+        return self._gathered(follows, lossy, follows_under_p)
 
     def _picked(self) -> tuple[Tensor, Tensor, Tensor]:
         """Decide at every context at once which child follows, as if the walk came there.
@@ -231,13 +253,11 @@ class _Walk:
         offset = sampling.child_offsets(prob, inputs.uniforms(CHILD), self.tree.parents)
         return lossy, (offset >= 0) & (offset < prob), offset < self.p_draft
 
-    def _gathered(self, reached: Tensor, lossy: Tensor, follows_under_p: Tensor) -> Verdict:
-        """Gather the verdict along the path, whose nodes are ``reached`` [B, N]. Others as of :meth:`_picked`."""
+    def _gathered(self, follows: Tensor, lossy: Tensor, follows_under_p: Tensor) -> Verdict:
+        """Gather the verdict along the path. Arguments as of :meth:`_picked`."""
         tree, inputs, width = self.tree, self.inputs, self.tree.max_depth + 1
         steps = inputs.nodes[:width]  # [D+1] 0, 1, … along the path
-        accepted = reached.sum(1, keepdim=True) - 1  # [B, 1] drafts
-        end = (reached * inputs.nodes).amax(1, keepdim=True)  # [B, 1] the path's last node
-        path = self._path(reached, accepted, end, width)
+        path, accepted, end, first = accepted_path(follows, inputs)
         following = torch.cat([path[:, 1:], end], 1)  # [B, D+1] the node that follows each of the path
         is_last, is_padding = steps == accepted, steps > accepted
         tokens = torch.where(is_last, self._final(end, lossy), tree.tokens.gather(1, following))
@@ -250,7 +270,6 @@ class _Walk:
             spent = self.cost.gather(1, path).masked_fill_(~is_lossy, 0.0)
             not_under_p = torch.where(is_last, self._final_is_dense(), ~follows_under_p.gather(1, following))
             sources = sources.masked_fill(not_under_p & is_lossy, int(TokenOrigin.GATE))
-        first = tree.first_choices.gather(1, path).masked_fill_(is_padding, -1)
         logprob_gap = inputs.logprob_gap.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
         return Verdict(
             path=path,
@@ -264,13 +283,6 @@ class _Walk:
             proposers=tree.proposers,
             faults=self._faults(),
         )
-
-    def _path(self, reached: Tensor, accepted: Tensor, end: Tensor, width: int) -> Tensor:
-        """Return the reached nodes [B, N] in order, [B, ``width``], padded with the last, ``end`` [B, 1]."""
-        # scatter by depth; unreached nodes write the end to the end's column
-        columns = torch.where(reached, self.tree.depths, accepted)
-        nodes = torch.where(reached, self.inputs.nodes, end)
-        return end.expand(-1, width).scatter(1, columns, nodes)
 
     def _final(self, end: Tensor, lossy: Tensor) -> Tensor:
         """Draw the token after the path, [B, 1]: none of the drafts at the path's end ``end`` [B, 1]."""
@@ -327,7 +339,7 @@ class _Walk:
         """Return what may be wrong with the round, see :attr:`Verdict.faults`."""
         inputs, tree, faults = self.inputs, self.tree, dict(self.non_finite)
         if inputs.is_chain and self.outputs:
-            faults[FORKS] = (tree.is_child.sum(-1) > 1).any(1, keepdim=True)
+            faults[sampling.FORKS] = (tree.is_child.sum(-1) > 1).any(1, keepdim=True)
         return faults
 
     def _undrafted(self) -> Verdict:

@@ -13,13 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fsd_core.divergence import LN2, ZERO
-from fsd_infer.backends.cuda.kernels import row_pass
+from fsd_infer.backends.cuda.kernels import chunks_of, row_pass
 
 RESIDUAL = "residual"  # Σ (w·p - q)+, beside the names of divergences
 OUTSIDE = {"kl_qp": 0.0, "js": LN2 / 2, "tv": 0.5, RESIDUAL: 1.0}  # a token's term per p where q is 0
 KINDS = (*OUTSIDE, "kl_pq", "ag")
 _MOST = {"js": LN2, "tv": 1.0, RESIDUAL: 1.0}
-_CHUNK = 4096  # tokens of a program
 _ZERO, _LN2 = tl.constexpr(ZERO), tl.constexpr(LN2)
 
 
@@ -117,12 +116,12 @@ def compare(
     numbers = p[1] if weight is None else weight.contiguous()
     out = torch.empty(p[1].shape, dtype=numbers.dtype, device=p[1].device)
     index = out if q_index is None else q_index.contiguous()
-    chunks = triton.cdiv(drafted, _CHUNK)
+    block, chunks = chunks_of(drafted)
     parts = torch.empty(out.numel(), chunks, 2, device=out.device)
     how = {"INDEXED": q_index is not None, "REDUCED": draft_ids is not None}
     _compare[out.numel(), chunks](
         *p, *q, out if draft_ids is None else draft_ids.contiguous(), index, numbers, parts,
-        p[1].shape[-1], columns, rows, drafted, chunks, KIND=kind, BLOCK=_CHUNK, num_warps=8, **how,
+        p[1].shape[-1], columns, rows, drafted, chunks, KIND=kind, BLOCK=block, num_warps=8, **how,
     )  # fmt: skip
     _sum[(out.numel(),)](
         parts, index, numbers, out, chunks, OUTSIDE.get(kind, 0.0), _MOST.get(kind, math.inf),

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fsd_core import functional
 from fsd_core.sampling import Rest
-from fsd_infer.backends.cuda import clipped, compare, kernels, sampled, trees, walk
+from fsd_infer.backends.cuda import clipped, compare, draws, kernels, mixed, rules, trees, walk
 
+_LONGEST_NGRAM = 16  # for which a kernel's loops are unrolled
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -83,18 +84,41 @@ def keep_nodes(tokens: Tensor, parents: Tensor, scores: Tensor, *others: Any) ->
 
 
 def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Any:
-    return sampled.sample_rows(logits, uniforms, where) if _takes(logits) else NotImplemented
+    return draws.sample_rows(logits, uniforms, where) if _takes(logits) else NotImplemented
 
 
 def mixed_children(scores: Tensor, width: int, accept_log_probs: Tensor, *others: Any) -> Any:
     takes = _takes(scores) and width <= kernels.MAX_LIKELY and accept_log_probs.dtype == torch.float32
-    return sampled.mixed_children(scores, width, accept_log_probs, *others) if takes else NotImplemented
+    return mixed.mixed_children(scores, width, accept_log_probs, *others) if takes else NotImplemented
 
 
 def draw_rest(rest: Rest, uniforms: Tensor) -> Any:
     of_q = () if rest.q_logits is None or not rest.q_logits.shape[1] else (rest.q_logits,)
     rest = rest if of_q else rest._replace(q_logits=None, q_index=None, draft_ids=None)
-    return walk.draw_rest(rest, uniforms) if _takes(rest.p_logits, *of_q) else NotImplemented
+    return draws.draw_rest(rest, uniforms) if _takes(rest.p_logits, *of_q) else NotImplemented
+
+
+def completes_ngram(tokens: Tensor, texts: Any, tree: Any, n: int) -> Any:
+    return rules.completes_ngram(tokens, texts, tree, n) if n <= _LONGEST_NGRAM else NotImplemented
+
+
+def repeating_tokens(rows: Tensor, nodes: Tensor, texts: Any, tree: Any, n: int, *others: Any) -> Any:
+    return rules.repeating_tokens(rows, nodes, texts, tree, n, *others) if n <= _LONGEST_NGRAM else NotImplemented
+
+
+def biased_sampled(logit_bias: Tensor, inputs: Any, applies: Tensor) -> Any:
+    takes = 1 < logit_bias.shape[1] <= walk.MAX_NODES
+    return rules.biased_sampled(logit_bias, inputs, applies) if takes else NotImplemented
+
+
+def accept_prob_under(r: Tensor, log_r: Tensor, residual: Tensor, inputs: Any) -> Any:
+    takes = 1 < r.shape[1] <= walk.MAX_NODES
+    return rules.accept_prob_under(r, log_r, residual, inputs) if takes else NotImplemented
+
+
+def accepted_path(follows: Tensor, inputs: Any) -> Any:
+    takes = follows.shape[1] <= walk.MAX_NODES
+    return walk.accepted_path(follows, inputs.tree) if takes else NotImplemented
 
 
 def exact_walk(scores: Tensor, inputs: Any) -> Any:
@@ -119,6 +143,7 @@ def register(device: str) -> None:
     for kernel in (
         row_max, row_stats, row_entropy, topk_logprobs, search_clipped, ancestors, slot_masks, sample_rows,
         mixed_children, draw_rest, exact_walk, divergence_rows, residual_mass, child_offsets, keep_nodes,
+        accepted_path, completes_ngram, repeating_tokens, biased_sampled, accept_prob_under,
     ):  # fmt: skip
         functional.register(kernel.__name__, device, _where_it_lies(kernel))
 

@@ -79,16 +79,23 @@ def _join(WHERE, KEYS, SUMS, VALUES, IDS, TOTALS, chunks, COUNT: tl.constexpr, C
     weight = tl.where(part > 0, tl.exp(shift), 0.0)
     whole = tl.sum(weight * part, 0)
     mean = tl.sum(weight * (moment + shift * part), 0) / whole
-    total = highest + tl.log(whole)
+    keys = tl.load(KEYS + row * chunks * COUNT + place, mask=place < chunks * COUNT, other=_MIN)
+    largest = _numbers(tl.max(keys, 0))  # NaN if the row has one
+    total = tl.where(tl.abs(largest) < float("inf"), highest + tl.log(whole), largest)
     tl.store(TOTALS + 2 * row, total)
     tl.store(TOTALS + 2 * row + 1, tl.log(whole) - mean)
-    keys = tl.load(KEYS + row * chunks * COUNT + place, mask=place < chunks * COUNT, other=_MIN)
     for rank in tl.static_range(COUNT):
         best = tl.max(keys, 0)
         value = _numbers(best) - total if LOG_PROBS else _numbers(best)
         tl.store(VALUES + row * COUNT + rank, value)
         tl.store(IDS + row * COUNT + rank, tl.where(known, 0x7FFFFFFF - (best & 0x7FFFFFFF), 0))
         keys = tl.where(keys == best, _MIN, keys)
+
+
+def chunks_of(columns: int) -> tuple[int, int]:
+    """Return how many numbers of a row a program takes, and how many programs take the row."""
+    block = min(_CHUNK, max(64, triton.next_power_of_2(columns)))
+    return block, triton.cdiv(columns, block)
 
 
 def read_chunks(logits: Tensor, count: int, where: Tensor | None) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -102,8 +109,7 @@ def read_chunks(logits: Tensor, count: int, where: Tensor | None) -> tuple[Tenso
     flat = logits.reshape(-1, logits.shape[-1])
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
     number, columns = flat.shape
-    block = min(_CHUNK, max(64, triton.next_power_of_2(columns)))
-    chunks = triton.cdiv(columns, block)
+    block, chunks = chunks_of(columns)
     keys = torch.empty(number, chunks, count, dtype=torch.int64, device=flat.device)
     sums = torch.empty(number, chunks, 3, dtype=torch.float32, device=flat.device)
     chosen = sums if where is None else where.expand(shape).contiguous().view(torch.uint8)
@@ -127,8 +133,9 @@ def row_pass(
         log_probs: return ln softmax of the largest numbers in their place.
 
     Returns:
-        The largest numbers [..., count] in fp32, falling, and their tokens in int64; each row's ln Σ exp and the
-        entropy of its softmax in nats, [...] in fp32. A row with a NaN has NaN first.
+        The largest numbers [..., count] in fp32, falling, and their tokens in int64; each row's ln Σ exp, or its
+        largest number if that is infinite or NaN, and the entropy of its softmax in nats, [...] in fp32. A row with a
+        NaN has NaN first.
     """
     shape, device = logits.shape[:-1], logits.device
     flat, keys, sums, _ = read_chunks(logits, count, where)
@@ -161,8 +168,7 @@ def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
 def row_stats(logits: Tensor, where: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return :func:`row_max` and each row's ln Σ exp, or its largest number if that is infinite or NaN."""
     values, ids, total, _ = row_pass(logits, 1, where)
-    highest = values[..., 0]
-    return highest, ids[..., 0], torch.where(highest.isfinite(), total, highest)
+    return values[..., 0], ids[..., 0], total
 
 
 def row_entropy(logits: Tensor, where: Tensor | None = None) -> Tensor:

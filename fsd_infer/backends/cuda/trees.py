@@ -5,6 +5,8 @@ torch takes ten or twenty.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -114,7 +116,7 @@ def keep_nodes(
     proposers: Tensor | None,
     drawn: Tensor | None,
     nodes: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, tuple[Tensor, Tensor]]:
+) -> tuple[Any, ...]:
     """Return :func:`fsd_core.functional.keep_nodes` of fields [B, N] and nodes [B, K]."""
     fields = [None if x is None else x.contiguous() for x in (tokens, parents, scores, q_index, proposers, drawn)]
     out = [None if x is None else torch.empty(nodes.shape, dtype=x.dtype, device=x.device) for x in fields]

@@ -13,14 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fsd_core.sampling import TINY, Rest
+from fsd_core.sampling import FORKS, TINY, Rest
 from fsd_infer.backends.cuda.compare import RESIDUAL, compare, with_totals
+from fsd_infer.backends.cuda.draws import draw_left
 from fsd_infer.backends.cuda.kernels import row_pass
-from fsd_infer.backends.cuda.sampled import interval, within
-from fsd_infer.rules.verification import FORKS
 
 MAX_NODES = 128  # of a tree: programs hold matrices of nodes
-_CHUNK = 4096  # numbers of a program over the vocabulary
 _TINY = tl.constexpr(TINY)
 
 
@@ -106,6 +104,56 @@ def _accept_probs(own, parent, is_draft, at, above, known, Q_INDEX, DRAWN, LOG_Q
 
 
 @triton.jit
+def _down(follows, parent, node, depth):
+    """Which nodes a walk reaches, how many there are up to each, the accepted drafts, and the path's last node."""
+    reached = node == 0
+    for _ in range(depth):
+        reached = (node == 0) | (follows & (tl.gather(reached.to(tl.int32), parent, 0) > 0))
+    step = tl.cumsum(reached.to(tl.int32), 0) - 1
+    return reached, step, tl.sum(reached.to(tl.int32), 0) - 1, tl.max(tl.where(reached, node, 0), 0)
+
+
+@triton.jit
+def _first_choices(parent, node, is_draft, score, at, known, DRAWN, HAS_DRAWN: tl.constexpr, BLOCK: tl.constexpr):
+    """Each node's best child that was not drawn, the first of equals; -1 for none."""
+    is_child = (parent[None, :] == node[:, None]) & is_draft[None, :]
+    if HAS_DRAWN:
+        is_child = is_child & (tl.load(DRAWN + at, mask=known, other=0) == 0)[None, :]
+    of_children = tl.where(is_child, score[None, :], -float("inf"))
+    is_best = is_child & (of_children == tl.max(of_children, 1)[:, None])
+    choice = tl.min(tl.where(is_best, node[None, :], BLOCK), 1)
+    return tl.where(choice < BLOCK, choice, -1)
+
+
+@triton.jit
+def _put_path(PATH, FIRST, ACCEPTED, END, tree, node, reached, step, accepted, end, choice, width,
+              BLOCK: tl.constexpr):  # fmt: skip
+    """Each step of the path is one node's; the rest is padding."""
+    start, padding = tree * width, tl.arange(0, BLOCK)
+    tl.store(PATH + start + step, node.to(tl.int64), mask=reached)
+    tl.store(FIRST + start + step, choice.to(tl.int64), mask=reached)
+    is_padding, none = (padding > accepted) & (padding < width), tl.zeros([BLOCK], tl.int64)
+    tl.store(PATH + start + padding, none + end, mask=is_padding)
+    tl.store(FIRST + start + padding, none - 1, mask=is_padding)
+    tl.store(ACCEPTED + tree, accepted.to(tl.int64))
+    tl.store(END + tree, end.to(tl.int64))
+
+
+@triton.jit
+def _path(FOLLOWS, PARENTS, SCORES, DRAWN, PATH, FIRST, ACCEPTED, END, count, depth, width,
+          HAS_DRAWN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    tree, node = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    at, known = tree * count + node, node < count
+    parent = tl.load(PARENTS + at, mask=known, other=0).to(tl.int32)
+    score = tl.load(SCORES + at, mask=known, other=-float("inf"))
+    is_draft = known & (node > 0) & (score != -float("inf"))
+    follows = tl.load(FOLLOWS + at, mask=known, other=0) != 0
+    reached, step, accepted, end = _down(follows, parent, node, depth)
+    choice = _first_choices(parent, node, is_draft, score, at, known, DRAWN, HAS_DRAWN, BLOCK)
+    _put_path(PATH, FIRST, ACCEPTED, END, tree, node, reached, step, accepted, end, choice, width, BLOCK)
+
+
+@triton.jit
 def _walk(TOKENS, PARENTS, SCORES, Q_INDEX, DRAWN, UNIFORMS, GAP, LOG_P, LOG_Q, WEIGHT, CHILD, Q_ROW, EXCESS,
           PATH, NEXT, SOURCES, FIRST, GAPS, ACCEPTED, END, OF_END, END_ROW, REFUSED,
           count, depth, width, row_stride, stride, SAMPLED: tl.constexpr, CHAIN: tl.constexpr,
@@ -129,94 +177,23 @@ def _walk(TOKENS, PARENTS, SCORES, Q_INDEX, DRAWN, UNIFORMS, GAP, LOG_P, LOG_Q, 
     uniform = tl.load(UNIFORMS + tree * row_stride + parent * stride, mask=known, other=0.0)
     offset = uniform.to(tl.float64) - before
     follows = (offset >= 0) & (offset < prob)
-    reached = node == 0
-    for _ in range(depth):
-        reached = (node == 0) | (follows & (tl.gather(reached.to(tl.int32), parent, 0) > 0))
-    step = tl.cumsum(reached.to(tl.int32), 0) - 1
-    accepted, end = tl.sum(reached.to(tl.int32), 0) - 1, tl.max(tl.where(reached, node, 0), 0)
-    # the best child that was not drawn, the first of equals
-    is_child = (parent[None, :] == node[:, None]) & is_draft[None, :]
-    if HAS_DRAWN:
-        is_child = is_child & (tl.load(DRAWN + at, mask=known, other=0) == 0)[None, :]
-    of_children = tl.where(is_child, score[None, :], -float("inf"))
-    is_best = is_child & (of_children == tl.max(of_children, 1)[:, None])
-    choice = tl.min(tl.where(is_best, node[None, :], BLOCK), 1)
-    is_chosen = choice < BLOCK
-    gap = tl.load(GAP + first + choice, mask=known & is_chosen, other=float("nan"))
-    # each step of the path is one node's; the rest is padding
+    reached, step, accepted, end = _down(follows, parent, node, depth)
+    choice = _first_choices(parent, node, is_draft, score, at, known, DRAWN, HAS_DRAWN, BLOCK)
+    gap = tl.load(GAP + first + choice, mask=known & (choice >= 0), other=float("nan"))
+    _put_path(PATH, FIRST, ACCEPTED, END, tree, node, reached, step, accepted, end, choice, width, BLOCK)
     start, padding = tree * width, tl.arange(0, BLOCK)
-    tl.store(PATH + start + step, node.to(tl.int64), mask=reached)
     tl.store(NEXT + start + step - 1, token, mask=reached & (node > 0))
     tl.store(SOURCES + start + step, (step < accepted).to(tl.int64), mask=reached)
-    tl.store(FIRST + start + step, tl.where(is_chosen, choice, -1).to(tl.int64), mask=reached)
     tl.store(GAPS + start + step, gap, mask=reached)
     is_padding, none = (padding > accepted) & (padding < width), tl.zeros([BLOCK], tl.int64)
-    tl.store(PATH + start + padding, none + end, mask=is_padding)
     tl.store(NEXT + start + padding, none, mask=is_padding)
     tl.store(SOURCES + start + padding, none, mask=is_padding)
-    tl.store(FIRST + start + padding, none - 1, mask=is_padding)
     tl.store(GAPS + start + padding, none.to(tl.float32) + float("nan"), mask=is_padding)
-    tl.store(ACCEPTED + tree, accepted.to(tl.int64))
-    tl.store(END + tree, end.to(tl.int64))
     tl.store(REFUSED + at, tl.where(is_draft & (parent == end), token, -1), mask=known)
     if SAMPLED:  # p where nothing was drawn, to which w·p is in proportion
         row = tl.load(Q_ROW + first + end)
         tl.store(OF_END + tree, tl.where(row >= 0, tl.load(WEIGHT + first + end), 1.0).to(tl.float32))
         tl.store(END_ROW + tree, row)
-
-
-@triton.jit
-def _left(P, P_TOTAL, Q, Q_TOTAL, INDEX, NODES, WEIGHT, REFUSED, Q_INDEX, tree, ids, count, columns, rows, drafted,
-          refusals, SAMPLED: tl.constexpr, REDUCED: tl.constexpr):  # fmt: skip
-    """(w·p - q)+ of some tokens without the refused ones, at a tree's context: see Rest in fsd_core/sampling.py."""
-    node, inside = tree * count + tl.load(NODES + tree), ids < columns
-    p = tl.load(P + node * columns + ids, mask=inside, other=-float("inf")).to(tl.float32)
-    left = tl.exp(p - tl.load(P_TOTAL + 2 * node))
-    if SAMPLED:
-        row = tl.load(Q_INDEX + tree)
-        entry = ids.to(tl.int64)
-        if REDUCED:
-            entry = tl.load(INDEX + ids, mask=inside, other=-1)
-        has_q = inside & (entry >= 0) & (row >= 0)
-        row = tree * rows + tl.maximum(row, 0)
-        q = tl.load(Q + row * drafted + entry, mask=has_q, other=-float("inf")).to(tl.float32)
-        q = tl.where(has_q, tl.exp(q - tl.load(Q_TOTAL + 2 * row)), 0.0)
-        left = tl.maximum(tl.load(WEIGHT + tree) * left - q, 0.0)
-    for refusal in range(refusals):
-        left = tl.where(ids == tl.load(REFUSED + tree * refusals + refusal), 0.0, left)
-    return left
-
-
-@triton.jit
-def _left_sums(P, P_TOTAL, Q, Q_TOTAL, INDEX, NODES, WEIGHT, REFUSED, Q_INDEX, SUMS, count, columns, rows, drafted,
-               refusals, chunks, SAMPLED: tl.constexpr, REDUCED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    tree, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ids = chunk * BLOCK + tl.arange(0, BLOCK)
-    left = _left(P, P_TOTAL, Q, Q_TOTAL, INDEX, NODES, WEIGHT, REFUSED, Q_INDEX, tree, ids,
-                 count, columns, rows, drafted, refusals, SAMPLED, REDUCED)  # fmt: skip
-    tl.store(SUMS + tree * chunks + chunk, tl.sum(left, 0))
-
-
-@triton.jit
-def _draw(P, P_TOTAL, Q, Q_TOTAL, INDEX, NODES, WEIGHT, REFUSED, Q_INDEX, SUMS, UNIFORMS, OUT, PLACES, OTHERWISE,
-          count, columns, rows, drafted, refusals, chunks, row_stride, stride, width,
-          SAMPLED: tl.constexpr, REDUCED: tl.constexpr, OF_WALK: tl.constexpr, CHUNKS: tl.constexpr,
-          BLOCK: tl.constexpr):  # fmt: skip
-    """Draw a token of what is left, in one of whose chunks it lies. If nothing is left: V, or p's likeliest token."""
-    tree, places, place = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS), tl.arange(0, BLOCK)
-    sums = tl.load(SUMS + tree * chunks + places, mask=places < chunks, other=0.0).to(tl.float64)
-    node, out, otherwise = tl.load(NODES + tree), OUT + tree, columns.to(tl.int64)
-    uniforms = UNIFORMS + tree * row_stride
-    if OF_WALK:
-        uniforms += node * stride
-        out = OUT + tree * width + tl.load(PLACES + tree)
-        otherwise = tl.load(OTHERWISE + tree * count + node)
-    found, share = interval(sums, tl.load(uniforms), places, CHUNKS)
-    start = tl.maximum(found, 0) * BLOCK
-    left = _left(P, P_TOTAL, Q, Q_TOTAL, INDEX, NODES, WEIGHT, REFUSED, Q_INDEX, tree, start + place,
-                 count, columns, rows, drafted, refusals, SAMPLED, REDUCED)  # fmt: skip
-    token = (start + within(left, share, place, BLOCK)).to(tl.int64)
-    tl.store(out, tl.where(found < 0, otherwise, token))
 
 
 class _Weighed(NamedTuple):
@@ -227,7 +204,7 @@ class _Weighed(NamedTuple):
         found: what :func:`_weigh` found: gaps, ln p, ln q, weights, drawn children, and rows of q of contexts with one.
         p, q: logits, and ln Σ exp of their rows; q: None if nothing was drawn.
         likeliest: [B, N] tokens under p.
-        index: [V] columns of q by token; None: they are equal.
+        entries: [V] columns of q by token; None: they are equal.
         faults: as of a verdict.
         how: arguments that :func:`_weigh` and :func:`_walk` are compiled for.
     """
@@ -237,7 +214,7 @@ class _Weighed(NamedTuple):
     p: tuple[Tensor, Tensor]
     q: tuple[Tensor, Tensor] | None
     likeliest: Tensor
-    index: Tensor | None
+    entries: Tensor | None
     faults: dict[str, Tensor]
     how: dict[str, Any]
 
@@ -259,8 +236,8 @@ def exact_walk(scores: Tensor, inputs: Any) -> dict[str, Any]:
         count, width - 1, width, *uniforms.stride()[:2], HAS_DRAWN=tree.drawn is not None, **weighed.how,
     )  # fmt: skip
     q, q_total = weighed.q or (None, None)
-    rest = Rest(weighed.p[0], end, of_end, refused, q, end_row, weighed.index)
-    _draw_left(rest, weighed.p[1], q_total, uniforms, tokens, accepted, weighed.likeliest)
+    rest = Rest(weighed.p[0], end, of_end, refused, q, end_row, weighed.entries)
+    draw_left(rest, weighed.p[1], q_total, uniforms, tokens, accepted, weighed.likeliest)
     return {
         "path": path, "accepted": accepted, "tokens": tokens, "sources": sources, "first_choices": first_choices,
         "logprob_gap": gaps, "relaxed": torch.zeros_like(path, dtype=torch.bool),
@@ -289,61 +266,24 @@ def _weighed(scores: Tensor, inputs: Any) -> _Weighed:
         right.view(torch.uint8), count, columns, rows, drafted, depth, batch * count, REDUCED=index is not None, **how,
     )  # fmt: skip
     wrong = right.logical_not_()
-    faults = {"the target's logits": wrong[0], "the drafter's logits": wrong[2]}
+    faults = {"the target's logits": wrong[0]}
     faults |= {"the target's processed logits": wrong[1]} if raw is not highest else {}
+    faults |= {"the drafter's logits": wrong[2]}
     faults |= {FORKS: wrong[3]} if inputs.is_chain else {}
     return _Weighed(fields, found, p, q, likeliest, index, faults, how)
 
 
-def draw_rest(rest: Rest, uniforms: Tensor) -> Tensor:
-    """Return :func:`fsd_core.sampling.draw_rest`: [B] int64."""
-    p, p_total = with_totals(rest.p_logits)
-    q, q_total = (None, None) if rest.q_logits is None else with_totals(rest.q_logits)
-    ids, index = rest.draft_ids, None
-    if ids is not None:
-        index = torch.full((p.shape[-1],), -1, device=ids.device)
-        index.index_copy_(0, ids.long(), torch.arange(len(ids), device=ids.device))
-    out = torch.empty_like(rest.nodes, memory_format=torch.contiguous_format)
-    rest = rest._replace(p_logits=p, weight=rest.weight.float(), q_logits=q, draft_ids=index)
-    _draw_left(rest, p_total, q_total, uniforms[:, None, None], out)
-    return out
-
-
-def _draw_left(
-    rest: Rest,
-    p_total: Tensor,
-    q_total: Tensor | None,
-    uniforms: Tensor,
-    out: Tensor,
-    places: Tensor | None = None,
-    likeliest: Tensor | None = None,
-) -> None:
-    """Draw a token of each row. Logits are contiguous; ``rest.draft_ids`` are the columns of q by token, [V].
-
-    Args:
-        rest: what is left of p.
-        p_total, q_total: ln Σ exp of rows, as :func:`.row_pass` returns them.
-        uniforms: [B, N, ·], of which the column 1 of the rest's nodes counts; or [B, 1, 1].
-        out: [B] for the tokens, V where nothing is left; or [B, K].
-        places: [B] where in the latter.
-        likeliest: [B, N] tokens for contexts where nothing is left.
-    """
-    p, q = rest.p_logits, rest.q_logits if rest.q_index is not None else None
-    (batch, count, columns), (rows, drafted) = p.shape, (0, 0) if q is None else q.shape[1:]
-    chunks = triton.cdiv(columns, _CHUNK)
-    sums = torch.empty(batch, chunks, device=p.device)
-    refused = rest.refused.contiguous()
-    given = (
-        p, p_total, p if q is None else q, p_total if q is None else q_total,
-        p if rest.draft_ids is None else rest.draft_ids, rest.nodes.contiguous(), rest.weight.contiguous(), refused,
-        rest.nodes if rest.q_index is None else rest.q_index.contiguous(), sums,
+def accepted_path(follows: Tensor, tree: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return :func:`fsd_infer.rules.walk.accepted_path`."""
+    (batch, count), width = follows.shape, tree.max_depth + 1
+    path, first_choices = torch.empty(2, batch, width, dtype=torch.long, device=follows.device)
+    accepted, end = torch.empty(2, batch, 1, dtype=torch.long, device=follows.device)
+    given = [
+        x.contiguous() for x in (follows, tree.parents, tree.scores, follows if tree.drawn is None else tree.drawn)
+    ]
+    block = max(16, triton.next_power_of_2(max(count, width)))
+    _path[(batch,)](
+        given[0].view(torch.uint8), *given[1:3], given[3].view(torch.uint8), path, first_choices, accepted, end,
+        count, width - 1, width, HAS_DRAWN=tree.drawn is not None, BLOCK=block, num_warps=block // 8,
     )  # fmt: skip
-    sizes = count, columns, rows, drafted, refused.shape[1], chunks
-    kind = {"SAMPLED": q is not None, "REDUCED": rest.draft_ids is not None, "BLOCK": _CHUNK, "num_warps": 8}
-    _left_sums[batch, chunks](*given, *sizes, **kind)
-    of_walk = places is not None
-    _draw[(batch,)](
-        *given, uniforms[..., 1] if of_walk else uniforms, out, places if of_walk else out,
-        likeliest if of_walk else out, *sizes, *uniforms.stride()[:2], out.shape[-1],
-        OF_WALK=of_walk, CHUNKS=triton.next_power_of_2(chunks), **kind,
-    )  # fmt: skip
+    return path, accepted, end, first_choices

@@ -1,7 +1,4 @@
-"""Drafting above temperature 0 in Triton: which children are fixed or drawn, and the draws. torch takes sixty launches.
-
-A row is drawn from by inverse CDF in two steps, of its chunks and within one: no CDF over the vocabulary is written.
-"""
+"""Which children are fixed and which contexts draw one, above temperature 0, in Triton: torch takes fifty launches."""
 
 from __future__ import annotations
 
@@ -11,63 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fsd_core.sampling import ACCEPT_IF_SURE, ACCEPT_IF_UNSURE, MIN_REST, MixedChildren
-from fsd_infer.backends.cuda.kernels import read_chunks, topk_logprobs
-
-_COPIED = 4096  # numbers of a program that copies
-
-
-@triton.jit
-def interval(mass, uniform, places, SIZE: tl.constexpr):
-    """Return on which ``mass`` (fp64), none of 0, a uniform number falls, and how far into it; -1 if all are 0."""
-    share = uniform.to(tl.float64) * tl.sum(mass, 0)
-    found = tl.min(tl.where((mass > 0) & (tl.cumsum(mass, 0) > share), places, SIZE), 0)
-    last = tl.max(tl.where(mass > 0, places, -1), 0)
-    found = tl.where(found < SIZE, found, last)  # what is left of rounding is the last one's
-    return found, share - tl.sum(tl.where(places < found, mass, 0.0), 0)
-
-
-@triton.jit
-def within(mass, share, places, SIZE: tl.constexpr):
-    """Return the first of ``mass`` above 0 whose sum from the first on exceeds ``share``, else the last above 0."""
-    found = tl.min(tl.where((mass > 0) & (tl.cumsum(mass.to(tl.float64), 0) > share), places, SIZE), 0)
-    last = tl.max(tl.where(mass > 0, places, 0), 0)
-    return tl.where(found < SIZE, found, last)
-
-
-@triton.jit
-def _pick(X, SUMS, UNIFORMS, WHERE, OUT, columns, stride, chunks, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Draw an index from the softmax of a row whose chunks were read."""
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(WHERE + row) == 0:
-        tl.store(OUT + row, 0)
-        return
-    chunk, place = tl.arange(0, CHUNKS), tl.arange(0, BLOCK)
-    sums = SUMS + 3 * (row * chunks + chunk)
-    high = tl.load(sums, mask=chunk < chunks, other=-float("inf"))
-    part = tl.load(sums + 1, mask=chunk < chunks, other=0.0)
-    scale = tl.where(part > 0, tl.exp(high - tl.max(high, 0)), 0.0)
-    found, share = interval((part * scale).to(tl.float64), tl.load(UNIFORMS + row), chunk, CHUNKS)
-    found = tl.maximum(found, 0)
-    is_here = chunk == found
-    ids = found * BLOCK + place
-    x = tl.load(X + row * stride + ids, mask=ids < columns, other=-float("inf")).to(tl.float32)
-    weight = tl.exp(x - tl.sum(tl.where(is_here, high, 0.0), 0))  # as the chunk's sum has it
-    share = share / tl.sum(tl.where(is_here, scale, 0.0), 0)
-    token = found * BLOCK + within(weight, share, place, BLOCK)
-    tl.store(OUT + row, tl.minimum(token, columns - 1).to(tl.int64))
-
-
-def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
-    """Return :func:`fsd_core.sampling.sample_rows`: [...] int64 of logits [..., V], uniforms and ``where`` [...]."""
-    chosen = where.contiguous()
-    flat, _, sums, block = read_chunks(logits, 0, chosen)
-    out = torch.empty(where.shape, dtype=torch.int64, device=logits.device)
-    chunks = sums.shape[1]
-    _pick[(len(flat),)](
-        flat, sums, uniforms.contiguous(), chosen.view(torch.uint8), out, flat.shape[1], flat.stride(0), chunks,
-        CHUNKS=triton.next_power_of_2(chunks), BLOCK=block, num_warps=8,
-    )  # fmt: skip
-    return out
+from fsd_infer.backends.cuda.kernels import chunks_of, topk_logprobs
 
 
 @triton.jit
@@ -145,7 +86,6 @@ def mixed_children(
     )  # fmt: skip
     flat = scores.reshape(-1, columns)
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
-    _without[len(flat), triton.cdiv(columns, _COPIED)](
-        flat, fixed, outside, columns, width, flat.stride(0), BLOCK=_COPIED, num_warps=4
-    )
+    block, chunks = chunks_of(columns)
+    _without[len(flat), chunks](flat, fixed, outside, columns, width, flat.stride(0), BLOCK=block, num_warps=4)
     return MixedChildren(log_q, entries, drawn, fixed, outside, now_reserved, left)
