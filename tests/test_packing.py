@@ -112,6 +112,27 @@ def test_every_set_reads_every_layout(name: str, side: int) -> None:
     torch.testing.assert_close(y.double(), expected, atol=1e-4, rtol=2**-8)
 
 
+ELSEWHERE = """
+import torch
+from fsd_infer.backends.cpu.packing import Packed
+layer = torch.nn.Linear(96, 192, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+made, x = Packed(layer), torch.randn(9, 96).bfloat16()
+y = made.kernels.linear(x, made.native)
+torch.testing.assert_close(y.double(), x.double() @ layer.weight.double().T, atol=1e-4, rtol=2**-8)
+print(made.kernels.name, made.native.side)
+"""
+
+
+@needs_kernels
+@pytest.mark.parametrize(("name", "isa", "side"), [("avx512", "AVX512_CORE_BF16", "64"), ("avx2", "AVX2", "32")])
+def test_a_processor_without_amx_or_avx512_is_emulated(name: str, isa: str, side: str) -> None:
+    """oneDNN and our kernels do as they do there."""
+    need_set(name)
+    limits, command = {VARIABLE: name, "ONEDNN_MAX_CPU_ISA": isa}, [sys.executable, "-c", ELSEWHERE]
+    done = subprocess.run(command, env={**os.environ, **limits}, capture_output=True, text=True)
+    assert done.stdout.split() == [name, side], done.stderr[-500:]
+
+
 @needs_kernels
 @pytest.mark.parametrize("name", SETS)
 def test_every_set_compiles_on_every_machine(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
