@@ -100,9 +100,8 @@ SCALINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"rope_scaling_type": RopeScalingType.YARN, f"{LLAMA}rope.scale_linear": 4.0}, YARN),
     ({"rope_scaling_type": RopeScalingType.YARN, "rope_scaling_factor": 4.0, "rope_scaling_attn_factors": 1.5},
      {**YARN, "attention_factor": 1.5 * (0.1 * float(np.log(4)) + 1)}),
-    ({"rope_scaling_type": RopeScalingType.YARN, "rope_scaling_factor": 4.0,
-     "rope_scaling_orig_ctx_len": 64} | {f"{LLAMA}rope.scaling.yarn_beta_fast": 16.0,
-     f"{LLAMA}rope.scaling.yarn_beta_slow": 2.0},
+    ({"rope_scaling_type": RopeScalingType.YARN, "rope_scaling_factor": 4.0, "rope_scaling_orig_ctx_len": 64,
+      f"{LLAMA}rope.scaling.yarn_beta_fast": 16.0, f"{LLAMA}rope.scaling.yarn_beta_slow": 2.0},
      {**YARN, "original_max_position_embeddings": 64, "beta_fast": 16.0, "beta_slow": 2.0}),
 ]  # fmt: skip
 

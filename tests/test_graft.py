@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fsd_core import functional
-from fsd_infer import FuzzyDecoder, Target, TreeShape
-from fsd_infer.drafters import GraftedDrafter, LMDrafter, LookupDrafter
+from fsd_infer import FsdError, FuzzyDecoder, Target, TreeShape
+from fsd_infer.drafters import GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter
 from fsd_infer.drafters.graft import _warn_sampled, keep_nodes, union_of
 from fsd_infer.trees.tree import DraftTree, select_nodes
 from tests.families import VOCAB, tiny_model, tiny_prompts
@@ -166,3 +166,5 @@ def test_sampled_chains_are_left_alone() -> None:
     with pytest.warns(UserWarning, match="lm samples its drafts"):
         grafted = FuzzyDecoder(target, GraftedDrafter(small, LookupDrafter(VOCAB))).generate(tiny_prompts(), **options)
     assert grafted.sequences == alone.sequences
+    with pytest.raises(FsdError, match="at least 2 nodes, got 1"):
+        GraftedDrafter(NoDrafter(VOCAB), LookupDrafter(VOCAB))

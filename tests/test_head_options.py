@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsd_core.errors import CheckpointError, ModelLoadError
+from fsd_core.errors import CheckpointError
 from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters import EagleDrafter
 from fsd_infer.drafters.vocabulary import ContextVocabulary
@@ -20,7 +20,6 @@ from fsd_train.models.eagle import EagleModule
 from tests import train_toys
 from tests.families import load_head, options_of, reference, save_head, tiny_model
 from tests.test_training import fit, make, whole  # noqa: F401  (fixtures)
-from tests.train_toys import toy_target
 
 PROMPTS = [[5, 9, 11], [7, 3, 20, 33, 8]]
 REDUCED, LONG = {"draft_vocab_size": 30}, {"draft_vocab_size": 30, "context_ids": True, "unroll_steps": 7}
@@ -64,12 +63,6 @@ def test_option_trains_exports_and_decodes(toys: Path, tmp_path: Path, options: 
     expected = reference(target.model, PROMPTS, max_new_tokens=16)
     found = FuzzyDecoder(target, EagleDrafter(head, target)).generate(PROMPTS, max_new_tokens=16, do_sample=False)
     assert found.sequences == expected
-
-
-@pytest.mark.parametrize("number", [-1, 2])
-def test_a_layer_that_is_not_there_is_named(number: int) -> None:
-    with pytest.raises(ModelLoadError, match=f"no layer {number}: give numbers from 0 to 1"):
-        toy_target().capture_layers([number])
 
 
 def test_training_goes_on_from_a_head_and_may_widen_it(

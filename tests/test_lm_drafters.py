@@ -211,6 +211,16 @@ def test_names() -> None:
         load_drafter("self:layers=0", target)
 
 
+def test_rounded_weights_have_few_values_and_small_errors() -> None:
+    torch.manual_seed(0)
+    weight, errors = torch.randn(24, 192) * torch.rand(24, 1), []
+    for bits in range(2, 9):
+        made = round_weight(weight, bits)
+        assert max(len(group.unique()) for group in made.view(-1, 64)) <= 2**bits
+        errors.append(float((made - weight).square().mean()))
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 1e-3 * errors[0]
+
+
 def test_which_layers_to_skip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A layer that adds nothing goes first, and nothing is lost by it."""
     toys = save_toy(tmp_path)

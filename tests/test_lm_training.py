@@ -135,6 +135,21 @@ def test_on_policy_answers_are_the_drafters_own(toys: Path) -> None:
     assert len(drafts.weights) == int((answers_in(fresh)[: len(fresh["ids"])] - 1).sum())
 
 
+def test_on_policy_share_is_that_of_batches(toys: Path) -> None:
+    module, batch = train_toys.ready(make(toys, on_policy=0.4, on_policy_tokens=1)), train_toys.batch_of(toys, 1)
+    sampled = 0
+    for number in range(40):
+        module.seed = number
+        state = torch.get_rng_state()
+        fresh = module.maybe_on_policy(batch)
+        assert torch.equal(torch.get_rng_state(), state)
+        sampled += fresh is not batch
+        torch.rand(1)  # draws depend on nothing that ran before
+        again = module.maybe_on_policy(batch)
+        assert (again is batch) == (fresh is batch) and torch.equal(again["input_ids"], fresh["input_ids"])
+    assert 8 <= sampled <= 26
+
+
 @pytest.mark.parametrize("options", [{}, {"lora": LORA}, {"drafter": LAYER}], ids=["full", "lora", "a layer"])
 def test_what_is_trained_is_exported_and_decodes(toys: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     lora = options.get("lora")

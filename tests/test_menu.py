@@ -201,3 +201,11 @@ def test_the_choice_is_as_fast_as_the_best_shape(sure: float, said: float) -> No
         tokens, spent = rounds_of(policy_of(store), sure, min(sure * said, 0.97), 150, draws)
         rates.append(tokens / spent)
     assert fmean(rates[3:]) > 0.93 * best_of(sure)
+
+
+def test_a_hopeless_passage_does_not_silence_drafts_for_long() -> None:
+    policy, draws = policy_of(PolicyStore(PRIORS["cuda"])), random.Random(0)
+    rounds_of(policy, 0.02, 0.02, 200, draws)
+    assert policy.stats.nodes[-50:].count(1) > 30, "hardly any drafts"
+    tokens, spent = rounds_of(policy, 0.8, 0.8, 200, draws)
+    assert tokens / spent > 0.85 * best_of(0.8)

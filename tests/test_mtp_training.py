@@ -76,9 +76,8 @@ def test_a_fit_learns_and_its_export_drafts(toys: Path, tmp_path: Path, family: 
     place = module.export(tmp_path / "head")
     target = Target.from_pretrained(source_of(toys, family), dtype=torch.float32)
     drafter = load_drafter(str(place), target, TreeShape(3, 2, 6))
-    assert (
-        isinstance(drafter, MtpDrafter) and json.loads((place / "config.json").read_text())["training"]["steps"] == 25
-    )
+    assert isinstance(drafter, MtpDrafter)
+    assert json.loads((place / "config.json").read_text())["training"]["steps"] == 25
     wanted, made = outputs_of(module.head, drafter.head, width=target.hidden_size)
     torch.testing.assert_close(made, wanted, rtol=0.1, atol=0.05)  # it is stored in bf16
     prompts = [[5, 9, 11], [7, 3, 20, 33, 8]]

@@ -145,6 +145,16 @@ def test_server_gets_the_same_tokens_and_is_measured_alike(toy: Toy, greedy: Beh
     assert all({**body, **neutral} == body for body in greedy.requests)
 
 
+def test_server_takes_batches_and_sampling(toy: Toy) -> None:
+    behaviour = Behaviour(made_up)
+    with serving(behaviour) as url:
+        record = toy_run(toy, [f"s=server:{url}"], batch_size=2, temperature=0.7, seed=3)
+    rows = record["prompts"]
+    assert len({row["methods"]["s"][0]["tokens_sha256"] for row in rows}) == len(rows)
+    assert all(len(body["prompt"]) == 2 and body["temperature"] == 0.7 for body in behaviour.requests)
+    assert behaviour.requests[0]["seed"] == 3
+
+
 NO_EVENT = "sent no event of the OpenAI API"
 # a server that is stopped cuts answers short, which would count as answers of full length
 ABORTED = {"choices": [{"text": "x", "token_ids": [1], "finish_reason": "abort"}], "usage": {"completion_tokens": 1}}

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from fsd_infer import Target
 from fsd_train.data import collate
 from fsd_train.models import DistillationModule
-from fsd_train.packed import BLOCK, TextMask, forward_packed, packed_attention, supports_packing
+from fsd_train.packed import BLOCK, TextMask, forward_packed, packed_attention, supports_packing, use_packed_attention
 from fsd_train.packed.attention import _in_blocks
 from tests.families import FAMILIES, tiny_model
 from tests.loss_toys import VARIANTS
@@ -249,3 +249,10 @@ def test_a_trial_of_packed_rows_sees_past_huge_values(error: float, alike: bool)
         return usual[:, ids[0]] * (1 + wrong * torch.randn(1, ids.shape[1], 16))
 
     assert supports_packing(read, model) == alike
+
+
+def test_a_model_gets_its_own_attention_back() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ZeroDivisionError), use_packed_attention(model):
+        raise ZeroDivisionError
+    assert model.config._attn_implementation == "sdpa"

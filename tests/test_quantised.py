@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import GenerationConfig
@@ -35,7 +36,7 @@ from tests.kernel_toys import CPU, needs_kernels, prepare, restore
 from tests.loopback_hub import loopback_hub
 from tests.quantised_checkpoints import AT_LOAD, STORED, load, packed, write
 from tests.test_adapters import save_adapter
-from tests.train_toys import fit_command
+from tests.train_toys import TRAINER, eagle_module, fit_command, toy_target
 
 NEEDED = {
     "torchao": "torchao", "bitsandbytes": "bitsandbytes", "quanto": "optimum.quanto",
@@ -180,6 +181,20 @@ def test_a_head_is_trained_for_a_quantised_target(toys: Path, tmp_path: Path) ->
         fsd_train([*line, "--head", str(head), "--target-kwargs", json.dumps(kwargs), "--trained-on", target])
         found = {one["check"]: one for one in json.loads(report.read_text())}
         assert found["precision"]["says"] == says and "in brackets with" in found["what it costs"]["says"]
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"quantization_config": {"quant_method": "fp8"}}], ids=str)
+def test_training_quantises_a_target_on_its_own_device(
+    kwargs: dict[str, Any], toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such weights cannot be moved, and most kinds need a GPU; others are moved later, or sharded."""
+    module, places = eagle_module(toys, target_kwargs=kwargs), list[torch.device]()
+    monkeypatch.setattr(module, "whole_target", lambda dtype, place: places.append(torch.device(place)) or toy_target())
+    trainer: Any = Trainer(**{**TRAINER, "default_root_dir": tmp_path})
+    trainer.strategy._root_device = torch.device("cuda", 1)
+    module.trainer = trainer
+    module._load_target()
+    assert places == [torch.device("cuda", 1) if kwargs else torch.device("cpu")]
 
 
 def test_what_a_cpu_cannot_compute_is_refused_by_name(plain: Path) -> None:

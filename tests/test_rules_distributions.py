@@ -231,7 +231,6 @@ REFUSED: dict[str, tuple[Callable[[RuleInputs], OutputDistribution], str]] = {
     "a test by its former name": (lambda inputs: AcceptanceTest(inputs.log_p, residual=len), "takes the weight w"),
     "a test by a function": (lambda inputs: AcceptanceTest(inputs.log_p, lambda at: at.p), "takes the weight w"),  # type: ignore
     "no bias": (lambda inputs: OutputDistribution.biased(inputs, None), "biased needs a logit_bias"),
-    "a function without a bias": (lambda inputs: OutputDistribution.biased(inputs, lambda: None), "needs a logit_bias"),  # type: ignore[arg-type, return-value]
 }
 
 

@@ -336,15 +336,6 @@ def test_the_head_that_decodes_best_is_kept(toys: Path, tmp_path: Path) -> None:
     assert json.loads((run.best / "config.json").read_text())["training"]["steps"] == first_best
 
 
-@pytest.mark.parametrize("place", ["checkpoints", "head", "best"])
-def test_unwritable_directories(place: str, toys: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    elsewhere: dict[str, Any] = {place: tmp_path / "file" / "x"}
-    run = Run(toys, tmp_path / "run", **elsewhere)
-    status, err = run.fit(5)
-    assert status == 2 and err.count("\n") == 1 and f"{tmp_path / 'file'} is a file" in err
-
-
 def test_an_export_replaces_no_model_and_no_checkpoints(toys: Path, tmp_path: Path) -> None:
     """A head's directory is replaced as a whole, and so are the files that `export` writes."""
     for head in (tmp_path / "run", tmp_path / "run" / "checkpoints", tmp_path / "run" / "best"):

@@ -9,7 +9,8 @@ import signal
 import socket
 import threading
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
 from itertools import zip_longest
 from typing import Any
 from unittest.mock import patch
@@ -151,13 +152,18 @@ def test_an_answer_that_does_not_end_does_not_hold_the_end(toy_decoder: FuzzyDec
     assert json.loads(" ".join(first))["error"]["code"] == 503 and last == "[DONE]"
 
 
+def two_jobs(decoder: FuzzyDecoder, new: int) -> tuple[list[AnswerJob], Callable[[], bool]]:
+    """Two answers of ``new`` tokens, and what waits until both have ended."""
+    ended = [threading.Event(), threading.Event()]
+    jobs = [make_job(decoder, new, lambda text, job, done=done: done.set() if job else None) for done in ended]
+    return jobs, lambda: all(done.wait(60) for done in ended)
+
+
 @pytest.mark.parametrize("left", [1, 2])
 def test_prompts_that_nobody_waits_for_are_not_read_on(toy_decoder: FuzzyDecoder, monkeypatch: Any, left: int) -> None:
     """Of two clients of a batch one or both leave while the first prompt is read."""
     monkeypatch.setattr("fsd_infer.request.prompts.PREFILL_CHUNK", 4)
-    batcher, forwards, real = Batcher(toy_decoder, max_batch=2, max_queue=4), list[int](), toy_decoder.target.forward
-    ended = [threading.Event(), threading.Event()]
-    jobs = [make_job(toy_decoder, 2, lambda text, job, done=done: done.set() if job else None) for done in ended]
+    forwards, real, (jobs, all_ended) = list[int](), toy_decoder.target.forward, two_jobs(toy_decoder, 2)
 
     def leave(*args: Any, **more: Any) -> Any:
         forwards.append(1)
@@ -165,15 +171,13 @@ def test_prompts_that_nobody_waits_for_are_not_read_on(toy_decoder: FuzzyDecoder
         return real(*args, **more)
 
     monkeypatch.setattr(toy_decoder.target, "forward", leave)
-    try:
+    with closing(Batcher(toy_decoder, max_batch=2, max_queue=4)) as batcher:
         batcher.submit(jobs)
-        assert all(done.wait(60) for done in ended)
-        if left == 2:
-            assert len(forwards) == 1 and jobs[1].reason == "abort" and not jobs[1].ids
-        else:
-            assert jobs[1].reason == "length" and len(jobs[1].ids) == 2
-    finally:
-        batcher.close()
+        assert all_ended()
+    if left == 2:
+        assert len(forwards) == 1 and jobs[1].reason == "abort" and not jobs[1].ids
+    else:
+        assert jobs[1].reason == "length" and len(jobs[1].ids) == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -295,24 +299,19 @@ def test_prompts_are_encoded_beside_the_event_loop(toy_decoder: FuzzyDecoder, mo
 
 def test_the_decoding_thread_outlives_what_nobody_expects(toy_decoder: FuzzyDecoder, monkeypatch: Any) -> None:
     """A fault outside of the decoder ends its own job alone."""
-    batcher, ended, finish = Batcher(toy_decoder, max_batch=1, max_queue=4), threading.Event(), AnswerJob.finish
-    broken = make_job(toy_decoder, 4, lambda text, job: None)
+    ended, finish, broken = threading.Event(), AnswerJob.finish, make_job(toy_decoder, 4, lambda text, job: None)
     monkeypatch.setattr(AnswerJob, "finish", lambda self, reason: 1 / 0 if self is broken else finish(self, reason))
     sound = make_job(toy_decoder, 4, lambda text, job: ended.set() if job is not None else None)
-    try:
+    with closing(Batcher(toy_decoder, max_batch=1, max_queue=4)) as batcher:
         batcher.submit([broken])
         batcher.submit([sound])
-        assert ended.wait(60) and sound.reason == "length"
-        assert isinstance(broken.reason, ZeroDivisionError)
-    finally:
-        batcher.close()
+        assert ended.wait(60)
+    assert sound.reason == "length" and isinstance(broken.reason, ZeroDivisionError)
 
 
 def test_an_answer_that_fails_fails_alone(toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of its batch of which nothing was seen are decoded again."""
-    ended = [threading.Event(), threading.Event()]
-    jobs = [make_job(toy_decoder, 4, lambda text, job, done=done: done.set() if job else None) for done in ended]
-    real = toy_decoder.generate
+    (jobs, all_ended), real = two_jobs(toy_decoder, 4), toy_decoder.generate
 
     def fails(prompts: Any, **options: Any) -> Any:
         if len(prompts) == 1:
@@ -323,10 +322,7 @@ def test_an_answer_that_fails_fails_alone(toy_decoder: FuzzyDecoder, monkeypatch
         raise FsdError("the guide cannot go on.")
 
     monkeypatch.setattr(toy_decoder, "generate", fails)
-    batcher = Batcher(toy_decoder, max_batch=2, max_queue=4)
-    try:
+    with closing(Batcher(toy_decoder, max_batch=2, max_queue=4)) as batcher:
         batcher.submit(jobs)
-        assert all(done.wait(60) for done in ended)
-        assert isinstance(jobs[0].reason, FsdError) and jobs[1].reason == "length" and len(jobs[1].ids) == 4
-    finally:
-        batcher.close()
+        assert all_ended()
+    assert isinstance(jobs[0].reason, FsdError) and jobs[1].reason == "length" and len(jobs[1].ids) == 4

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import TextIteratorStreamer
 
+import fsd_infer
 from fsd_infer import Drafter, FsdError, FuzzyDecoder, Target
 from fsd_infer.device.lock import RequestLock
 from fsd_infer.drafters import NoDrafter
@@ -67,6 +68,16 @@ def test_a_forked_process_does_not_wait_for_threads_that_it_lacks() -> None:
     process.start()
     process.join(60)
     assert process.exitcode == 0
+
+
+def test_threads_share_a_model_through_the_hook() -> None:
+    model, ids = tiny_model("llama"), torch.tensor([[5, 6, 7, 5, 6]])
+    options: dict[str, Any] = dict(max_new_tokens=20, do_sample=False)
+    hook: dict[str, Any] = dict(custom_generate=fsd_infer.generate, drafter="lookup", rule="exact")
+    expected = model.generate(ids, **options)
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(lambda _: model.generate(ids, **hook, **options), range(8)):
+            assert torch.equal(found, expected)
 
 
 FAMILIES = ["gemma3_text", "gpt2"]  # layers with sliding windows beside whole ones, and learned positions
@@ -143,5 +154,7 @@ def test_keys_share_nothing() -> None:
     assert [known(keys) for keys in (["me"], ["you"], None)] == [0, 0, 0]
     assert min(known(keys) for keys in (["me"], ["you"], None)) == len(prompt) - 1
     assert all(answer == answers[0] for answer in answers)
+    seeded = decoder.generate([prompt], max_new_tokens=4, temperature=1.0, seed=1)
+    assert seeded.stats.total_cached_tokens == 0, "it comes again to the last bit"
     with pytest.raises(FsdError, match="users is a list of texts"):
         known(["me", "you"])

@@ -72,9 +72,8 @@ def test_the_likeliest_candidates_become_the_tree(
             visits = visit_scores(candidates.scores, candidates.parents, 9, draft_bonus).sort(descending=True).values
             kept = select_nodes(candidates.scores, candidates.parents, 9, draft_bonus, tree.tokens.shape[1])
             ours = visit_scores(candidates.scores, candidates.parents, 9, draft_bonus).gather(1, kept)
-            assert (
-                torch.equal(ours, visits[:, : kept.shape[1]]) and tree.tokens.shape[1] <= TreeShape.parse(shape).nodes
-            )
+            assert torch.equal(ours, visits[:, : kept.shape[1]])
+            assert tree.tokens.shape[1] <= TreeShape.parse(shape).nodes
             assert torch.equal(tree.tokens, candidates.tokens.gather(1, kept))
             assert_scores_are_q(tree)
 
