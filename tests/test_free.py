@@ -152,6 +152,15 @@ def test_estimates_follow_the_text() -> None:
     assert set(last) == {2, 3} and min(last.values()) > 0.3
 
 
+def test_a_period_is_continued_beyond_the_end_of_the_text() -> None:
+    _, tree = drafted(LookupDrafter(VOCAB, depth=10), [[1, 2, 3] * 2])
+    assert tree.max_depth == 10
+    path = [0]
+    while len(path) <= 10:  # the most likely child each time
+        path.append(int((tree.parents[0] == path[-1]).nonzero()[1 if path == [0] else 0]))
+    assert tree.tokens[0, path].tolist() == [3, *[1, 2, 3] * 3, 1]
+
+
 def test_other_continuations_are_branches() -> None:
     # "1 2" went on with 3, then with 4; "2" alone with 5 as well
     _, tree = drafted(LookupDrafter(VOCAB, nodes=32), [[1, 2, 3, 8, 1, 2, 4, 9, 2, 5, 1, 2]])
