@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import re
@@ -10,24 +9,16 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 
-from benchmarks import compare, first_gpu, gpu_round, padded, peers
+from benchmarks import compare, peers
 from benchmarks.peers import HERE
-from benchmarks.peers.gguf_files import converted
 from fsd_bench import METHODS, parse_methods, process, run
-from fsd_bench.cli import build_parser, main
-from fsd_bench.planned import count_weights
+from fsd_bench.cli import main
 from fsd_bench.process import ProcessMethod
 from fsd_infer import FsdError
-from fsd_train.commands.fit import read_recipe
 from tests.bench_toys import Toy
-from tests.families import tiny_model
 
 # a peer's script: counts up from the prompt's last token
 SCRIPT = """
@@ -116,84 +107,6 @@ def test_a_program_that_says_nothing_is_named(
     late = "import time; time.sleep(1); print('{}', flush=True); input()"
     ProcessMethod("late", [sys.executable, "-c", late]).close()
     assert "method 'late' waits for its process, which says {} on a line" in capsys.readouterr().err
-
-
-def test_gguf_files_hold_the_numbers_that_the_packed_ones_stand_for(tmp_path: Path) -> None:
-    numbers = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
-    packed = quants.quantize(numbers, GGMLQuantizationType.Q4_1)
-    writer = GGUFWriter(tmp_path / "q4.gguf", "llama")
-    writer.add_block_count(1)
-    writer.add_token_list(["a", "b"])
-    writer.add_tensor("blk.0.attn_q.weight", packed, raw_dtype=GGMLQuantizationType.Q4_1)
-    writer.add_tensor("blk.0.attn_norm.weight", numbers[0])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    made = GGUFReader(converted(tmp_path / "q4.gguf", "f16", tmp_path / "f16.gguf"))
-    assert made.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
-    matrix, norm = made.tensors
-    expected = quants.dequantize(packed, GGMLQuantizationType.Q4_1)
-    assert matrix.tensor_type == GGMLQuantizationType.F16
-    assert np.array_equal(matrix.data, expected.astype(np.float16)) and np.array_equal(norm.data, numbers[0])
-    before = (tmp_path / "f16.gguf").stat().st_mtime_ns
-    assert converted(tmp_path / "none", "f16", tmp_path / "f16.gguf").stat().st_mtime_ns == before, "made once"
-
-
-def test_the_commands_for_a_gpu_are_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rehearsals run others with toys: here their options are read as the programs read them."""
-    monkeypatch.setenv("VLLM_PYTHON", sys.executable)
-    sizes = first_gpu.full(argparse.Namespace(tinyllama="models/tinyllama"), tmp_path)
-    parsers = {"fsd_bench.cli": build_parser(), "benchmarks.compare": compare.build_parser()}
-    steps = [step for step in first_gpu.steps_of(sizes, tmp_path) if step.words[1] in parsers]
-    read = {step.name: parsers[step.words[1]].parse_args(step.words[2:]) for step in steps}
-    assert len(read) == 5 and read["built-in-eager"].recording is False and read["tinyllama"].recording is None
-    assert all(step.minutes <= 8 for step in first_gpu.steps_of(sizes, tmp_path))
-    record: dict[str, Any] = {}
-    first_gpu.run_steps(steps, tmp_path, record, record.update, minutes=1.0)
-    assert record == {"steps": {}}, "too little time for a step"
-    assert Path(read["tinyllama"].drafter) == tmp_path / "tinyllama" / "head"
-    recipe = read_recipe(tmp_path / "recipe.yaml")
-    assert recipe.model["target"] == read["tinyllama"].target == "models/tinyllama"
-    assert recipe.trainer["default_root_dir"] == str(tmp_path / "tinyllama")
-    named = {each["class_path"].rpartition(".")[2]: each["init_args"] for each in recipe.trainer["callbacks"]}
-    assert named["ExportHead"]["directory"] == read["tinyllama"].drafter, "the head that is decoded is trained"
-    assert recipe.data["train_files"] == [str(tmp_path / "answers.jsonl")]
-    parts = [part for parts in first_gpu.ROUNDS for part in parts.split(",")]
-    assert parts == list(gpu_round.PARTS)
-
-
-def test_a_padded_model_is_the_same_model() -> None:
-    model, ids = tiny_model("llama", attention_bias=True, mlp_bias=True), torch.arange(1, 9)[None]
-    right, weights = model(ids).logits, count_weights(model)
-    width = padded.pad(model, weights + 3 * 32 * 2 * 500)
-    assert width == model.config.intermediate_size == 512 and count_weights(model) > weights + 3 * 32 * 2 * 400
-    torch.testing.assert_close(model(ids).logits, right, atol=1e-5, rtol=1e-5)
-    again = type(model)(model.config)
-    again.load_state_dict(model.state_dict())
-    with pytest.raises(FsdError, match="weights already"):
-        padded.pad(model, weights)
-
-
-def test_rounds_are_measured_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is done is not run again; a part that failed is."""
-    tiny_model("llama").config.save_pretrained(tmp_path)
-    file, ran = tmp_path / "rounds.json", list[str]()
-
-    def in_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
-        ran.append(name)
-        return {"error": "killed"} if name == "plain" and ran.count(name) == 1 else {"rows": {"x": {"ms": 2.0}}}
-
-    monkeypatch.setattr(gpu_round, "_in_process", in_process)
-    words = ["--shape", str(tmp_path), "--device", "cpu", "--json", str(file), "--parts"]
-    assert gpu_round.main([*words, "limit,plain"]) == 1
-    assert gpu_round.main([*words, "plain,rules"]) == 0
-    assert ran == ["limit", "plain", "plain", "rules"]
-    assert list(json.loads(file.read_text())["parts"]) == ["limit", "plain", "rules"]
-    place = gpu_round.Place(str(tmp_path), "cpu", prompt=8, new=6)
-    assert gpu_round.limit(place)["forward"]["bytes"] > gpu_round.limit(place)["draft step"]["bytes"]
-    assert set(gpu_round.forwards(place)) == {"1 nodes", "6 nodes", "16 nodes", "60 nodes"}
-    assert gpu_round.rounds(place)["6,10,60"]["tau"] >= 1
 
 
 BENCHMARKS = sorted(
