@@ -29,7 +29,7 @@ from tests.families import (
     tiny_head,
     tiny_model,
     tiny_prompts,
-)  # fmt: skip
+)
 
 # Whose layer stands alone, so that a head's is of that kind; a Llama layer otherwise.
 OWN_LAYER = {"llama", "qwen2", "qwen3", "gemma2", "mistral", "phi3", "olmo2", "cohere", "stablelm", "granite"}
@@ -133,10 +133,8 @@ _GLM: dict[str, Any] = dict(
     [
         ("mpt", dict(d_model=32, n_heads=4, n_layers=2, max_seq_len=64)),
         ("rwkv", dict(hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)),
-        (
-            "gemma3n_text",
-            dict(hidden_size=32, num_hidden_layers=2, vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=0),
-        ),
+        ("gemma3n_text", dict(
+            hidden_size=32, num_hidden_layers=2, vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=0)),
         ("openai-gpt", dict(n_embd=32, n_layer=2, n_head=4)),
         ("gpt_neo", dict(hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]])),
         ("falcon", dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True)),
@@ -147,7 +145,7 @@ _GLM: dict[str, Any] = dict(
         ("inkling2_text", {**_INKLING, "unpadded_vocab_size": VOCAB}),
         ("dory", dict(hidden_size=32, num_hidden_layers=4, n_input_layers=1, n_output_layers=1, **_HEADS)),
     ],
-)
+)  # fmt: skip
 def test_models_that_cannot_read_a_tree_are_refused(family: str, options: dict[str, Any]) -> None:
     """They would answer, with other tokens than alone."""
     if family not in CONFIG_MAPPING:
