@@ -161,6 +161,11 @@ def test_promises_are_kept(
     wanted = decoder.generate("the cat", rule=record["setting"], max_new_tokens=4, temperature=0)
     assert made.stats.rule == wanted.stats.rule and made.sequences == wanted.sequences
     assert record["file"] == str(drafter / FILE)
+    for name in ("record.json", "calibration.html"):
+        (tmp_path / name).write_text("[1]")  # of another program
+        again = [*words.split(), "--output", str(tmp_path), "--prompts", str(toy.prompts), *asked.split()]
+        assert main(again) == 2 and f"{name} is of no calibration" in capsys.readouterr().err
+        (tmp_path / name).unlink()
 
 
 def test_halves_share_no_text(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,6 +227,8 @@ def test_the_file_beside_the_drafter(toy: Toy, tmp_path: Path) -> None:
     write_calibrated(drafter, decoder.target, replace(setting, temperature=0.0, levels=levels))
     for quality, name in ((1.0, "exact"), (0.995, "exact"), (0.95, "fuzzy"), (0.9, "tilted"), (0.1, "tilted")):
         assert decoder.generate(["the cat"], quality=quality, max_new_tokens=2).stats.rule["rule"] == name
+    mixed = decoder.generate(["the cat"] * 2, rule=["quality:0.9", "exact"], max_new_tokens=2)
+    assert [rule["rule"] for rule in mixed.stats.rule["rows"]] == ["tilted", "exact"]
     for quality in (0.0, 1.01, math.nan):
         with pytest.raises(FsdError, match="quality is above 0 and at most 1"):
             decoder.generate("the cat", quality=quality, max_new_tokens=2)
@@ -303,8 +310,9 @@ def test_every_setting_answers_every_prompt(toy: Toy, finished: Path) -> None:
 
 def test_a_sweep_goes_on_wherever_it_was_killed(toy: Toy, tmp_path: Path) -> None:
     """Lines are appended and synced one by one, so a kill leaves a beginning of the file, cut anywhere."""
-    small = swept(toy, rules=["fuzzy:js:0.3", "random:0.5"], temperatures=[0.8], limit=3)
+    small = swept(toy, rules=["fuzzy:js:0.3", "random:0.5"], temperatures=[0.8], limit=3, batch_size=2)
     finished = sweep(small, tmp_path / "all.jsonl")
+    assert [each.prompts for each in read_sweep(finished).at[0].comparisons] == [[0, 1], [2]]
     whole, wanted = finished.read_bytes(), untimed(finished)
     first = whole.index(b"\n") + 1
     cuts = [first, len(whole) - 1, *random.Random(0).sample(range(first, len(whole)), 1)]
