@@ -66,6 +66,9 @@ def test_the_digest_tells_adapted_targets_apart(tmp_path: Path, base: Path, adap
     # a merged copy on disk is still that target
     Target.from_pretrained(str(adapter), dtype=torch.bfloat16).model.save_pretrained(tmp_path / "merged")
     assert Target.from_pretrained(str(tmp_path / "merged")).weights_digest() == digests[1]
+    (tmp_path / "merged" / "model.safetensors.index.json").write_text("{")  # not read beside a whole file
+    slim = load_slim(str(tmp_path / "merged"), torch.bfloat16)
+    assert slim is not None and slim.weights_digest() == digests[1]
 
 
 def rewrite(change: Any, path: Path) -> None:
