@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import math
@@ -23,6 +24,7 @@ from fsd_bench.cli import build_parser as build_bench_parser
 from fsd_core.console import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, UNEXPECTED, TerminatedError, run
 from fsd_core.options import gibibytes, positive, real_number, thread_count, whole_number
 from fsd_infer import FsdError, FuzzyDecoder
+from fsd_infer.cli.commands import _show
 from fsd_infer.cli.main import build_parser, main
 from fsd_infer.cli.report import use_colour
 from fsd_infer.rules import TokenOrigin
@@ -236,7 +238,7 @@ def test_a_pipe_that_closes_early_is_no_error() -> None:
     assert child.stderr.read() == b"" and child.wait() == 0
 
 
-def test_text_is_utf8_whatever_the_terminal_says() -> None:
+def test_text_is_utf8_whatever_the_terminal_says(capsys: pytest.CaptureFixture[str]) -> None:
     script = "from fsd_infer.cli.commands import read_text; print(ascii(read_text('-')))"
     for shell, status, said in (
         ("printf '\\357\\273\\277\\303\\251' | {}", 0, b"'\\xe9'"),  # a byte order mark, and an é
@@ -246,6 +248,11 @@ def test_text_is_utf8_whatever_the_terminal_says() -> None:
         command = shell.format(f'PYTHONIOENCODING=latin-1 {sys.executable} -c "{script}"')
         made = subprocess.run(["bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert made.returncode == status and said in made.stdout
+    record, stats = SimpleNamespace(sources=[0], relaxed=[False]), SimpleNamespace(to_dict=dict)
+    answer = SimpleNamespace(records=[record], sequences=[[5]], texts=["\U0001f33b"], stats=stats)
+    _show(argparse.Namespace(json=True, quiet=True), None, answer, streamed=False)
+    out = capsys.readouterr().out
+    assert out.isascii() and json.loads(out)["text"] == "\U0001f33b"
 
 
 def test_a_dumb_terminal_gets_no_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
