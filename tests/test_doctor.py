@@ -289,6 +289,17 @@ def test_the_stage_that_loses_what_was_learnt_is_named(
     assert "export" not in wrong(found) or fix in found["export"]["fix"], found
 
 
+def test_what_was_not_learnt_is_not_laid_to_decoding() -> None:
+    fine = module.Finding("dtype", True, "")
+    doctor: Any = SimpleNamespace(
+        check_feeding=list, check_dtype=lambda _: fine, check_positions=lambda: fine,
+        decoded=lambda *_: ([], [0.05, 0.0, 0.0, 0.0], []), feeding=SimpleNamespace(agreement=lambda _: 0.04),
+    )  # fmt: skip
+    for learnt, fix in ((0.04, "first that of training above"), (1.0, "first that of export above")):
+        *_, decoding = module._check_head(doctor, learnt, 24, torch.bfloat16)
+        assert (decoding.check, decoding.ok, decoding.fix) == ("decoding", False, fix)
+
+
 def test_messages_beside_ids_are_not_said_to_be_unread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = {"messages": [{"role": "user", "content": "it"}], "prompt_ids": [5, 6], "response_ids": [7, 8]}
     rows: Any = SimpleNamespace(
