@@ -77,6 +77,12 @@ def test_a_temperature_samples_and_an_answer_is_as_long_as_on_the_command_line(d
     assert len(decoder.generate(PROMPT, max_length=30, eos_token_id=None, chat=False).sequences[0]) < 30
 
 
+def test_an_answer_prints_as_what_one_looks_for(decoder: FuzzyDecoder) -> None:
+    answer = decoder.generate(PROMPT, max_new_tokens=8)
+    assert repr(answer).startswith(f"GenerateOutput([{answer.text!r}], ") and len(repr(answer)) < 500
+    assert repr(decoder).startswith(f"FuzzyDecoder({decoder.target.config.name_or_path!r}, none, ")
+
+
 LOADS: list[tuple[dict[str, Any], str]] = [
     ({"load_in_4bit": True}, r'give quantization_config=\{"quant_method": "bitsandbytes", "load_in_4bit": True\}'),
     ({"load_in_8bit": True}, "load_in_8bit is not an argument for a target"),
