@@ -98,6 +98,8 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "head as the target": (["--model.target", "head"], "head is a draft head, not a target: give it as drafter"),
     "type of the target": (["--model.target_kwargs", "{dtype: float16}"], "target_kwargs.dtype: the trainer's options"),
     "tokenizer that is none": (["--data.tokenizer", "head"], "data.tokenizer: head has no tokenizer"),
+    "answers": (["--data.train_files", "[none.jsonl]"], "none.jsonl"),
+    "draft vocabulary": (["--model.draft_vocab_size", "100"], "draft_vocab_size"),
     "length of rows": (
         ["--data.train_files", "[long.jsonl]", "--data.max_length", "999", *UNCACHED],
         "a row has 202 tokens, but the model has a context of 128",
@@ -176,10 +178,10 @@ def read_only(line: TrainCLI, argv: list[str]) -> tuple[int, str, str]:
 
 # refused before the options are parsed, or not before target and rows are read
 BY_THE_WHOLE_COMMAND = {
-    "key of the model", "section", "infinite", "precision of weights", "target", "length of rows",
-    "features", "configuration", "schedule by a metric", "metric that is not there", "no time",
-    "no answers", "nothing held out", "answers of one token",
-    "nothing to validate", "NaN in the target", "tokenizer that is none",
+    "key of the model", "section", "infinite", "precision of weights", "target", "answers", "draft vocabulary",
+    "length of rows", "features", "configuration", "schedule by a metric", "metric that is not there", "no time",
+    "no answers", "nothing held out", "answers of one token", "nothing to validate", "NaN in the target",
+    "tokenizer that is none",
 }  # fmt: skip
 
 
