@@ -12,35 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, gelu, linear, silu
 
+from tests import published_block_heads as block_heads
+from tests import published_blocks as blocks
 from tests.published_assistants import ASSISTANTS
-from tests.published_block_heads import (
-    deep_spec,
-    dflash2_head,
-    domino_head,
-    early_head,
-    reduced_tables,
-    sliding_head,
-    speculators_head,
-    z_lab_head,
-)
-from tests.published_blocks import (
-    HEADS,
-    INNER,
-    MASK,
-    QWEN3,
-    THETA,
-    H,
-    Layout,
-    States,
-    V,
-    attend,
-    layer_tensors,
-    mlp,
-    norm,
-    of_layer,
-    rand,
-    rms,
-)
+from tests.published_blocks import HEADS, INNER, MASK, QWEN3, THETA, H, Layout, States, V, mlp, norm, rand, rms
 from tests.published_mtp import MTP
 
 # heads without attention ---------------------------------------------------------------------------------------------
@@ -135,10 +110,11 @@ def p_eagle_head() -> Layout:
     """Two layers; the second is a plain Llama layer."""
     ids = [0, 1, 3]
     tensors = {
-        "fc.weight": rand(H, 3 * H), "norm.weight": norm(H), "mask_hidden": rand(1, 1, 3 * H), **reduced_tables(ids),
+        "fc.weight": rand(H, 3 * H), "norm.weight": norm(H), "mask_hidden": rand(1, 1, 3 * H),
+        **block_heads.reduced_tables(ids),
     }  # fmt: skip
     for j in range(2):
-        own = layer_tensors(H if j else 2 * H) | ({} if j else {"hidden_norm": norm(H)})
+        own = blocks.layer_tensors(H if j else 2 * H) | ({} if j else {"hidden_norm": norm(H)})
         tensors |= {f"layers.{j}.{name}.weight": value for name, value in own.items()}
 
     def estimate(states: States, text: list[int], drafts: list[int]) -> Tensor:
@@ -148,10 +124,10 @@ def p_eagle_head() -> Layout:
         x = linear(torch.cat([fused, t["mask_hidden"][0].expand(masks, -1)]), t["fc.weight"])
         places = torch.arange(len(x))
         for j in range(2):
-            p = of_layer(t, j)
+            p = blocks.of_layer(t, j)
             n = rms(embeds if j == 0 else x, p["input_layernorm.weight"])
             n = n if j else torch.cat([n, rms(x, p["hidden_norm.weight"])], -1)
-            x = x + attend(p, n, n, places, places, places <= places[:, None])
+            x = x + blocks.attend(p, n, n, places, places, places <= places[:, None])
             x = x + mlp(p, rms(x, p["post_attention_layernorm.weight"]))
         return linear(rms(x[-1], t["norm.weight"]), t["lm_head.weight"])
 
@@ -181,7 +157,8 @@ def turned(x: Tensor, places: Tensor) -> Tensor:
 def latent_head(rank: int | None) -> Layout:
     """Queries through ``rank`` numbers, or whole; two layers, the second without the embeddings."""
     ids, tensors = [0, 1, 3], {"fc.weight": rand(H, 3 * H), "norm.weight": norm(H)}
-    tensors |= {name: value for name, value in reduced_tables(ids).items() if not name.startswith("verifier")}
+    tables = block_heads.reduced_tables(ids)
+    tensors |= {name: value for name, value in tables.items() if not name.startswith("verifier")}
     for j in range(2):
         read, wide = H if j else 2 * H, HEADS * (PLAIN + TURNED)
         queries = {"q_proj": rand(wide, read, scale=0.3)}
@@ -196,7 +173,7 @@ def latent_head(rank: int | None) -> Layout:
         tensors |= {f"layers.{j}.{name}.weight": value for name, value in own.items()}
 
     def layer(j: int, embeds: Tensor, x: Tensor) -> Tensor:
-        p, places = of_layer(tensors, j), torch.arange(len(x))
+        p, places = blocks.of_layer(tensors, j), torch.arange(len(x))
         n = rms(x if j else embeds, p["input_layernorm.weight"])
         n = n if j else torch.cat([n, rms(x, p["hidden_norm.weight"])], -1)
         a = {name.removeprefix("self_attn."): p[name] for name in p if name.startswith("self_attn.")}
@@ -235,15 +212,15 @@ def latent_head(rank: int | None) -> Layout:
 
 
 LAYOUTS: dict[str, Callable[[], Layout]] = {
-    "dflash of z-lab": z_lab_head, "dflash with sinks": sliding_head,
-    "dflash of speculators": lambda: speculators_head("dflash"), "dflash2": dflash2_head,
-    "dflash of DeepSpec": lambda: deep_spec("none"), "dspark of SpecForge": early_head,
-    "dspark of DeepSpec, gated": lambda: deep_spec("gated"),
-    "dspark of DeepSpec, rnn": lambda: deep_spec("rnn", copies=False),
-    "dspark of speculators": lambda: speculators_head("dspark", "vanilla", anchor=True),
-    "dspark of speculators, filling in": lambda: speculators_head("dspark", "rnn"),
-    "xpress": lambda: speculators_head("xpress"), "domino": lambda: domino_head(True),
-    "domino, filling in": lambda: domino_head(False), "p-eagle": p_eagle_head,
+    "dflash of z-lab": block_heads.z_lab_head, "dflash with sinks": block_heads.sliding_head,
+    "dflash of speculators": lambda: block_heads.speculators_head("dflash"), "dflash2": block_heads.dflash2_head,
+    "dflash of DeepSpec": lambda: block_heads.deep_spec("none"), "dspark of SpecForge": block_heads.early_head,
+    "dspark of DeepSpec, gated": lambda: block_heads.deep_spec("gated"),
+    "dspark of DeepSpec, rnn": lambda: block_heads.deep_spec("rnn", copies=False),
+    "dspark of speculators": lambda: block_heads.speculators_head("dspark", "vanilla", anchor=True),
+    "dspark of speculators, filling in": lambda: block_heads.speculators_head("dspark", "rnn"),
+    "xpress": lambda: block_heads.speculators_head("xpress"), "domino": lambda: block_heads.domino_head(True),
+    "domino, filling in": lambda: block_heads.domino_head(False), "p-eagle": p_eagle_head,
     "eagle3, latent": lambda: latent_head(10), "eagle3, whole latent queries": lambda: latent_head(None),
     "medusa": lambda: medusa_head(False), "medusa of vLLM": lambda: medusa_head(True), "hydra": hydra_head,
     "mlp speculator": lambda: mlp_speculator(False), "mlp speculator, tied": lambda: mlp_speculator(True), **MTP,
