@@ -24,7 +24,7 @@ from fsd_bench.cli import build_parser as build_bench_parser
 from fsd_core.console import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, UNEXPECTED, TerminatedError, run
 from fsd_core.options import gibibytes, positive, real_number, thread_count, whole_number
 from fsd_infer import FsdError, FuzzyDecoder
-from fsd_infer.cli.commands import _show
+from fsd_infer.cli.commands import _live_tokens, _show
 from fsd_infer.cli.main import build_parser, main
 from fsd_infer.cli.report import use_colour
 from fsd_infer.rules import TokenOrigin
@@ -32,7 +32,7 @@ from fsd_infer.serving.listen import check_free
 from fsd_train.commands.command_lines import PARSERS
 from tests.bench_toys import Toy
 from tests.fuzzing import called
-from tests.text_toys import write_rows
+from tests.text_toys import tiny_tokenizer, write_rows
 
 PROMPT = "the cat sat on the mat"
 
@@ -76,6 +76,8 @@ BAD = {
     "top-p and greedy": (["--top-p", "0.5"], "no effect at temperature 0"),
     "streamed beams": (["--num-beams", "2", "--stream"], "--stream shows one answer as it grows"),
     "no beams": (["--beam-options", "depth=4"], "needs beams: add --num-beams"),
+    "greedy and narrow": (["--num-beams", "2", "--beam-options", "join_every=4"], "a temperature above 0"),
+    "unknown option": (["--options", '{"no_such": 1}'], "unknown option 'no_such'"),
     "empty prompt": ([], "the prompt is empty"),
     "long prompt": ([], "context of 256 tokens"),
     "sampling as an option": (["--options", '{"do_sample": true}'], "use --temperature"),
@@ -152,6 +154,8 @@ MEASURED = {
     "sweep --prompts p.jsonl --output x.jsonl --rules fuzzy --temperatures 1,1": "temperature, and none twice",
     "sweep --prompts p.jsonl --output x.jsonl --rules fuzzy --tree auto": "a sweep compares rules on named trees",
     "worth --prompts p.jsonl --drafter lookup": "worth forecasts for heads and small LMs, not for drafter 'lookup'",
+    "sweep --prompts p.jsonl --output x.jsonl --rules fuzzy --temperatures warm": "--temperatures",
+    "worth --prompts p.jsonl --rules nonsense": "unknown rule 'nonsense'",
     "worth --prompts p.jsonl --tree auto": "give a shape for tree auto",
 }
 
@@ -257,10 +261,13 @@ def test_text_is_utf8_whatever_the_terminal_says(capsys: pytest.CaptureFixture[s
 
 def test_a_dumb_terminal_gets_no_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal: Any = SimpleNamespace(isatty=lambda: True)
+    monkeypatch.setattr("sys.stdout", terminal)
     monkeypatch.delenv("NO_COLOR", raising=False)
+    args = argparse.Namespace(show_accepted=True, color="auto")
     for name, dumb in (("xterm", False), ("dumb", True)):
         monkeypatch.setenv("TERM", name)
         assert use_colour("auto", terminal) is not dumb and use_colour("always", terminal)
+        assert (_live_tokens(args, tiny_tokenizer()) is None) is dumb
     assert not use_colour("auto", io.StringIO())
 
 
