@@ -87,6 +87,7 @@ def test_a_runtime_is_saved_and_loaded(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (FuzzyConfig, {"ruel": "exact"}, "Did you mean 'rule'?"),
+    (FuzzyConfig, {"temperatue_": 1.0}, "Did you mean 'temperature'?"),
     (FuzzyConfig, {"tree": "5,6"}, "a tree is written depth,width,nodes"),
     (FuzzyConfig, {"tree": 5}, "a tree is a TreeShape or text"),
     (FuzzyConfig, {"beams": {"dept": 4}}, "unknown beam option 'dept'. Did you mean 'depth'?"),

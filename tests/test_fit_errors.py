@@ -111,12 +111,14 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "more processes than cores": (["--trainer.devices", "1000"], "trainer.devices is 1000, a process each"),
     "accumulated": (["--trainer.accumulate_grad_batches", "0"], "accumulate_grad_batches: expected a number >= 1"),
     "clipping": (["--trainer.gradient_clip_val", "-1"], "trainer.gradient_clip_val: expected a number >= 0, got -1"),
+    "clipping by NaN": (["--trainer.gradient_clip_val", ".nan"], "gradient_clip_val: expected a number >= 0, got nan"),
     "no interval": (["--trainer.val_check_interval", "0"], "trainer.val_check_interval is 0: give a number of steps"),
     "no batches": (["--trainer.limit_train_batches", "0"], "trainer.limit_train_batches is 0, so no step"),
     "no time": (["--trainer.max_time", "00:00:00:00"], "ended before its first step"),
     "null tokens": (
         ["--config", "null.yaml"], "data.batch_tokens is null: give a value, or leave it out, which means 4096",
     ),
+    "no depth": (["--model.unroll_steps", "0"], "fit: model.unroll_steps: expected a whole number >= 1 and"),
     "one file": (["--data.train_files", "a.jsonl"], "data.train_files: expected a list, got a.jsonl."),
     "type of a loss": (["--config", "loss.yaml"], "loss: expected a class_path with init_args or text, got 5."),
     "argument of a loss, its type": (
@@ -131,9 +133,11 @@ NAMED: dict[str, tuple[list[str], str]] = {
         ["--model.lr_scheduler", "torch.optim.lr_scheduler.ReduceLROnPlateau"], "model.lr_scheduler: ReduceLROnPlateau",
     ),
     "metric that is not there": (["--config", "stopping.yaml", *VALIDATED], "trainer.callbacks: Early stopping"),
+    "null optimizer": (["--model.optimizer", "null"], "model.optimizer is null: give a value, or leave it out."),
     "null of a callback": (["--config", "prompts.yaml"], "trainer.callbacks.prompts is null: give a value"),
     # refused before the target is loaded
     "no answers": (["--data.train_files", "[empty.jsonl]", "--model.target", "nowhere/x"], "empty.jsonl: no row"),
+    "share held out": (["--data.validation_fraction", "1.0"], "validation_fraction"),
     "answers of one token": (["--data.train_files", "[short.jsonl]", *UNCACHED], "no training row has two tokens"),
     "nothing to validate": (
         ["--data.validation_files", "[short.jsonl]", "--trainer.limit_val_batches", "1", *UNCACHED],

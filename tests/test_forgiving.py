@@ -204,6 +204,7 @@ MISTAKES = [
     ("fsd-train fitt", "fsd-train: unknown command 'fitt'. Did you mean 'fit'?"),
     ("fsd-infer generate --promt x", "fsd-infer generate: unknown option --promt. Did you mean '--prompt'?"),
     ("fsd-train doctor runs --target {target} --data a", "unexpected argument 'runs'. Did you mean --head runs?"),
+    ("fsd-infer generate {target} --prompt x", "Did you mean --target {target}?"),
     ("fsd-infer generate --prompt x --target {target} lookup", "Did you mean --drafter lookup?"),
     ("fsd-train new-recipe --target {target} rows.jsonl", "Did you mean --data rows.jsonl?"),
     ("fsd-infer generate --prompt x --color alwayss", "invalid choice 'alwayss'. Did you mean 'always'?"),
