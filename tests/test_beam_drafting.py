@@ -15,16 +15,8 @@ import torch
 from torch import Tensor
 
 from fsd_core.tensors import padded
-from fsd_infer import FuzzyDecoder, Target, TreeShape
-from fsd_infer.drafters import (
-    Drafter,
-    DraftRequest,
-    DraftSession,
-    GraftedDrafter,
-    LMDrafter,
-    LookupDrafter,
-    RecycleDrafter,
-)
+from fsd_infer import FuzzyDecoder, Target, TreeShape, drafters
+from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, GraftedDrafter, LMDrafter, LookupDrafter
 from fsd_infer.drafters.frontier import Frontier, Successors
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine.beams import BeamOptions
@@ -165,7 +157,7 @@ def test_beams_on_another_device_are_those_of_the_cpu() -> None:
 
     def run(device: torch.device) -> tuple[list[list[int]], int]:
         target = Target(tiny_model("mistral").to(device))
-        drafter = GraftedDrafter(tiny_head(target, draft_vocab_size=64), RecycleDrafter(VOCAB))
+        drafter = GraftedDrafter(tiny_head(target, draft_vocab_size=64), drafters.RecycleDrafter(VOCAB))
         made = FuzzyDecoder(target, drafter).generate(tiny_prompts(), **options)
         return made.sequences, made.stats.target_forwards
 
@@ -294,12 +286,12 @@ def test_distribution_of_sampled_beams(options: BeamOptions | None, width: Any, 
 def test_sampled_beams_do_not_depend_on_drafts(target: Target, join_every: int | None, tokens: int) -> None:
     options: dict[str, Any] = dict(max_new_tokens=tokens, num_beams=4, do_sample=True)
     options["beam_options"] = BeamOptions(depth=3, join_every=join_every)
-    drafters = drafters_for(target)
-    plain = FuzzyDecoder(target, drafters.pop("none"))
+    every = drafters_for(target)
+    plain = FuzzyDecoder(target, every.pop("none"))
     expected = plain.generate(tiny_prompts(), seed=1, **options).sequences
     assert expected != plain.generate(tiny_prompts(), seed=2, **options).sequences
-    for name in ("lookup", "reduced+lookup", "lm") if join_every else drafters:
-        drafter = drafters[name]
+    for name in ("lookup", "reduced+lookup", "lm") if join_every else every:
+        drafter = every[name]
         made = FuzzyDecoder(target, drafter).generate(tiny_prompts(), seed=1, **options)
         assert made.sequences == expected
         if name == "lookup" and join_every:

@@ -17,19 +17,7 @@ from fsd_infer.heads.mtp import find_mtp
 from fsd_infer.targets.checks import check_directory
 from fsd_infer.targets.kinds import auto_class
 from tests import families
-from tests.families import (
-    CUDA,
-    FAMILIES,
-    VOCAB,
-    WINDOW,
-    OracleDrafter,
-    altered,
-    drafter_of,
-    reference,
-    tiny_head,
-    tiny_model,
-    tiny_prompts,
-)
+from tests.families import VOCAB, WINDOW, OracleDrafter, drafter_of, reference, tiny_head, tiny_model, tiny_prompts
 
 # Whose layer stands alone, so that a head's is of that kind; a Llama layer otherwise.
 OWN_LAYER = {"llama", "qwen2", "qwen3", "gemma2", "mistral", "phi3", "olmo2", "cohere", "stablelm", "granite"}
@@ -38,8 +26,8 @@ LIMITS: dict[str, Any] = dict(max_new_tokens=10, do_sample=False)
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")  # of transformers, about an argument of a forward
-@pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("device", ["cpu", families.CUDA])
+@pytest.mark.parametrize("family", families.FAMILIES)
 def test_greedy_equals_generate(family: str, device: str) -> None:
     model = tiny_model(family).to(device)
     target = Target(model)
@@ -253,7 +241,8 @@ def test_layers_that_the_config_does_not_count_are_no_mtp_layers(
 ) -> None:
     """They were taken for such and left out without a word."""
     tiny_model("llama", num_hidden_layers=3).save_pretrained(tmp_path / "whole")
-    target = Target.from_pretrained(str(altered(tmp_path / "whole", tmp_path / "cut", {"num_hidden_layers": 2})))
+    cut = families.altered(tmp_path / "whole", tmp_path / "cut", {"num_hidden_layers": 2})
+    target = Target.from_pretrained(str(cut))
     assert "9 tensors of" in caplog.text and "'model.layers.2." in caplog.text
     assert find_mtp(target) is None
 
