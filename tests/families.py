@@ -18,18 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria
 
-from fsd_infer import Drafter, Target, TreeShape
-from fsd_infer.drafters import (
-    DraftRequest,
-    DraftSession,
-    EagleDrafter,
-    GraftedDrafter,
-    LMDrafter,
-    LookupDrafter,
-    MemoryDrafter,
-    NoDrafter,
-    RecycleDrafter,
-)
+from fsd_infer import Drafter, Target, TreeShape, drafters
+from fsd_infer.drafters import DraftRequest, DraftSession, EagleDrafter, GraftedDrafter, LMDrafter, RecycleDrafter
 from fsd_infer.heads.config import own_fields
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.loading import attention_for
@@ -303,7 +293,8 @@ class _OracleSession(DraftSession):
 
 
 FREE: dict[str, Callable[[int], Drafter]] = {
-    "none": NoDrafter, "lookup": LookupDrafter, "memory": MemoryDrafter, "recycle": RecycleDrafter,
+    "none": drafters.NoDrafter, "lookup": drafters.LookupDrafter, "memory": drafters.MemoryDrafter,
+    "recycle": RecycleDrafter,
     "forgetful": partial(RecycleDrafter, keep=False),
 }  # fmt: skip
 HEADS: dict[str, dict[str, Any]] = {

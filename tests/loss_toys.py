@@ -130,11 +130,9 @@ def plain_js(p: Tensor, q: Tensor) -> Tensor:
 
 
 PLAIN = {
-    "kl_qp": lambda p, q: plain_kl(q, p),
-    "kl_pq": plain_kl,
-    "js": plain_js,
+    "kl_qp": lambda p, q: plain_kl(q, p), "kl_pq": plain_kl, "js": plain_js,
     "tv": lambda p, q: 0.5 * (p - q).abs().sum(-1),
-}
+}  # fmt: skip
 
 
 def overlap(p: Tensor, q: Tensor) -> Tensor:

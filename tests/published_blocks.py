@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -119,18 +119,26 @@ def norm(size: int) -> Tensor:
     return 1 + 0.2 * torch.randn(size)
 
 
+def layer_tensors(read: int = H, normed: bool = False) -> dict[str, Tensor]:
+    """A Llama-like layer that reads so many numbers, with norms of queries and keys or without."""
+    made = {"input_layernorm": norm(H), "post_attention_layernorm": norm(H)}
+    made |= {f"self_attn.{kind}_norm": norm(WIDTH) for kind in "qk" if normed}
+    return made | {
+        "self_attn.q_proj": rand(HEADS * WIDTH, read), "self_attn.k_proj": rand(GROUPS * WIDTH, read),
+        "self_attn.v_proj": rand(GROUPS * WIDTH, read), "self_attn.o_proj": rand(H, HEADS * WIDTH),
+        "mlp.gate_proj": rand(INNER, H), "mlp.up_proj": rand(INNER, H), "mlp.down_proj": rand(H, INNER),
+    }  # fmt: skip
+
+
 def backbone(count: int = 2, fused: int = 2) -> dict[str, Tensor]:
     tensors = {"fc.weight": rand(H, fused * H), "hidden_norm.weight": norm(H), "norm.weight": norm(H)}
     for j in range(count):
-        own = {
-            "input_layernorm": norm(H), "post_attention_layernorm": norm(H), "self_attn.q_norm": norm(WIDTH),
-            "self_attn.k_norm": norm(WIDTH), "self_attn.q_proj": rand(HEADS * WIDTH, H),
-            "self_attn.k_proj": rand(GROUPS * WIDTH, H), "self_attn.v_proj": rand(GROUPS * WIDTH, H),
-            "self_attn.o_proj": rand(H, HEADS * WIDTH), "mlp.gate_proj": rand(INNER, H), "mlp.up_proj": rand(INNER, H),
-            "mlp.down_proj": rand(H, INNER),
-        }  # fmt: skip
-        tensors |= {f"layers.{j}.{name}.weight": value for name, value in own.items()}
+        tensors |= {f"layers.{j}.{name}.weight": value for name, value in layer_tensors(normed=True).items()}
     return tensors
+
+
+def of_layer(t: dict[str, Tensor], j: int) -> dict[str, Tensor]:
+    return {name.removeprefix(f"layers.{j}."): value for name, value in t.items() if name.startswith(f"layers.{j}.")}
 
 
 def rms(x: Tensor, weight: Tensor | float = 1.0) -> Tensor:
@@ -143,6 +151,26 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
     angles = positions[:, None] / THETA ** (torch.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+
+def attend(p: dict[str, Tensor], n: Tensor, both: Tensor, own: Tensor, places: Tensor, visible: Tensor) -> Tensor:
+    """Attention of n [M, read], at the positions ``own``, to all of ``both`` [S, read]; visible: [M, S]."""
+    q, k, v = (
+        linear(x, p[f"self_attn.{kind}_proj.weight"]).view(len(x), -1, WIDTH).transpose(0, 1)
+        for kind, x in (("q", n), ("k", both), ("v", both))
+    )
+    if "self_attn.q_norm.weight" in p:
+        q, k = rms(q, p["self_attn.q_norm.weight"]), rms(k, p["self_attn.k_norm.weight"])
+    k, v = (x.repeat_interleave(HEADS // GROUPS, 0) for x in (rotated(k, places), v))
+    scores = (rotated(q, own) @ k.transpose(1, 2) / math.sqrt(WIDTH)).masked_fill(~visible, -math.inf).exp()
+    sink = p.get("self_attn.attention_sink_bias", torch.tensor([-math.inf])).exp()
+    weights = scores / (scores.sum(-1, keepdim=True) + sink[:, None, None])
+    return linear((weights @ v).transpose(0, 1).reshape(len(n), -1), p["self_attn.o_proj.weight"])
+
+
+def mlp(p: dict[str, Tensor], m: Tensor) -> Tensor:
+    inner = silu(linear(m, p["mlp.gate_proj.weight"])) * linear(m, p["mlp.up_proj.weight"])
+    return linear(inner, p["mlp.down_proj.weight"])
 
 
 def convolved(t: dict[str, Tensor], name: str, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
@@ -174,33 +202,14 @@ def block_states(
     c, z = rms(linear(context, t["fc.weight"]), t["hidden_norm.weight"]), embeds
     places, own = torch.arange(seen + size), torch.arange(seen, seen + size)
     for j in range(len(windows)):
-        p = {name.removeprefix(f"layers.{j}."): value for name, value in t.items() if name.startswith(f"layers.{j}.")}
-        visible = torch.ones(size, seen + size, dtype=torch.bool)
+        p, visible = of_layer(t, j), torch.ones(size, seen + size, dtype=torch.bool)
         if (window := windows[j]) is not None:
             visible &= places >= (torch.tensor([[seen]]) if of_root else own[:, None] + 1) - window
         if causal[j]:
             visible &= places <= own[:, None]
-
-        def attend(n: Tensor, p: dict[str, Tensor] = p, visible: Tensor = visible) -> Tensor:
-            both = torch.cat([c, n])
-            q, k, v = (
-                linear(x, p[f"self_attn.{kind}_proj.weight"]).view(len(x), -1, WIDTH).transpose(0, 1)
-                for kind, x in (("q", n), ("k", both), ("v", both))
-            )
-            q = rotated(rms(q, p["self_attn.q_norm.weight"]), own)
-            k = rotated(rms(k, p["self_attn.k_norm.weight"]), places)
-            k, v = (x.repeat_interleave(HEADS // GROUPS, 0) for x in (k, v))
-            scores = (q @ k.transpose(1, 2) / math.sqrt(WIDTH)).masked_fill(~visible, -math.inf).exp()
-            sink = p.get("self_attn.attention_sink_bias", torch.tensor([-math.inf])).exp()
-            weights = scores / (scores.sum(-1, keepdim=True) + sink[:, None, None])
-            return linear((weights @ v).transpose(0, 1).reshape(size, -1), p["self_attn.o_proj.weight"])
-
-        def mlp(m: Tensor, p: dict[str, Tensor] = p) -> Tensor:
-            inner = silu(linear(m, p["mlp.gate_proj.weight"])) * linear(m, p["mlp.up_proj.weight"])
-            return linear(inner, p["mlp.down_proj.weight"])
-
-        z = z + convolved(p, "attention_conv", rms(z, p["input_layernorm.weight"]), attend)
-        z = z + convolved(p, "mlp_conv", rms(z, p["post_attention_layernorm.weight"]), mlp)
+        to_all = partial(lambda p, visible, n: attend(p, n, torch.cat([c, n]), own, places, visible), p, visible)
+        z = z + convolved(p, "attention_conv", rms(z, p["input_layernorm.weight"]), to_all)
+        z = z + convolved(p, "mlp_conv", rms(z, p["post_attention_layernorm.weight"]), partial(mlp, p))
     return rms(z, t["norm.weight"])
 
 

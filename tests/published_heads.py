@@ -12,34 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, gelu, linear, silu
 
+from tests import published_block_heads as block_heads
+from tests import published_blocks as blocks
 from tests.published_assistants import ASSISTANTS
-from tests.published_block_heads import (
-    deep_spec,
-    dflash2_head,
-    domino_head,
-    early_head,
-    reduced_tables,
-    sliding_head,
-    speculators_head,
-    z_lab_head,
-)  # fmt: skip
-from tests.published_blocks import (
-    GROUPS,
-    HEADS,
-    INNER,
-    MASK,
-    QWEN3,
-    THETA,
-    WIDTH,
-    H,
-    Layout,
-    States,
-    V,
-    norm,
-    rand,
-    rms,
-    rotated,
-)  # fmt: skip
+from tests.published_blocks import HEADS, INNER, MASK, QWEN3, THETA, H, Layout, States, V, mlp, norm, rand, rms
 from tests.published_mtp import MTP
 
 # heads without attention ---------------------------------------------------------------------------------------------
@@ -134,17 +110,11 @@ def p_eagle_head() -> Layout:
     """Two layers; the second is a plain Llama layer."""
     ids = [0, 1, 3]
     tensors = {
-        "fc.weight": rand(H, 3 * H), "norm.weight": norm(H), "mask_hidden": rand(1, 1, 3 * H), **reduced_tables(ids),
+        "fc.weight": rand(H, 3 * H), "norm.weight": norm(H), "mask_hidden": rand(1, 1, 3 * H),
+        **block_heads.reduced_tables(ids),
     }  # fmt: skip
     for j in range(2):
-        read = H if j else 2 * H
-        own = {
-            "input_layernorm": norm(H), "post_attention_layernorm": norm(H),
-            "self_attn.q_proj": rand(HEADS * WIDTH, read), "self_attn.k_proj": rand(GROUPS * WIDTH, read),
-            "self_attn.v_proj": rand(GROUPS * WIDTH, read), "self_attn.o_proj": rand(H, HEADS * WIDTH),
-            "mlp.gate_proj": rand(INNER, H), "mlp.up_proj": rand(INNER, H), "mlp.down_proj": rand(H, INNER),
-        }  # fmt: skip
-        own |= {} if j else {"hidden_norm": norm(H)}
+        own = blocks.layer_tensors(H if j else 2 * H) | ({} if j else {"hidden_norm": norm(H)})
         tensors |= {f"layers.{j}.{name}.weight": value for name, value in own.items()}
 
     def estimate(states: States, text: list[int], drafts: list[int]) -> Tensor:
@@ -154,19 +124,11 @@ def p_eagle_head() -> Layout:
         x = linear(torch.cat([fused, t["mask_hidden"][0].expand(masks, -1)]), t["fc.weight"])
         places = torch.arange(len(x))
         for j in range(2):
-            p = {name.removeprefix(f"layers.{j}."): t[name] for name in t if name.startswith(f"layers.{j}.")}
+            p = blocks.of_layer(t, j)
             n = rms(embeds if j == 0 else x, p["input_layernorm.weight"])
             n = n if j else torch.cat([n, rms(x, p["hidden_norm.weight"])], -1)
-            q, k, v = (
-                linear(n, p[f"self_attn.{kind}_proj.weight"]).view(len(x), -1, WIDTH).transpose(0, 1) for kind in "qkv"
-            )
-            q, k = rotated(q, places), rotated(k, places)
-            k, v = (y.repeat_interleave(HEADS // GROUPS, 0) for y in (k, v))
-            scores = (q @ k.transpose(1, 2) / math.sqrt(WIDTH)).masked_fill(places > places[:, None], -math.inf)
-            x = x + linear((scores.softmax(-1) @ v).transpose(0, 1).reshape(len(x), -1), p["self_attn.o_proj.weight"])
-            m = rms(x, p["post_attention_layernorm.weight"])
-            inner = silu(linear(m, p["mlp.gate_proj.weight"])) * linear(m, p["mlp.up_proj.weight"])
-            x = x + linear(inner, p["mlp.down_proj.weight"])
+            x = x + blocks.attend(p, n, n, places, places, places <= places[:, None])
+            x = x + mlp(p, rms(x, p["post_attention_layernorm.weight"]))
         return linear(rms(x[-1], t["norm.weight"]), t["lm_head.weight"])
 
     config = {
@@ -195,7 +157,8 @@ def turned(x: Tensor, places: Tensor) -> Tensor:
 def latent_head(rank: int | None) -> Layout:
     """Queries through ``rank`` numbers, or whole; two layers, the second without the embeddings."""
     ids, tensors = [0, 1, 3], {"fc.weight": rand(H, 3 * H), "norm.weight": norm(H)}
-    tensors |= {name: value for name, value in reduced_tables(ids).items() if not name.startswith("verifier")}
+    tables = block_heads.reduced_tables(ids)
+    tensors |= {name: value for name, value in tables.items() if not name.startswith("verifier")}
     for j in range(2):
         read, wide = H if j else 2 * H, HEADS * (PLAIN + TURNED)
         queries = {"q_proj": rand(wide, read, scale=0.3)}
@@ -210,8 +173,8 @@ def latent_head(rank: int | None) -> Layout:
         tensors |= {f"layers.{j}.{name}.weight": value for name, value in own.items()}
 
     def layer(j: int, embeds: Tensor, x: Tensor) -> Tensor:
-        p = {name.removeprefix(f"layers.{j}."): tensors[name] for name in tensors if name.startswith(f"layers.{j}.")}
-        n, places = rms(x if j else embeds, p["input_layernorm.weight"]), torch.arange(len(x))
+        p, places = blocks.of_layer(tensors, j), torch.arange(len(x))
+        n = rms(x if j else embeds, p["input_layernorm.weight"])
         n = n if j else torch.cat([n, rms(x, p["hidden_norm.weight"])], -1)
         a = {name.removeprefix("self_attn."): p[name] for name in p if name.startswith("self_attn.")}
         if rank:
@@ -226,9 +189,7 @@ def latent_head(rank: int | None) -> Layout:
         scores = scores * (1 + 0.1 * math.log(4)) ** 2 / math.sqrt(PLAIN + TURNED)
         seen = scores.masked_fill(places > places[:, None], -math.inf).softmax(-1)
         x = x + linear((seen @ v).transpose(0, 1).reshape(len(x), -1), a["o_proj.weight"])
-        m = rms(x, p["post_attention_layernorm.weight"])
-        inner = silu(linear(m, p["mlp.gate_proj.weight"])) * linear(m, p["mlp.up_proj.weight"])
-        return x + linear(inner, p["mlp.down_proj.weight"])
+        return x + mlp(p, rms(x, p["post_attention_layernorm.weight"]))
 
     def estimate(states: States, text: list[int], drafts: list[int]) -> Tensor:
         x = linear(torch.cat([states.layers[i] for i in (0, 1, 3)], -1), tensors["fc.weight"])
@@ -251,30 +212,20 @@ def latent_head(rank: int | None) -> Layout:
 
 
 LAYOUTS: dict[str, Callable[[], Layout]] = {
-    "dflash of z-lab": z_lab_head,
-    "dflash with sinks": sliding_head,
-    "dflash of speculators": lambda: speculators_head("dflash"),
-    "dflash2": dflash2_head,
-    "dflash of DeepSpec": lambda: deep_spec("none"),
-    "dspark of SpecForge": early_head,
-    "dspark of DeepSpec, gated": lambda: deep_spec("gated"),
-    "dspark of DeepSpec, rnn": lambda: deep_spec("rnn", copies=False),
-    "dspark of speculators": lambda: speculators_head("dspark", "vanilla", anchor=True),
-    "dspark of speculators, filling in": lambda: speculators_head("dspark", "rnn"),
-    "xpress": lambda: speculators_head("xpress"),
-    "domino": lambda: domino_head(True),
-    "domino, filling in": lambda: domino_head(False),
-    "p-eagle": p_eagle_head,
-    "eagle3, latent": lambda: latent_head(10),
-    "eagle3, whole latent queries": lambda: latent_head(None),
-    "medusa": lambda: medusa_head(False),
-    "medusa of vLLM": lambda: medusa_head(True),
-    "hydra": hydra_head,
-    "mlp speculator": lambda: mlp_speculator(False),
-    "mlp speculator, tied": lambda: mlp_speculator(True),
-    **MTP,
+    "dflash of z-lab": block_heads.z_lab_head, "dflash with sinks": block_heads.sliding_head,
+    "dflash of speculators": lambda: block_heads.speculators_head("dflash"), "dflash2": block_heads.dflash2_head,
+    "dflash of DeepSpec": lambda: block_heads.deep_spec("none"), "dspark of SpecForge": block_heads.early_head,
+    "dspark of DeepSpec, gated": lambda: block_heads.deep_spec("gated"),
+    "dspark of DeepSpec, rnn": lambda: block_heads.deep_spec("rnn", copies=False),
+    "dspark of speculators": lambda: block_heads.speculators_head("dspark", "vanilla", anchor=True),
+    "dspark of speculators, filling in": lambda: block_heads.speculators_head("dspark", "rnn"),
+    "xpress": lambda: block_heads.speculators_head("xpress"), "domino": lambda: block_heads.domino_head(True),
+    "domino, filling in": lambda: block_heads.domino_head(False), "p-eagle": p_eagle_head,
+    "eagle3, latent": lambda: latent_head(10), "eagle3, whole latent queries": lambda: latent_head(None),
+    "medusa": lambda: medusa_head(False), "medusa of vLLM": lambda: medusa_head(True), "hydra": hydra_head,
+    "mlp speculator": lambda: mlp_speculator(False), "mlp speculator, tied": lambda: mlp_speculator(True), **MTP,
     **ASSISTANTS,
-}
+}  # fmt: skip
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -16,29 +15,18 @@ import torch
 from torch import Tensor
 
 from fsd_core.tensors import padded
-from fsd_infer import FuzzyDecoder, Target, TreeShape
-from fsd_infer.drafters import (
-    Drafter,
-    DraftRequest,
-    DraftSession,
-    GraftedDrafter,
-    LMDrafter,
-    LookupDrafter,
-    NoDrafter,
-    RecycleDrafter,
-)
-from fsd_infer.drafters.free import FreeDrafter, FreeSession, Options, Table
+from fsd_infer import FuzzyDecoder, Target, TreeShape, drafters
+from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, GraftedDrafter, LMDrafter, LookupDrafter
 from fsd_infer.drafters.frontier import Frontier, Successors
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.engine.beams.sampling import dynamic_width, width_probabilities
 from tests.beam_toys import doubled, drafters_for
-from tests.families import VOCAB, OracleDrafter, noisy_model, reference, tell, tiny_head, tiny_model, tiny_prompts
+from tests.families import VOCAB, OracleDrafter, noisy_model, tell, tiny_head, tiny_model, tiny_prompts
 from tests.published_blocks import tiny_target
 from tests.published_heads import layout
 from tests.simulated_device import SIM, SimulatedDevice
 from tests.test_beams import target as target  # a fixture
-from tests.test_free import Pairs
 
 SHAPE = TreeShape(depth=3, width=3, nodes=20)
 
@@ -153,59 +141,14 @@ def test_the_successors_of_a_beam_are_those_of_its_text(kind: str, tmp_path: Pat
     assert len(session.successors(beams, [[4]], 3)[0][0][1]) == 3
 
 
-class BigramDrafter(FreeDrafter):
-    """A user's own drafter: it needs to know nothing about beams."""
-
-    name = "bigram"
-
-    def __init__(self) -> None:
-        super().__init__(VOCAB, depth=4, nodes=8, min_accept_prob=0.05)
-
-    def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
-        return BigramSession(self, first_tokens, request)
-
-
-class BigramSession(FreeSession):
-    def __init__(self, drafter: BigramDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
-        super().__init__(drafter, first_tokens, request)
-        self.after = dict[int, Options]()
-
-    def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
-        for tail, row in zip(self.tails, rows, strict=True):
-            self.after.update({token: [(then, 0.8)] for token, then in zip([tail[-1], *row], row)})
-        super().extend_on_host(rows)
-
-    def states(self) -> list[tuple[Table, Any]]:
-        return [(Pairs(self.after), tail[-1]) for tail in self.tails]
-
-
-@pytest.mark.parametrize("beams", [2, 3])
-def test_a_drafter_of_ones_own_drafts_for_beams(beams: int) -> None:
-    target, prompts = Target(doubled("llama")), tiny_prompts()
-    wanted = reference(target.model, prompts, num_beams=beams, max_new_tokens=32)
-    forwards = {}
-    for drafter in (NoDrafter(VOCAB), BigramDrafter()):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            made = FuzzyDecoder(target, drafter).generate(prompts, num_beams=beams, max_new_tokens=32, do_sample=False)
-        assert made.sequences == wanted
-        forwards[drafter.name] = made.stats.target_forwards
-    assert forwards["bigram"] < forwards["none"]
-
-
-def test_a_drafter_below_one_text_leaves_beams_plain_and_is_named() -> None:
-    target, prompts = Target(doubled("llama")), tiny_prompts()
+def test_a_drafter_below_one_text_leaves_beams_to_those_beside_it_and_is_named() -> None:
+    target, prompts, lookup = Target(doubled("llama")), tiny_prompts(), LookupDrafter(VOCAB)
     options: dict[str, Any] = dict(num_beams=2, max_new_tokens=12, do_sample=False)
-    plain = FuzzyDecoder(target, NoDrafter(VOCAB)).generate(prompts, **options)
-    oracle, lookup = OracleDrafter(target), LookupDrafter(VOCAB)
+    alone = FuzzyDecoder(target, lookup).generate(prompts, **options)
     with pytest.warns(UserWarning, match="'oracle' drafts below one text only") as told:
-        made = FuzzyDecoder(target, oracle).generate(prompts, **options)
-    assert len(told) == 1 and made.sequences == plain.sequences
-    assert made.stats.target_forwards == plain.stats.target_forwards
-    looked_up = FuzzyDecoder(target, lookup).generate(prompts, **options)
-    with pytest.warns(UserWarning, match="'oracle'"):
-        made = FuzzyDecoder(target, GraftedDrafter(oracle, lookup)).generate(prompts, **options)
-    assert made.sequences == plain.sequences and made.stats.target_forwards == looked_up.stats.target_forwards
+        made = FuzzyDecoder(target, GraftedDrafter(OracleDrafter(target), lookup)).generate(prompts, **options)
+    assert len(told) == 1 and made.sequences == alone.sequences
+    assert made.stats.target_forwards == alone.stats.target_forwards
 
 
 def test_beams_on_another_device_are_those_of_the_cpu() -> None:
@@ -214,7 +157,7 @@ def test_beams_on_another_device_are_those_of_the_cpu() -> None:
 
     def run(device: torch.device) -> tuple[list[list[int]], int]:
         target = Target(tiny_model("mistral").to(device))
-        drafter = GraftedDrafter(tiny_head(target, draft_vocab_size=64), RecycleDrafter(VOCAB))
+        drafter = GraftedDrafter(tiny_head(target, draft_vocab_size=64), drafters.RecycleDrafter(VOCAB))
         made = FuzzyDecoder(target, drafter).generate(tiny_prompts(), **options)
         return made.sequences, made.stats.target_forwards
 
@@ -343,12 +286,12 @@ def test_distribution_of_sampled_beams(options: BeamOptions | None, width: Any, 
 def test_sampled_beams_do_not_depend_on_drafts(target: Target, join_every: int | None, tokens: int) -> None:
     options: dict[str, Any] = dict(max_new_tokens=tokens, num_beams=4, do_sample=True)
     options["beam_options"] = BeamOptions(depth=3, join_every=join_every)
-    drafters = drafters_for(target)
-    plain = FuzzyDecoder(target, drafters.pop("none"))
+    every = drafters_for(target)
+    plain = FuzzyDecoder(target, every.pop("none"))
     expected = plain.generate(tiny_prompts(), seed=1, **options).sequences
     assert expected != plain.generate(tiny_prompts(), seed=2, **options).sequences
-    for name in ("lookup", "reduced+lookup", "lm") if join_every else drafters:
-        drafter = drafters[name]
+    for name in ("lookup", "reduced+lookup", "lm") if join_every else every:
+        drafter = every[name]
         made = FuzzyDecoder(target, drafter).generate(tiny_prompts(), seed=1, **options)
         assert made.sequences == expected
         if name == "lookup" and join_every:

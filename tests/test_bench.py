@@ -14,7 +14,7 @@ import torch
 
 from fsd_bench import MeasuredAnswer, TimedRun, build_record, likelihood, parse_methods, run
 from fsd_bench.base import Comparison
-from fsd_bench.intervals import mean_text, ratio_text
+from fsd_bench.intervals import ratio_text
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.record import BenchPrompt
 from fsd_bench.report import bench_table, brief_table
@@ -90,9 +90,7 @@ def test_greedy_exact_methods_agree_token_for_token(record: dict[str, Any]) -> N
     table = bench_table(record)
     speeds = table[table.index("speed") :].splitlines()
     assert [line.split()[0] for line in speeds[3:8]] == METHODS
-    brief = brief_table(record).splitlines()
-    assert brief[0].split("  ")[0] == "method" and len(brief) == 2 + len(METHODS) and max(map(len, brief)) < 80
-    spent = lossy["divergence_spent"] / lossy["answer_tokens"]
+    brief, spent = brief_table(record).splitlines(), lossy["divergence_spent"] / lossy["answer_tokens"]
     assert brief[2 + METHODS.index("fuzzy:js:0.3")].split()[-2:] == [f"{lossy['tau']:.2f}", f"{spent:.3f}"]
 
 
@@ -153,14 +151,14 @@ def test_a_file_takes_the_runs_of_one_process_at_a_time(tmp_path: Path) -> None:
     """Another would take the file away before its first run, or lose lines that come while it writes what it read."""
     job, path = Trial("plain", 0), tmp_path / "r.json.partial.jsonl"
     first = RunFile(path, "bench", {}, {job: 1})
+    begins = (
+        lambda: partial_path(tmp_path / "r.json", resume=False, overwrite=False),
+        lambda: RunFile(path, "bench", {}, {job: 1}),
+    )
     with first.kept():
-        for _ in range(2):  # the advice after its first run was to delete the file
-            for begin in (
-                lambda: partial_path(tmp_path / "r.json", resume=False, overwrite=False),
-                lambda: RunFile(path, "bench", {}, {job: 1}),
-            ):
-                with pytest.raises(FsdError, match="another run is writing .*r.json.partial.jsonl. Wait"):
-                    begin()
+        for begin in begins * 2:  # the advice after its first run was to delete the file
+            with pytest.raises(FsdError, match="another run is writing .*r.json.partial.jsonl. Wait"):
+                begin()
             first.add(job, TimedRun(1.0, 0.1, [MeasuredAnswer([1], 1, 1)], {}))
     assert RunFile(path, "bench", {}, {job: 1}).runs == first.runs
 
@@ -237,10 +235,7 @@ def test_lists_and_names_that_are_none_are_told(toy: Toy) -> None:
             RunOptions(toy.prompts, **wrong).check()  # type: ignore[arg-type]
     with pytest.raises(FsdError, match="^prompts is a list"):
         SweepOptions(toy.prompts, ["tilted"]).check()  # type: ignore[arg-type]
-    for fields, message in (
-        ({"prompts": "x"}, "Did you mean 'prompt'"),
-        ({"prompt": "x"}, "--field prompt=x names. It has"),
-    ):
+    for fields, message in (({"prompts": "x"}, "Did you mean 'prompt'"), ({"prompt": "x"}, "names. It has")):
         with pytest.raises(FsdError, match=message):
             toy_run(toy, ["plain"], fields=fields)
 
@@ -250,11 +245,6 @@ def test_an_interval_of_one_prompt_says_so(toy: Toy) -> None:
     one = record["ratios"]["plain"]["exact"]["tokens_per_second"]
     assert one["pairs"] == 1 and ratio_text(one, "median") == f"{one['median']:.2f} [n = 1]"
     assert f" {one['median']:.2f} [n = 1]" in bench_table(record) and "\n1 prompt; " in bench_table(record)
-    two = {**one, "pairs": 2}
-    assert ratio_text(two, "median") == f"{one['median']:.2f} [{one['low']:.2f}, {one['high']:.2f}]"
-    unknown = {"ratio": 3.0, "low": None, "high": float("inf"), "prompts": 4}
-    assert ratio_text(unknown) == "3.00 [?, ?]"
-    assert mean_text({"mean": 0.5, "low": 0.5, "high": 0.5, "prompts": 1}, 100) == "50.0 [n = 1]"
 
 
 def test_answers_of_one_token_and_of_none_are_reported() -> None:
@@ -273,17 +263,11 @@ def test_answers_of_one_token_and_of_none_are_reported() -> None:
     assert "0.33 [?, ?]" in bench_table(record)
 
 
-def test_a_record_that_cannot_be_written_is_refused_before_anything_is_loaded(toy: Toy, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(FsdError, match="the record .*file/record.json cannot be written"):
-        run(toy.prompts, ["plain"], json_path=tmp_path / "file" / "record.json", target="no/such-model")
-    finished = tmp_path / "done.json"
-    finished.write_text('{"methods": {}}')
+def test_a_finished_record_is_not_replaced(toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "done.json").write_text('{"methods": {}}')
     for resume in (False, True):
         with pytest.raises(FsdError, match="the record .*done.json is there already: add --overwrite"):
-            run(toy.prompts, ["plain"], json_path=finished, target="no/such-model", resume=resume)
-    toy_run(toy, ["plain"], json_path=finished, overwrite=True)
-    assert json.loads(finished.read_text())["methods"]
+            run(toy.prompts, ["plain"], json_path=tmp_path / "done.json", target="no/such-model", resume=resume)
 
 
 def test_batches_agree_with_single_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

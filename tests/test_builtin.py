@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -225,74 +226,51 @@ def test_unknown_target_lists_what_would_do(name: str) -> None:
     assert ("Did you mean 'smollm2-135m'" if name == "smollm2-135" else "smollm2-135m") in message
 
 
-def write(name: str, content: bytes) -> Callable[[Path], object]:
-    return lambda directory: (directory / name).write_bytes(content)
-
-
-def cut(keep: int) -> Callable[[Path], object]:
-    def apply(directory: Path) -> None:
-        weights = directory / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:keep])
-
-    return apply
-
-
-def config(**changes: object) -> Callable[[Path], object]:
-    def apply(directory: Path) -> None:
-        file = directory / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-    return apply
-
-
-def index_alone(content: bytes) -> Callable[[Path], object]:
-    def apply(directory: Path) -> None:
-        (directory / "model.safetensors").unlink()  # which would be read in its place
-        (directory / "model.safetensors.index.json").write_bytes(content)
-
-    return apply
-
-
 DEEP = b"[" * 100_000
 REMOTE = {"model_type": "homemade", "auto_map": {"AutoConfig": "custom.C", "AutoModelForCausalLM": "custom.M"}}
 ABSURD: list[tuple[str, float]] = [
     ("max_position_embeddings", 10**30), ("max_position_embeddings", 2**63), ("max_position_embeddings", 0),
     ("eos_token_id", 10**30), ("rms_norm_eps", 1e308), ("rms_norm_eps", -1e-6), ("rms_norm_eps", float("inf")),
 ]  # fmt: skip
-DAMAGE: list[tuple[Callable[[Path], object], type[FsdError], str]] = [
-    (lambda directory: (directory / "config.json").unlink(), ModelLoadError, "has no config.json"),
-    (
-        lambda directory: (directory / "config.json").rename(directory / "q4.gguf"),
-        ModelLoadError,
-        r"has no config.json: give the GGUF file, as .*q4\.gguf",
-    ),
-    (lambda directory: (directory / "model.safetensors").unlink(), ModelLoadError, "no safetensors weights"),
-    *((cut(keep), CheckpointError, r"model\.safetensors is truncated") for keep in (5, 200, -1)),
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+# a file, what becomes of it (None: nothing; a number: its first bytes; a dict: options of a config), and what is said
+DAMAGE: list[tuple[str, Any, type[FsdError], str]] = [
+    (CONFIG, None, ModelLoadError, "has no config.json"),
+    (WEIGHTS, None, ModelLoadError, "no safetensors weights"),
+    *((WEIGHTS, keep, CheckpointError, r"model\.safetensors is truncated") for keep in (5, 200, -1)),
     *(
-        (index_alone(b'{"weight_map": {"a": %s}}' % name), CheckpointError, r"index\.json")
+        (INDEX, b'{"weight_map": {"a": %s}}' % name, CheckpointError, r"index\.json")
         for name in (b"7", b'"../model.safetensors"', b'"pytorch_model.bin"')
     ),
-    *((write("config.json", content), CheckpointError, r"config\.json") for content in (b"", b"7", DEEP)),
-    *((write("tokenizer.json", content), ModelLoadError, "cannot be loaded") for content in (b"", DEEP)),
-    (config(text_config={"num_hidden_layers": 10**9}), FsdError, "num_hidden_layers is 1e"),
-    (config(num_hidden_layers=0), FsdError, "at least one"),
-    (config(num_hidden_layers=3), ModelLoadError, r"lack 9 tensors .*layers\.2"),
-    (config(vocab_size=7), ModelLoadError, r"has the shape \[.*, but LlamaForCausalLM needs \[7, "),
-    (config(num_attention_heads=0), FsdError, "cannot be loaded: ZeroDivisionError"),
-    (config(hidden_size=10**9), FsdError, "config.json asks for"),
-    *((config(**{name: value}), CheckpointError, f"{name} is .*which no model has") for name, value in ABSURD),
-    (config(rope_parameters={"rope_type": "default", "rope_theta": 0.0}), CheckpointError, "rope_theta is 0.0"),
-    (config(model_type="t5"), ModelLoadError, "has an encoder beside its decoder"),
-    (config(**REMOTE), ModelLoadError, "trust_remote_code"),
+    *((CONFIG, content, CheckpointError, r"config\.json") for content in (b"", b"7", DEEP)),
+    *(("tokenizer.json", content, ModelLoadError, "cannot be loaded") for content in (b"", DEEP)),
+    (CONFIG, {"text_config": {"num_hidden_layers": 10**9}}, FsdError, "num_hidden_layers is 1e"),
+    (CONFIG, {"num_hidden_layers": 0}, FsdError, "at least one"),
+    (CONFIG, {"num_hidden_layers": 3}, ModelLoadError, r"lack 9 tensors .*layers\.2"),
+    (CONFIG, {"vocab_size": 7}, ModelLoadError, r"has the shape \[.*, but LlamaForCausalLM needs \[7, "),
+    (CONFIG, {"num_attention_heads": 0}, FsdError, "cannot be loaded: ZeroDivisionError"),
+    (CONFIG, {"hidden_size": 10**9}, FsdError, "config.json asks for"),
+    *((CONFIG, {name: value}, CheckpointError, f"{name} is .*which no model has") for name, value in ABSURD),
+    (CONFIG, {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, CheckpointError, "rope_theta is 0.0"),
+    (CONFIG, {"model_type": "t5"}, ModelLoadError, "has an encoder beside its decoder"),
+    (CONFIG, REMOTE, ModelLoadError, "trust_remote_code"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "error", "words"), DAMAGE)
-def test_damage_is_named(
-    damage: Callable[[Path], object], error: type[FsdError], words: str, local_model: Path
-) -> None:
+@pytest.mark.parametrize(("name", "what", "error", "words"), DAMAGE)
+def test_damage_is_named(name: str, what: Any, error: type[FsdError], words: str, local_model: Path) -> None:
     (local_model / "custom.py").write_text("raise SystemExit('this must never run')\n")
-    damage(local_model)
+    file = local_model / name
+    if what is None:
+        file.rename(local_model / "q4.gguf")
+        words += r".*q4\.gguf" if name == CONFIG else ""
+    elif isinstance(what, dict):
+        file.write_text(json.dumps(json.loads(file.read_text()) | what))
+    else:
+        file.write_bytes(what if isinstance(what, bytes) else file.read_bytes()[:what])
+    if name == INDEX:
+        (local_model / WEIGHTS).unlink()  # which would be read in its place
     with pytest.raises(error, match=words):
         models.load_target(local_model, device="cpu")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import shutil
 from dataclasses import replace
@@ -230,16 +229,14 @@ def test_the_file_beside_the_drafter(toy: Toy, tmp_path: Path) -> None:
         assert decoder.generate(["the cat"], quality=quality, max_new_tokens=2).stats.rule["rule"] == name
     mixed = decoder.generate(["the cat"] * 2, rule=["quality:0.9", "exact"], max_new_tokens=2)
     assert [rule["rule"] for rule in mixed.stats.rule["rows"]] == ["tilted", "exact"]
-    with pytest.raises(FsdError, match="nothing was calibrated for temperature 0.5"):
-        decoder.generate("the cat", quality=0.9, do_sample=True, temperature=0.5, max_new_tokens=2)
     for quality in (0.0, 1.01, math.nan):
         with pytest.raises(FsdError, match="quality is above 0 and at most 1"):
             decoder.generate("the cat", quality=quality, max_new_tokens=2)
     with pytest.raises(FsdError, match="leave out quality, or the rule 'tilted'"):
         decoder.generate("the cat", rule="tilted", quality=0.9, max_new_tokens=2)
     (tmp_path / "link").symlink_to(SHIPPED)
-    for directory in (at / "smollm2-135m" for at in (SHIPPED, Path(os.path.relpath(SHIPPED)), tmp_path / "link")):
-        with pytest.raises(FsdError, match=rf"part of the installed package.* \(cp -r {directory} my-head\)"):
+    for directory in (SHIPPED / "smollm2-135m", tmp_path / "link" / "smollm2-135m"):
+        with pytest.raises(FsdError, match="part of the installed package"):
             check_calibrated(directory)
     with pytest.raises(FsdError, match=r"cannot be written \(No such file .*copy the drafter elsewhere"):
         write_calibrated(tmp_path / "gone", decoder.target, setting)
@@ -311,32 +308,11 @@ def test_every_setting_answers_every_prompt(toy: Toy, finished: Path) -> None:
         assert 0 < facts["random:0.5"]["gate_open_fraction"] < 1 and facts["random:0.5"]["divergence_spent"] > 0
 
 
-def test_prompts_decoded_together_are_answered_alike(toy: Toy, tmp_path: Path) -> None:
-    """At temperature 0 a batch changes no answer, nor what was measured of it; the last batch is smaller."""
-    same = {
-        "temperatures": [0.0],
-        "tree": TreeShape(3, 2, 6),
-        "rules": ["tilted:1:exact_ngram_size=0"],
-        "controls": False,
-    }
-    alone, together = (
-        read_sweep(sweep(swept(toy, **same, batch_size=size), tmp_path / f"{size}.jsonl")) for size in (1, 2)
-    )
-    assert [comparison.prompts for comparison in together.at[0].comparisons] == [[0, 1], [2, 3], [4]]
-    assert any(answer.divergence_spent for answer in together.at[0].answers(together.settings[1]))
-    for name in together.settings:
-        for one, other in zip(alone.at[0].answers(name), together.at[0].answers(name), strict=True):
-            assert one.log_likelihood == pytest.approx(other.log_likelihood, abs=1e-4)
-            for key in ("tokens", "score", "repeated_4grams", "target_forwards", "finish_reason"):
-                assert getattr(one, key) == getattr(other, key), key
-            assert (one.trace.rounds, one.trace.sources) == (other.trace.rounds, other.trace.sources)
-            assert one.trace.pieces == other.trace.pieces
-
-
 def test_a_sweep_goes_on_wherever_it_was_killed(toy: Toy, tmp_path: Path) -> None:
     """Lines are appended and synced one by one, so a kill leaves a beginning of the file, cut anywhere."""
-    small = swept(toy, rules=["fuzzy:js:0.3", "random:0.5"], temperatures=[0.8], limit=3)
+    small = swept(toy, rules=["fuzzy:js:0.3", "random:0.5"], temperatures=[0.8], limit=3, batch_size=2)
     finished = sweep(small, tmp_path / "all.jsonl")
+    assert [each.prompts for each in read_sweep(finished).at[0].comparisons] == [[0, 1], [2]]
     whole, wanted = finished.read_bytes(), untimed(finished)
     first = whole.index(b"\n") + 1
     cuts = [first, len(whole) - 1, *random.Random(0).sample(range(first, len(whole)), 1)]

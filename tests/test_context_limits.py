@@ -31,11 +31,9 @@ LONG = {
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 PHI: dict[str, Any] = {"sliding_window": None, "original_max_position_embeddings": ORIGINAL}
 CHANGING: dict[str, tuple[str, dict[str, Any], int]] = {
-    "phi3": ("phi3", LONG, 64),
-    "phimoe": ("phimoe", {**LONG, "short_mscale": 1.2, "long_mscale": 1.4}, 64),
-    "llama-longrope": ("llama", LONG, 64),
-    "llama-dynamic": ("llama", DYNAMIC, ORIGINAL),
-}
+    "phi3": ("phi3", LONG, 64), "phimoe": ("phimoe", {**LONG, "short_mscale": 1.2, "long_mscale": 1.4}, 64),
+    "llama-longrope": ("llama", LONG, 64), "llama-dynamic": ("llama", DYNAMIC, ORIGINAL),
+}  # fmt: skip
 
 
 def changing(kind: str, build: Any = tiny_model) -> Any:

@@ -27,6 +27,7 @@ from fsd_infer.drafters.corpus import SUFFIX, open_corpus
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.drafters.suffix_store import END
 from tests.test_free import drafted
+from tests.text_toys import write_rows
 
 ROWS: list[dict[str, Any]] = [{"text": f"the cat sat {n} times"} for n in range(30)]
 
@@ -36,18 +37,13 @@ def target(toy_decoder: FuzzyDecoder) -> Target:
     return toy_decoder.target
 
 
-def save_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return file
-
-
 def test_a_corpus_is_indexed_once_and_mapped(
     tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ids = [3, 1, 4, 1, 5, 9, 2, 6]
     said = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
     rows = [{"prompt_ids": ids[:3], "response_ids": ids[3:]}, {"text": "the cat sat on the mat"}, {"messages": said}]
-    file = save_rows(tmp_path / "said.jsonl", rows)
+    file = write_rows(tmp_path / "said.jsonl", rows)
     made = open_corpus(file, target)
     assert "indexing" in capsys.readouterr().err and made.tokens[:9].tolist() == [*ids, END]
     monkeypatch.setattr(corpora, "_build", None)
@@ -56,7 +52,7 @@ def test_a_corpus_is_indexed_once_and_mapped(
     _, tree = drafted(load_drafter(f"memory:{file}", target), [[7, 4, 1, 5]])  # type: ignore[arg-type]
     assert tree.tokens[0].tolist()[1:4] == ids[5:]
     monkeypatch.undo()
-    save_rows(file, [{"text": "the dog"}])
+    write_rows(file, [{"text": "the dog"}])
     os.utime(file, ns=(1, 1))
     assert len(open_corpus(file, target)) < 9, "a corpus that changed is indexed again"
 
@@ -66,7 +62,7 @@ def test_a_killed_indexing_begins_again(tmp_path: Path, target: Target, monkeypa
 
     What the kill left is removed, and what a process that lives is writing stays.
     """
-    file = save_rows(tmp_path / "said.jsonl", [{"text": "the cat sat on the mat"}] * 5)
+    file = write_rows(tmp_path / "said.jsonl", [{"text": "the cat sat on the mat"}] * 5)
 
     def killed(tensors: Any, draft: Path, facts: Any) -> None:
         draft.write_bytes(b"half an index")
@@ -102,7 +98,7 @@ def array_index(index: Path, tokens: torch.Tensor, order: torch.Tensor) -> bytes
 
 
 def test_an_index_that_is_not_right_is_refused_in_a_line(tmp_path: Path, target: Target) -> None:
-    file = save_rows(tmp_path / "said.jsonl", [{"text": "the cat sat on the mat"}])
+    file = write_rows(tmp_path / "said.jsonl", [{"text": "the cat sat on the mat"}])
     index = tmp_path / f"said.jsonl{SUFFIX}"
     open_corpus(file, target)
     whole = index.read_bytes()
@@ -126,7 +122,7 @@ def test_an_index_that_is_not_right_is_refused_in_a_line(tmp_path: Path, target:
     with pytest.raises(FsdError, match="is not a file, where the corpus's index belongs"):
         open_corpus(file, target)
     with pytest.raises(FsdError, match="no rows"):
-        open_corpus(save_rows(tmp_path / "empty.jsonl", []), target)
+        open_corpus(write_rows(tmp_path / "empty.jsonl", []), target)
     assert not list(tmp_path.glob("*.lock"))
     with pytest.raises(FsdError, match="corpus .*none.jsonl: No such file"):
         open_corpus(tmp_path / "none.jsonl", target)
@@ -134,8 +130,7 @@ def test_an_index_that_is_not_right_is_refused_in_a_line(tmp_path: Path, target:
 
 BAD_ROWS = [
     ({"prompt_ids": [10**9]}, "lists of whole numbers from 0 to"), ({"prompt_ids": [True]}, "lists of whole numbers"),
-    ({"prompt_ids": "the cat"}, "lists of whole numbers"), ({"response_ids": [None]}, "lists of whole numbers"),
-    ({"prompt_ids": 7}, "lists of whole numbers"), ({"text": 5}, "`text` must hold text, found int"),
+    ({"text": 5}, "`text` must hold text, found int"), ({"response_ids": [None]}, "lists of whole numbers"),
     ({"text": None}, "no prompt"), ({"text": "\ud800"}, "half of a surrogate pair"), ({"nothing": 1}, "no prompt"),
     ({"messages": [{"role": "x", "content": "a"}]}, "role 'x'"),
 ]  # fmt: skip
@@ -145,21 +140,21 @@ BAD_ROWS = [
 def test_rows_without_a_text_are_left_out_and_counted(
     row: dict[str, Any], message: str, tmp_path: Path, target: Target, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = open_corpus(save_rows(tmp_path / "whole.jsonl", ROWS), target)
+    whole = open_corpus(write_rows(tmp_path / "whole.jsonl", ROWS), target)
     capsys.readouterr()
-    file = save_rows(tmp_path / "some.jsonl", [*ROWS[:4], row, *ROWS[4:]])
+    file = write_rows(tmp_path / "some.jsonl", [*ROWS[:4], row, *ROWS[4:]])
     assert np.array_equal(open_corpus(file, target).array, whole.array)
     said = capsys.readouterr().err
     assert "skipped 1 of 31 rows" in said and f"1 x {file}:5: " in said and message in said
     with pytest.raises(DataError, match=rf"few.jsonl:2: .*{message}.* 1 of 2 rows cannot be used") as refused:
-        open_corpus(save_rows(tmp_path / "few.jsonl", [ROWS[0], row]), target)
+        open_corpus(write_rows(tmp_path / "few.jsonl", [ROWS[0], row]), target)
     assert "\n" not in str(refused.value)
 
 
 def test_a_corpus_is_whatever_rows_are_read_from(tmp_path: Path, target: Target) -> None:
     """Texts, packed or not, Parquet with its nulls, directories of it; tests/test_prompts.py has the rest."""
     rows = [{**row, "prompt_ids": None, "response_ids": None} for row in ROWS[:3]]
-    file, folder = save_rows(tmp_path / "said.jsonl", rows), tmp_path / "folder"
+    file, folder = write_rows(tmp_path / "said.jsonl", rows), tmp_path / "folder"
     wanted = open_corpus(file, target).array
     (tmp_path / "said.jsonl.gz").write_bytes(gzip.compress(file.read_bytes()))
     folder.mkdir()
@@ -176,12 +171,8 @@ def test_a_pipe_is_no_corpus(tmp_path: Path, target: Target) -> None:
     (tmp_path / "folder").mkdir()
     for pipe in (tmp_path / "pipe.jsonl", tmp_path / "folder" / "said.parquet", tmp_path / f"said.jsonl{SUFFIX}"):
         os.mkfifo(pipe)
-    save_rows(tmp_path / "said.jsonl", ROWS)
-    for name, message in (
-        ("pipe.jsonl", "is a pipe"),
-        ("folder", "parquet is a pipe"),
-        ("said.jsonl", "is not a file"),
-    ):
+    write_rows(tmp_path / "said.jsonl", ROWS)
+    for name, message in {"pipe.jsonl": "is a pipe", "folder": "t is a pipe", "said.jsonl": "is not a file"}.items():
         with pytest.raises(FsdError, match=message):
             open_corpus(tmp_path / name, target)
 
@@ -191,14 +182,14 @@ def test_long_indexing_reports_progress(
 ) -> None:
     monkeypatch.setattr(corpora, "REPORT_SECONDS", 0.0)
     monkeypatch.setattr(corpora, "BATCH_ROWS", 10)
-    made = open_corpus(save_rows(tmp_path / "said.jsonl", ROWS), target)
+    made = open_corpus(write_rows(tmp_path / "said.jsonl", ROWS), target)
     said = capsys.readouterr().err.splitlines()
     assert [line.split(",")[0] for line in said[:3]] == [f"[said.jsonl] read {n} rows" for n in (10, 20, 30)]
     assert said[3] == f"[said.jsonl] indexing {len(made):,} tokens"
 
 
 def test_the_command_line_names_a_corpus(tmp_path: Path, toy: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    file = save_rows(tmp_path / "said.jsonl", [{"text": "the cat sat on the mat"}])
+    file = write_rows(tmp_path / "said.jsonl", [{"text": "the cat sat on the mat"}])
     words = ["generate", "--target", str(toy.target), "--prompt", "the cat", "--max-new-tokens", "4", "--json"]
     for drafter in ([], ["--drafter", "recycle+memory"]):
         assert main([*words, *drafter, "--dtype", "fp32", "--memory", str(file)]) == 0

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmb
 from benchmarks.few_rows import TILES, Tile, product
 from fsd_core import functional
 from fsd_infer.backends.cuda import clipped, kernels, layer, trees
-from fsd_infer.backends.cuda.attention import splits_for, tree_attention
+from fsd_infer.backends.cuda.attention import tree_attention
 from fsd_infer.rules import optimal
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # see tests/conftest.py
@@ -43,13 +43,11 @@ def dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softca
 
 # rows, new tokens, heads, key heads, head size, slots, slots after the text, window, soft cap, splits
 ATTENTION = {
-    "chain": (1, 1, 8, 2, 64, 300, 1, 0, 0.0, 8),
-    "tree": (2, 20, 2, 1, 128, 100, 20, 0, 0.0, 2),
-    "level of a draft": (2, 10, 4, 1, 16, 130, 50, 0, 0.0, 4),
-    "window": (2, 6, 4, 2, 96, 200, 6, 20, 0.0, 4),
+    "chain": (1, 1, 8, 2, 64, 300, 1, 0, 0.0, 8), "tree": (2, 20, 2, 1, 128, 100, 20, 0, 0.0, 2),
+    "level of a draft": (2, 10, 4, 1, 16, 130, 50, 0, 0.0, 4), "window": (2, 6, 4, 2, 96, 200, 6, 20, 0.0, 4),
     "window and cap": (1, 33, 2, 2, 256, 150, 33, 40, 5.0, 1),
     "more splits than tiles": (3, 5, 3, 1, 8, 40, 5, 0, 30.0, 16),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -75,18 +73,6 @@ def test_attention_to_text_and_tree(case: str, dtype: torch.dtype) -> None:
     found = tree_attention(q, k, v, lengths, visible_after, width**-0.5, positions, window, softcap, splits)
     right = dense(q, k.nan_to_num(0.0), v.nan_to_num(0.0), visible, width**-0.5, softcap)
     torch.testing.assert_close(found.double(), right, atol=1e-5 if dtype == torch.float32 else 4e-3, rtol=0.0)
-
-
-def test_a_mask_over_all_slots_is_a_tree_after_no_text() -> None:
-    q, k, v = (torch.randn(1, *shape, device=DEVICE) for shape in ((3, 4, 32), (2, 70, 32), (2, 70, 32)))
-    visible = torch.rand(1, 3, 70, device=DEVICE) < 0.5
-    found = tree_attention(q, k, v, torch.zeros(1, dtype=torch.long, device=DEVICE), visible, 0.2)
-    torch.testing.assert_close(found.double(), dense(q, k, v, visible, 0.2, 0.0), atol=1e-5, rtol=0.0)
-
-
-def test_slots_are_split_as_a_device_needs() -> None:
-    """A plain step of an 8B model on 132 multiprocessors, 60 nodes of it, 16 rows of 60 nodes, and a small card."""
-    assert [splits_for(8, 132), splits_for(32, 132), splits_for(16 * 32, 132), splits_for(8, 20)] == [32, 8, 1, 4]
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16], ids=str)
@@ -117,23 +103,6 @@ def test_rows_that_are_no_distributions() -> None:
         torch.testing.assert_close(
             found[1:], torch.tensor([torch.nan, torch.inf, -torch.inf], device=DEVICE), equal_nan=True
         )
-
-
-def test_norms_rotations_and_silu() -> None:
-    x, delta, weight = (
-        torch.randn(5, 96, device=DEVICE),
-        torch.randn(5, 96, device=DEVICE),
-        torch.randn(96, device=DEVICE),
-    )
-    total, normed = layer.add_norm(x, delta, weight, 1e-5)
-    torch.testing.assert_close(total, x + delta)
-    torch.testing.assert_close(normed, F.rms_norm(x + delta, (96,), weight, 1e-5))
-    wide = torch.zeros(5, 200, device=DEVICE)
-    assert layer.add_norm(x, None, weight, 1e-5, wide[:, 96:192])[0] is x
-    torch.testing.assert_close(wide[:, 96:192], F.rms_norm(x, (96,), weight, 1e-5))
-    assert not wide[:, :96].any() and not wide[:, 192:].any()
-    gate, up = x[:, :40], delta[:, :40]
-    torch.testing.assert_close(layer.silu_mul(torch.cat([gate, up], 1)), F.silu(gate) * up)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
@@ -179,30 +148,6 @@ def test_a_clipped_distribution_is_that_of_torch(gain: float) -> None:
     torch.testing.assert_close(found.exp().sum(-1), torch.ones(6, device=DEVICE))
 
 
-@pytest.mark.parametrize("is_normed", [False, True])
-def test_queries_are_rotated_and_keys_kept(is_normed: bool) -> None:
-    batch, count, heads, key_heads, width = 2, 3, 4, 2, 24
-    qkv = torch.randn(batch, count, (heads + 2 * key_heads) * width, device=DEVICE)
-    cosine, sine = (torch.randn(batch, count, width, device=DEVICE) for _ in range(2))
-    norms = (torch.randn(width, device=DEVICE), torch.randn(width, device=DEVICE)) if is_normed else None
-    pool, slots = torch.zeros(2, batch, key_heads, 20, width, device=DEVICE), torch.tensor([[3, 4, 7], [0, 19, 2]])
-    query = layer.rotate_and_store(qkv, (cosine, sine), norms, 1e-6, pool[0], pool[1], slots.to(DEVICE))
-    q, k, v = qkv.unflatten(2, (-1, width)).split([heads, key_heads, key_heads], 2)
-    if norms is not None:
-        q, k = F.rms_norm(q, (width,), norms[0], 1e-6), F.rms_norm(k, (width,), norms[1], 1e-6)
-
-    def rotated(x: Tensor) -> Tensor:
-        left, right = x.chunk(2, -1)
-        return x * cosine[:, :, None] + torch.cat([-right, left], -1) * sine[:, :, None]
-
-    torch.testing.assert_close(query, rotated(q))
-    right = torch.zeros_like(pool)
-    for row in range(batch):
-        right[0, row][:, slots[row]] = rotated(k)[row].transpose(0, 1)
-        right[1, row][:, slots[row]] = v[row].transpose(0, 1)
-    torch.testing.assert_close(pool, right)
-
-
 def builds(*arguments: str) -> list[dict[str, int]]:
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -237,18 +182,11 @@ def launches_of(shape: Path, tree: str, *options: str) -> dict[str, int]:
     return {part: int(count) for part, count in re.findall(r"^([a-z]+) +([0-9]+) ", done.stdout, re.M) if part != "all"}
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("90",),
-        *(
-            pytest.param((capability, dtype), marks=pytest.mark.slow)
-            for capability in ("80", "89", "90")
-            for dtype in ("bfloat16", "float16", "float32")
-        ),
-    ],
-    ids="-".join,
-)
+EVERY_GPU = [(capability, dtype) for capability in ("80", "89", "90") for dtype in ("bfloat16", "float16", "float32")]
+SLOW_BUILDS = [pytest.param(each, marks=pytest.mark.slow) for each in EVERY_GPU]
+
+
+@pytest.mark.parametrize("arguments", [("90",), *SLOW_BUILDS], ids="-".join)
 def test_kernels_compile_for_a_gpu(arguments: tuple[str, ...]) -> None:
     """To machine code of an 8B model's shapes. They fit the smallest card's shared memory, and its registers."""
     found = builds(*arguments)

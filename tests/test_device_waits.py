@@ -11,19 +11,8 @@ import torch
 from torch import Tensor
 
 import fsd_core.tensors
-from fsd_infer import Target
-from fsd_infer.drafters import (
-    Drafter,
-    DraftRequest,
-    DraftSession,
-    GraftedDrafter,
-    LMDrafter,
-    LookupDrafter,
-    MemoryDrafter,
-    NoDrafter,
-    RecycleDrafter,
-    TreeShape,
-)
+from fsd_infer import Target, drafters
+from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, GraftedDrafter, LookupDrafter, TreeShape
 from fsd_infer.drafters.forced import ForcedDrafter
 from fsd_infer.drafters.memory import MemorySession
 from fsd_infer.engine import Request, decode, loop
@@ -78,11 +67,11 @@ def drafter(kind: str, device: torch.device) -> Drafter:
         main, _, side = kind.rpartition("+")
         return GraftedDrafter(drafter(main, device), drafter(side, device), 12)
     if kind in ("none", "lookup"):
-        return (NoDrafter if kind == "none" else LookupDrafter)(VOCAB)
+        return (drafters.NoDrafter if kind == "none" else LookupDrafter)(VOCAB)
     if kind == "recycle":
-        return RecycleDrafter(VOCAB, keep=False)
+        return drafters.RecycleDrafter(VOCAB, keep=False)
     if kind == "memory":
-        return MemoryDrafter(VOCAB)
+        return drafters.MemoryDrafter(VOCAB)
     if kind == "own":
         return OwnDrafter(VOCAB)
     if kind.startswith("guided "):
@@ -91,7 +80,7 @@ def drafter(kind: str, device: torch.device) -> Drafter:
     if kind.startswith("lm"):
         small = Target(tiny_model("llama", seed=1, num_hidden_layers=1).to(device))
         small.check_lm_head()
-        return LMDrafter(small, target(device), TreeShape.chain(2, stop))
+        return drafters.LMDrafter(small, target(device), TreeShape.chain(2, stop))
     made = tiny_head(target(device), TreeShape(depth=2, width=3, nodes=7, stop_below=stop), **HEADS[kind])
     if made.head.lm_head is not None:
         drawn = torch.Generator().manual_seed(1)  # the same head on every device

@@ -33,12 +33,10 @@ def reference(name: str, p: np.ndarray, q: np.ndarray) -> float:
         stem = stem.removeprefix("top_k_")
     m = (p + q) / 2
     formulas = {
-        "kl_qp": rel_entr(q, p).sum(),
-        "kl_pq": rel_entr(p, q).sum(),
+        "kl_qp": rel_entr(q, p).sum(), "kl_pq": rel_entr(p, q).sum(),
         "js": rel_entr(p, m).sum() / 2 + rel_entr(q, m).sum() / 2,
-        "ag": rel_entr(m, p).sum() / 2 + rel_entr(m, q).sum() / 2,
-        "tv": np.abs(p - q).sum() / 2,
-    }
+        "ag": rel_entr(m, p).sum() / 2 + rel_entr(m, q).sum() / 2, "tv": np.abs(p - q).sum() / 2,
+    }  # fmt: skip
     return float(formulas[stem])
 
 

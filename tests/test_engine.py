@@ -19,16 +19,7 @@ from fsd_infer.rules import RandomGate, TokenOrigin, parse_rule
 from fsd_infer.targets.token_ids import left_pad
 from fsd_infer.trees.policy import PricePolicy, policy_store
 from fsd_infer.trees.tree import Nodes
-from tests.families import (
-    VOCAB,
-    EndsIn,
-    OracleDrafter,
-    drafter_of,
-    reference,
-    tiny_head,
-    tiny_model,
-    tiny_prompts,
-)  # fmt: skip
+from tests.families import VOCAB, EndsIn, OracleDrafter, drafter_of, reference, tiny_head, tiny_model, tiny_prompts
 
 CPU = torch.device("cpu")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,22 +13,12 @@ import yaml
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig
 
 from fsd_bench.cli import main as infer
 from fsd_bench.estimate import Planned, by_device, head_on_paper, planned_head
 from fsd_bench.planned import count_weights, planned_target
 from fsd_bench.probe import Probe
-from fsd_bench.roofline import (
-    FORWARD_GRAPHS,
-    HARDWARE,
-    Hardware,
-    MemoryItem,
-    Overhead,
-    Work,
-    device_rows,
-    devices_for,
-)
+from fsd_bench.roofline import FORWARD_GRAPHS, HARDWARE, Hardware, MemoryItem, Overhead, Work, device_rows, devices_for
 from fsd_core.errors import ModelLoadError
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.heads.head import EagleConfig, EagleHead
@@ -151,10 +140,8 @@ def test_the_roofline() -> None:
     shared, whole = MemoryItem("shared", 300.0, "", shared=True), MemoryItem("whole", 10.0, "")
     assert devices_for([shared, whole], hardware) == 4  # of 90 bytes each
     assert devices_for([MemoryItem("whole", 91.0, "")], hardware) is None
-    assert device_rows([MemoryItem("all", 1e15, "")], lambda *_: [], ["device", "count", "ms"])[0][1:] == [
-        "over 8",
-        "-",
-    ]
+    found = device_rows([MemoryItem("all", 1e15, "")], lambda *_: [], ["device", "count", "ms"])
+    assert found[0][1:] == ["over 8", "-"]
 
 
 @pytest.fixture(scope="module")
@@ -202,46 +189,6 @@ def test_measured_rounds_are_predicted(
     assert 1e3 * planned.expected(planned.plain(), h200) == pytest.approx(plain, rel=0.03)
     for shape, measured in rounds.items():
         assert 1e3 * planned.expected(planned.round(TreeShape(*shape)), h200) == pytest.approx(measured, rel=0.08)
-
-
-# vocabulary, hidden and intermediate size, layers, heads, their width, and kind of the rehearsed configs
-REHEARSED = {
-    "qwen3-0.6b": (151936, 1024, 3072, 28, 16, 8, 128, "qwen3"),
-    "qwen3-1.7b": (151936, 2048, 6144, 28, 16, 8, 128, "qwen3"),
-    "llama-3.2-1b": (128256, 2048, 8192, 16, 32, 8, 64, "llama"),
-    "gemma-3-1b": (262144, 1152, 6912, 26, 4, 1, 256, "gemma3_text"),
-    "qwen3-30b-a3b": (151936, 2048, 6144, 48, 32, 4, 128, "qwen3_moe"),
-}
-
-
-def rehearsed_config(shape: str, layers: int | None, experts: int | None) -> Any:
-    """Return a true config, cut to so many layers and experts."""
-    vocabulary, hidden, inner, whole, heads, kv_heads, width, kind = REHEARSED[shape]
-    mixture = {"moe_intermediate_size": 768, "num_experts": experts, "num_experts_per_tok": 8} if experts else {}
-    return AutoConfig.for_model(
-        kind, vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers or whole,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=width, tie_word_embeddings=not experts,
-        max_position_embeddings=32768, **mixture,
-    )  # fmt: skip
-
-
-def test_training_takes_what_is_predicted(repo_root: Path, tmp_path: Path) -> None:
-    """Today's formula is within 20 % of the peaks of rehearsals of true configs, and their steps within 1.5 times."""
-    shown = (repo_root / "benchmarks" / "results" / "README.md").read_text(encoding="utf-8")
-    for path in sorted((repo_root / "benchmarks" / "results").glob("real-sizes-*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        made, step = record["settings"], record["step"]
-        length, tokens = made["length"], made["batch_tokens"]
-        config = rehearsed_config(made["shape"], made["layers"], made.get("experts"))
-        config.save_pretrained(tmp_path / path.stem)
-        facts = facts_of(str(tmp_path / path.stem))
-        answered = tokens * (length - max(48, length - 1024)) // length  # an answer has at most 1,024 tokens
-        batch = BatchSize(tokens, length, int(record["recipe"]["unroll_steps"]), answered)
-        parts = step_memory(facts, facts.head(made["draft_vocab"]), batch, "cpu")
-        predicted, peak = sum(part.bytes for part in parts), record["memory"]["peak_bytes"]
-        assert predicted == pytest.approx(peak, rel=0.2), path.name
-        assert 1 / 1.5 < step["seconds"] / step["predicted_seconds"] < 1.5, path.name
-        assert path.name in shown and f"{peak / 1e9:.2f} GB" in shown, path.name
 
 
 def test_decoding_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,19 +17,7 @@ from fsd_infer.heads.mtp import find_mtp
 from fsd_infer.targets.checks import check_directory
 from fsd_infer.targets.kinds import auto_class
 from tests import families
-from tests.families import (
-    CUDA,
-    FAMILIES,
-    VOCAB,
-    WINDOW,
-    OracleDrafter,
-    altered,
-    drafter_of,
-    reference,
-    tiny_head,
-    tiny_model,
-    tiny_prompts,
-)  # fmt: skip
+from tests.families import VOCAB, WINDOW, OracleDrafter, drafter_of, reference, tiny_head, tiny_model, tiny_prompts
 
 # Whose layer stands alone, so that a head's is of that kind; a Llama layer otherwise.
 OWN_LAYER = {"llama", "qwen2", "qwen3", "gemma2", "mistral", "phi3", "olmo2", "cohere", "stablelm", "granite"}
@@ -38,8 +26,8 @@ LIMITS: dict[str, Any] = dict(max_new_tokens=10, do_sample=False)
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")  # of transformers, about an argument of a forward
-@pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("device", ["cpu", families.CUDA])
+@pytest.mark.parametrize("family", families.FAMILIES)
 def test_greedy_equals_generate(family: str, device: str) -> None:
     model = tiny_model(family).to(device)
     target = Target(model)
@@ -140,10 +128,8 @@ _GLM: dict[str, Any] = dict(
     [
         ("mpt", dict(d_model=32, n_heads=4, n_layers=2, max_seq_len=64)),
         ("rwkv", dict(hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)),
-        (
-            "gemma3n_text",
-            dict(hidden_size=32, num_hidden_layers=2, vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=0),
-        ),
+        ("gemma3n_text", dict(
+            hidden_size=32, num_hidden_layers=2, vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=0)),
         ("openai-gpt", dict(n_embd=32, n_layer=2, n_head=4)),
         ("gpt_neo", dict(hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]])),
         ("falcon", dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True)),
@@ -155,7 +141,7 @@ _GLM: dict[str, Any] = dict(
         ("blt", dict.fromkeys(("patcher_config", "encoder_config", "decoder_config", "global_config"), _BYTES)),
         ("dory", dict(hidden_size=32, num_hidden_layers=4, n_input_layers=1, n_output_layers=1, **_HEADS)),
     ],
-)
+)  # fmt: skip
 def test_models_that_cannot_read_a_tree_are_refused(family: str, options: dict[str, Any]) -> None:
     """They would answer, with other tokens than alone."""
     if family not in CONFIG_MAPPING:
@@ -263,7 +249,8 @@ def test_layers_that_the_config_does_not_count_are_no_mtp_layers(
 ) -> None:
     """They were taken for such and left out without a word."""
     tiny_model("llama", num_hidden_layers=3).save_pretrained(tmp_path / "whole")
-    target = Target.from_pretrained(str(altered(tmp_path / "whole", tmp_path / "cut", {"num_hidden_layers": 2})))
+    cut = families.altered(tmp_path / "whole", tmp_path / "cut", {"num_hidden_layers": 2})
+    target = Target.from_pretrained(str(cut))
     assert "9 tensors of" in caplog.text and "'model.layers.2." in caplog.text
     assert find_mtp(target) is None
 

@@ -79,10 +79,8 @@ def test_a_temperature_samples_and_an_answer_is_as_long_as_on_the_command_line(d
 
 def test_an_answer_prints_as_what_one_looks_for(decoder: FuzzyDecoder) -> None:
     answer = decoder.generate(PROMPT, max_new_tokens=8)
-    assert answer.text == answer.texts[0] and repr(answer) == str(answer)
-    assert repr(answer).startswith(f"GenerateOutput([{answer.text!r}], {answer.stats.new_tokens} tokens, tau 1.00, ")
-    assert len(repr(answer)) < 500
-    assert repr(decoder) == f"FuzzyDecoder({decoder.target.config.name_or_path!r}, none, torch.float32 on cpu)"
+    assert repr(answer).startswith(f"GenerateOutput([{answer.text!r}], ") and len(repr(answer)) < 500
+    assert repr(decoder).startswith(f"FuzzyDecoder({decoder.target.config.name_or_path!r}, none, ")
 
 
 LOADS: list[tuple[dict[str, Any], str]] = [
@@ -91,36 +89,27 @@ LOADS: list[tuple[dict[str, Any], str]] = [
     ({"device_map": "gpu"}, "device 'gpu' cannot be used here"),
     ({"device_map": {"": "gpu"}}, "device 'gpu' cannot be used here"),
     ({"device_map": "cpu", "device": "cpu"}, "device is cpu and device_map is cpu: give one of them"),
+    ({"device_map": "auto"}, "pip install accelerate. For one device, give device instead"),
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), LOADS)
-def test_arguments_of_other_days_are_named_with_what_to_give(
-    options: dict[str, Any], message: str, target: Path
-) -> None:
-    with pytest.raises(FsdError, match=message):
-        FuzzyDecoder.from_pretrained(str(target), "none", **options)
+def test_arguments_of_other_days_are_named_with_what_to_give(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # without accelerate
+    for options, message in LOADS:
+        with pytest.raises(FsdError, match=message):
+            FuzzyDecoder.from_pretrained(str(target), "none", **options)
+    for one in ("cpu", {"": "cpu"}):
+        assert FuzzyDecoder.from_pretrained(str(target), "none", device_map=one).target.device.type == "cpu"
 
 
 def test_what_a_decoder_cannot_do_says_what_can(decoder: FuzzyDecoder) -> None:
-    requests: list[tuple[dict[str, Any], str]] = [
-        ({"rule": "plain"}, "'plain' is not a rule: to decode without drafts, name the drafter 'none'"),
-        ({"drafter": "none"}, r"got str: decoder.load_drafter\(NAME\) loads one"),
-    ]
-    for given, said in requests:
-        with pytest.raises(FsdError, match=said):
-            decoder.generate("a", **given)
+    with pytest.raises(FsdError, match="'plain' is not a rule: to decode without drafts, name the drafter 'none'"):
+        decoder.generate("a", rule="plain")
+    with pytest.raises(FsdError, match=r"got str: decoder.load_drafter\(NAME\) loads one"):
+        decoder.generate("a", drafter="none")  # type: ignore[arg-type]
     for doing in (pickle.dumps, copy.deepcopy):
         with pytest.raises(FsdError, match="call FuzzyDecoder.from_pretrained in each process"):
             doing(decoder)
-
-
-def test_a_device_map_of_several_devices_needs_accelerate(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for one in ("cpu", {"": "cpu"}):
-        assert FuzzyDecoder.from_pretrained(str(target), "none", device_map=one).target.device.type == "cpu"
-    with pytest.raises(FsdError, match="pip install accelerate. For one device, give device instead"):
-        FuzzyDecoder.from_pretrained(str(target), "none", device_map="auto")
 
 
 def test_a_head_is_no_target(target: Path, decoder: FuzzyDecoder, tmp_path: Path) -> None:
@@ -177,10 +166,7 @@ def test_a_cutoff_is_a_number_or_one_for_each_context(made: Callable[..., Output
 def test_a_loss_without_one_value_per_row_or_without_a_gradient_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LOSSES, "_entries", {})
     wrong: dict[str, tuple[Distributions, str]] = {
-        "whole": (
-            lambda log_p, log_q: (log_p - log_q).abs().sum(),
-            r"returned the shape \(\) for \d+ rows",
-        ),
+        "whole": (lambda log_p, log_q: (log_p - log_q).abs().sum(), r"returned the shape \(\) for \d+ rows"),
         "each": (lambda log_p, log_q: (log_p - log_q).abs(), r"for example by .sum\(-1\)"),
         "fixed": (lambda log_p, log_q: log_p.sum(-1), "loss 'fixed' has no gradient: compute its values from log_q"),
     }
@@ -217,8 +203,6 @@ MISTAKES = [
     ("fsd-bench calibrat", "Did you mean 'calibrate'?"),
     ("fsd-train fitt", "fsd-train: unknown command 'fitt'. Did you mean 'fit'?"),
     ("fsd-infer generate --promt x", "fsd-infer generate: unknown option --promt. Did you mean '--prompt'?"),
-    ("fsd-bench run --prompts x --metods plain", "unknown option --metods. Did you mean '--methods'?"),
-    ("fsd-train export a b --dta x", "unknown option --dta. Did you mean '--data'?"),
     ("fsd-train doctor runs --target {target} --data a", "unexpected argument 'runs'. Did you mean --head runs?"),
     ("fsd-infer generate {target} --prompt x", "Did you mean --target {target}?"),
     ("fsd-infer generate --prompt x --target {target} lookup", "Did you mean --drafter lookup?"),
@@ -247,13 +231,10 @@ def test_the_list_of_rules_says_once_what_all_take_and_names_what_can_be_given()
 def test_an_answer_ends_with_two_lines_all_figures_or_none(target: Path) -> None:
     words = ["generate", "--prompt", PROMPT, "--target", str(target), "--dtype", "fp32", "--max-new-tokens", "8"]
     _, answer, said = called(fsd_infer, words)
-    first, second = said.splitlines()[-2:]
-    assert " tok/s, " in first and "tokens per forward" in first and len(first) < 80
-    assert second.startswith("rule exact, drafter ") and second.endswith("(--stats says more)")
-    _, again, said = called(fsd_infer, [*words, "--stats"])
-    assert again == answer and "lossy at" in said.splitlines()[-1] and "prefill" in said
-    _, again, said = called(fsd_infer, [*words, "--quiet"])
-    assert again == answer and not said
+    assert len(said.splitlines()[-2:]) == 2 and said.endswith("(--stats says more)\n")
+    for option, figures in (("--stats", "prefill"), ("--quiet", "")):
+        _, again, said = called(fsd_infer, [*words, option])
+        assert again == answer and figures in said and bool(said) == bool(figures)
 
 
 def test_tokens_come_in_the_colours_of_who_wrote_them_with_their_rate(decoder: FuzzyDecoder) -> None:

@@ -168,14 +168,12 @@ def test_other_continuations_are_branches() -> None:
     assert children == [4, 3, 5]
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ([(3, 0.4), (3, 0.2)], "offers one token twice"),
-        ([(3, 1.2)], "probability 1.2"),
-        ([(3, 0.0)], "probability 0.0"),
-    ],
-)
+BROKEN: list[tuple[Options, str]] = [
+    ([(3, 0.4), (3, 0.2)], "offers one token twice"), ([(3, 1.2)], "probability 1.2"), ([(3, 0.0)], "probability 0.0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), BROKEN)
 def test_a_table_that_breaks_its_promise_is_refused(options: Options, message: str) -> None:
     with pytest.raises(FsdError, match=message):
         best_first(Pairs({5: options}), 5, 5, nodes=4, depth=2, min_accept_prob=0.1)

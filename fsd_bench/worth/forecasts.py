@@ -123,7 +123,7 @@ def forecast(
     options |= decoding(temperature, max_new_tokens)
     decoded = _Decoded()
     settings = {
-        "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest(), "rules": [*tried.values()], "seed": seed,
+        "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest(), "rules": [*names.values()], "seed": seed,
         "temperature": temperature, "max_new_tokens": max_new_tokens, "shape": asdict(deep.shape),
         "target": decoder.target.weights_digest(), "drafter": deep.name,
     }  # fmt: skip

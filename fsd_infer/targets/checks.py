@@ -281,7 +281,7 @@ def check_decodable(model: Any, name: str) -> None:
     _check_decoder(model, decoder)
     if not isinstance(getattr(config, "num_hidden_layers", None), int):  # BLT: an encoder, a decoder, and more
         raise ModelLoadError(
-            f"{kind} has no num_hidden_layers in its config, so it is no single decoder. Use another target."
+            f"{model_class} has no num_hidden_layers in its config, so it is no single decoder. Use another target."
         )
     recurrent, types = read_trees(model), set(layer_types(config) or ())
     for layer in read_past_forward(model):
