@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import warnings
@@ -212,3 +213,16 @@ def test_former_options_of_a_command(capsys: pytest.CaptureFixture[str]) -> None
     assert (args.weights, args.draft_weights, args.recording) == ("expanded", "plain", False)
     assert "--no-cuda-graphs works until fsd-toolkit 0.2: write --no-recording." in capsys.readouterr().err
     assert "--expand" not in parser.format_help() and parser.parse_args(["--capture"]).recording is True
+
+
+def test_the_public_surface() -> None:
+    generate, load = FuzzyDecoder.generate, FuzzyDecoder.from_pretrained
+    assert len(inspect.signature(generate).parameters) - 1 == 6
+    assert len(inspect.signature(load).parameters) == 7
+    assert len(fsd_infer.__all__) == 12 and all(hasattr(fsd_infer, name) for name in fsd_infer.__all__)
+
+
+def test_every_field_is_documented() -> None:
+    for kind, names in ((FuzzyConfig, OWN), (RuntimeConfig, RuntimeConfig().to_dict())):
+        text = inspect.getdoc(kind) or ""
+        assert all(f"\n    {name}: " in text for name in names), kind

@@ -144,3 +144,10 @@ print([name for name in {MODELS!r} if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["[]", "[]"]
+
+
+def test_drafters_see_shapes_and_no_policy(repo_root: Path) -> None:
+    """A shape carries the prices by which a drafter grows its tree. It cannot see what rounds cost, nor who chooses."""
+    files = (repo_root / "fsd_infer" / "drafters").rglob("*.py")
+    names = {name.split(".")[2] for file in files for name in imports_of(file) if name.startswith("fsd_infer.trees.")}
+    assert names == {"priced_growth", "prices", "shape", "tree"}

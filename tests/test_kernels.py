@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fsd_infer import FuzzyDecoder, Target, TreeShape
+from fsd_infer.backends.cpu import stack as stack_module
 from fsd_infer.backends.cpu.kernels import MAX_ROWS, Kernels
 from fsd_infer.backends.cpu.packing import Packed, packed_of, packed_products
+from fsd_infer.backends.cpu.sets import SETS
 from fsd_infer.backends.cpu.stack import CpuStack
 from fsd_infer.device.cache import SlotCache, cache_argument
 from fsd_infer.drafters import EagleDrafter, NoDrafter
@@ -325,3 +327,20 @@ def test_slots_that_are_not_there_and_numbers_that_are_none_are_not_hidden() -> 
     with torch.no_grad():
         model.model.embed_tokens.weight[:] = torch.nan
     assert logits_through_cache(target).isnan().all()
+
+
+@in_each_set
+def test_long_prompts_are_read_by_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fitting_model("llama")
+    target = Target(model)
+    prepare(target)
+    prompt = (tiny_prompts((60,))[0] * 3)[:150]
+    assert target.cache_bytes_per_token > 0  # found by a forward of its own
+    calls = calls_of_kernels(monkeypatch)
+    expected = FuzzyDecoder(target, NoDrafter(VOCAB)).generate([prompt], max_new_tokens=4, do_sample=False)
+    assert calls == [150, 1, 1, 1]
+    monkeypatch.setattr(stack_module, "MAX_SLOTS", dict.fromkeys(SETS, 100))
+    calls.clear()
+    found = FuzzyDecoder(target, NoDrafter(VOCAB)).generate([prompt], max_new_tokens=4, do_sample=False)
+    assert calls == [1, 1, 1], "the prompt's forward is not among them"
+    assert len(found.sequences[0]) == len(expected.sequences[0]) == 4

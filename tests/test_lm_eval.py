@@ -229,3 +229,14 @@ def test_the_harness_own_command_offline(toy: Toy, tmp_path: Path) -> None:
     record = json.loads(results.read_text())
     assert {"fsd_gsm8k", "fsd_humaneval"} == set(record["results"]) and record["config"]["fsd"]["rule"]["budget"] == 1
     assert record["n-samples"]["fsd_gsm8k"]["effective"] == 3
+
+
+def test_log_likelihoods_are_the_targets(toy: Toy, model: FsdLM) -> None:
+    whole = model.tokenizer("the cat sat on the mat", add_special_tokens=False).input_ids
+    context = model.tokenizer("the cat", add_special_tokens=False).input_ids
+    (found,) = model.loglikelihood([asked("the cat", " sat on the mat")], disable_tqdm=True)
+    assert found == (pytest.approx(summed(toy, whole, len(context)), abs=1e-4), False)
+    plain = AutoModelForCausalLM.from_pretrained(toy.target, dtype=torch.float32)
+    best = int(plain(torch.tensor([context])).logits[0, -1].argmax())
+    assert model._loglikelihood_tokens([(None, context, [best])])[0][1] is True
+    assert model.loglikelihood([asked("the", ""), asked("", "")], disable_tqdm=True) == [(0.0, True)] * 2

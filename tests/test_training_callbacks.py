@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -229,3 +230,23 @@ def test_a_signal_ends_the_decoding_of_answers_which_comes_again(
     assert status == 0 and run.step() == 4
     if step == 2:
         assert begun == [0, 2, 0, 2, 4] and run.curves() == whole.curves()
+
+
+def test_the_rate_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight batches of a second each, one waits for an export of a minute, and a validation comes between."""
+    now = [0.0]
+    monkeypatch.setattr("fsd_train.callbacks.progress.time.perf_counter", lambda: now[0])
+    rate, logs = TokenRate(window=8), dict[str, float]()
+    module: Any = SimpleNamespace(log=lambda name, value, **_: logs.update({name: value}), device=torch.device("cpu"))
+    of: Any = SimpleNamespace(world_size=2)
+    mask = torch.zeros(1, 100)
+    mask[0, 10:40] = 1
+    batch = {"loss_mask": mask, "lengths": np.array([60, 30, 10]), "ids": ["a", "b"]}
+    for number in range(8):
+        rate.on_train_batch_start(of, module, batch, number)
+        now[0] += 61.0 if number == 3 else 1.0
+        rate.on_train_batch_end(of, module, None, batch, number)
+        if number == 5:
+            rate.on_validation_start(of, module)
+            now[0] += 30.0
+    assert logs == {"tokens_per_s": pytest.approx(60.0), "padding": pytest.approx(0.1)}
