@@ -1,10 +1,10 @@
 """Launches of a recorded round, and the milliseconds that they should take on a GPU: reckoned, without one.
 
-    python -m benchmarks.launches [--tree 6,10,60] [--rule exact] [--sampled] [--each]
+    python -m benchmarks.launches [--tree 6,10,60] [--rule exact] [--sampled] [--each] [--json FILE]
 
 Target, head and round are the real ones, of tensors that have shapes and no values. Whatever would wait for the device
 ends in an error. Every launch is priced by constants that a prototype's rounds on an H200 suggest: nothing here is
-measured. `benchmarks.gpu_round` measures.
+measured. `benchmarks.gpu_round` measures. A round is added to those that the record FILE has.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu_place import DRAFTED
 from benchmarks.recorded import ROOT
+from benchmarks.workplace import shown_command
 from fsd_bench.planned import planned_target
+from fsd_bench.record import write_record
 from fsd_core.errors import FsdError
+from fsd_core.files import read_json
 from fsd_core.tables import table
 from fsd_infer.backends.choose import choose
 from fsd_infer.drafters import Drafter, EagleDrafter, NoDrafter, TreeShape
@@ -40,6 +43,7 @@ from fsd_infer.engine.plan import RequestPlan
 from fsd_infer.engine.recordable import RecordableRound
 from fsd_infer.engine.request import Request
 from fsd_infer.engine.state import DecodeState
+from fsd_infer.environment import environment
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.rules.parsing import parse_rule
 from fsd_infer.targets.target import Target
@@ -271,6 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rule", default="exact", help="acceptance rule")
     parser.add_argument("--sampled", action="store_true", help="at temperature 1 (default: 0)")
     parser.add_argument("--each", action="store_true", help="list every launch")
+    parser.add_argument("--json", type=Path, help="record to which the round is added")
     args = parser.parse_args(argv)
     try:
         tree = parse_tree(args.tree) if args.tree else None
@@ -282,7 +287,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     is_goal = args.shape == "llama-3.1-8b" and not args.sampled
     print(report(launches, GOALS.get(args.tree) if is_goal else None, args.each))
+    if args.json is not None:
+        add_to_record(args.json, f"{args.tree or 'plain'}, {args.rule}, temperature {int(args.sampled)}", launches)
     return 0
+
+
+def add_to_record(file: Path, name: str, launches: Sequence[Launch]) -> None:
+    """Add a round to a record, by part."""
+    parts = {}
+    for part in dict.fromkeys(launch.part for launch in launches):
+        in_part = [launch for launch in launches if launch.part == part]
+        milliseconds = 1e3 * sum(launch.seconds for launch in in_part)
+        parts[part] = {"launches": len(in_part), "ms_reckoned": round(milliseconds, 3)}
+    total = {key: round(sum(part[key] for part in parts.values()), 3) for key in ("launches", "ms_reckoned")}
+    record = read_json(file, "Delete it.") if file.exists() else {"rounds": {}}
+    record["rounds"][name] = {**total, "parts": parts}
+    write_record(file, {**record, "environment": environment(shown_command("benchmarks.launches", sys.argv[1:]))})
 
 
 if __name__ == "__main__":
