@@ -165,7 +165,7 @@ class Divergence:
         return self.rows if k is None else lambda log_p, log_q: self.rows(*_lump(log_p, log_q, k))
 
     def with_reduced_drafter(self, p_logits: Tensor, q_logits: Tensor, draft_ids: Tensor | None) -> Tensor:
-        """Return D(p, q) for a drafter over the target's tokens ``draft_ids`` alone; q is 0 elsewhere.
+        """Return D(p, q) for a drafter over only the target's tokens ``draft_ids``; q is 0 elsewhere.
 
         Args:
             p_logits: [..., V].
@@ -222,7 +222,7 @@ _PLAIN = (
 
 def _top_k(plain: Divergence, k: int, name: str) -> Divergence:
     formula = f"{plain.formula}, over the {k} tokens most likely under p and one bin for the rest"
-    return replace(plain, name=name, formula=formula, symmetric=False, k=k)  # p alone picks the bins
+    return replace(plain, name=name, formula=formula, symmetric=False, k=k)  # only p picks the bins
 
 
 for _plain in _PLAIN:

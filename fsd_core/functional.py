@@ -97,7 +97,7 @@ def row_stats(logits: Tensor, where: Tensor | None = None) -> tuple[Tensor, Tens
 def row_entropy(logits: Tensor, where: Tensor | None = None) -> Tensor:
     """Return the entropy of each row's softmax in nats: [...] in fp32.
 
-    Arguments as of :func:`row_stats`. The result is arbitrary for a row of invalid logits.
+    Arguments as for :func:`row_stats`. The result is arbitrary for a row of invalid logits.
     """
     log_p = logits.float().log_softmax(-1)
     return -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1)  # 0 · ln 0 = 0
@@ -234,7 +234,7 @@ def keep_nodes(
     drawn: Tensor | None,
     nodes: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None]:
-    """Return a tree's tensors [B, N] with these nodes [B, K] alone, as :meth:`fsd_infer.trees.tree.DraftTree.keep`.
+    """Return a tree's tensors [B, N] with only these nodes [B, K], as :meth:`fsd_infer.trees.tree.DraftTree.keep`.
 
     The last of what is returned is the part's ``is_draft`` and ``is_child`` where they were computed on the way.
     """

@@ -43,7 +43,7 @@ TRIES = 3  # of a request that is answered by errors
 WAIT = 30  # most seconds that the Hub may ask to wait
 ANSWER = 10.0  # seconds for an answer without a file's content
 RECEIPT = 120.0  # seconds for the answer to an upload, or between two parts of a file, where the client has no bound
-LARGE = 1 << 26  # bytes of a file that is hashed when it comes, and later checked by its header alone
+LARGE = 1 << 26  # bytes of a file that is hashed when it comes, and later checked only by its header
 _sessions: Any = import_module(get_session.__module__)
 # httpx, or what the client has in its place
 _http: Any = import_module(HTTPError.__module__.partition(".")[0])

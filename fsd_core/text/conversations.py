@@ -80,7 +80,7 @@ def check_messages(
         messages: a list of turns, unchecked.
         where: names the row in errors, "file:line".
         field: names the row's field in errors.
-        blank: whether a user turn may be white space alone, as in a request; in a row that is a fault.
+        blank: whether a user turn may be only white space, as in a request; in a row that is a fault.
 
     Raises:
         DataError: not a list of chat turns.

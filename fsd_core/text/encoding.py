@@ -124,7 +124,7 @@ def encode_chat(
         messages: the turns.
         add_generation_prompt: whether to end with the template's opening of an assistant turn.
         options: further arguments of the template, such as ``tools`` or ``enable_thinking``.
-        blank: whether a user turn may be white space alone, as in a request.
+        blank: whether a user turn may be only white space, as in a request.
 
     Raises:
         DataError: an empty text, turns that the template rejects, or several turns or options without a template.
@@ -161,7 +161,7 @@ def answer_end(
 ) -> tuple[list[int], int]:
     """Return the ids that a template writes after the answer to these turns, and how many of them end its turn.
 
-    Phi-4-mini's writes <|end|> and, after the last turn alone, eos, which its model does not write.
+    Phi-4-mini's writes <|end|> and, after only the last turn, eos, which its model does not write.
     """
 
     def after(*more: Message) -> list[int]:  # the answer's own text may hold special tokens too

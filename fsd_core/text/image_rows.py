@@ -44,7 +44,7 @@ def _turns(value: Any) -> Sequence[Any]:
 
 
 def parts_of(turn: Any) -> Sequence[Any]:
-    """Return the parts of an unchecked turn's content; none if that is text alone."""
+    """Return the parts of an unchecked turn's content; none if that is only text."""
     return _turns(turn.get("content")) if isinstance(turn, Mapping) else ()
 
 

@@ -57,7 +57,7 @@ class RowFields(dict[str, Any]):
     def unread(self) -> list[str]:
         """Return the fields that hold something and were not read, except :data:`PROVENANCE`.
 
-        The template alone tells whether `tools` are read, and thoughts and weights (:meth:`RowCheck.name_unread`).
+        Only the template tells whether `tools` are read, and thoughts and weights (:meth:`RowCheck.name_unread`).
         """
         read = self.seen - {TOOLS} | PROVENANCE
         columns = [name for name, value in dict.items(self) if name not in read and value not in _EMPTY]

@@ -55,7 +55,7 @@ def generate(
         model: the target.
         input_ids: [B, T] prompts, as ``generate`` prepares them.
         logits_processor: as ``generate`` prepares it.
-        stopping_criteria: as ``generate`` prepares them. They receive the text alone; ``scores`` is None. Stop strings
+        stopping_criteria: as ``generate`` prepares them. They receive only the text; ``scores`` is None. Stop strings
             need an explicit ``StopStringCriteria``, since ``generate`` does not pass its tokenizer.
         generation_config: as ``generate`` prepares it.
         drafter: see :func:`load_drafter`; None: the shipped head of a built-in target. A name is loaded on every call,

@@ -121,7 +121,7 @@ class FuzzyDecoder:
                 the processor of an image-text-to-text model.
             tree: shape of the drafter's trees, as in :class:`.FuzzyConfig`. "auto", the default on a CPU, chooses a
                 tree in each round from the drafter's scores and earlier rounds' costs and acceptances
-                (:mod:`fsd_infer.trees.policy`). With a ``seed`` it depends on the text alone.
+                (:mod:`fsd_infer.trees.policy`). With a ``seed`` it depends only on the text.
             adapters: directories of LoRA adapters by name, from which each request may choose one. They stay
                 unmerged, so forwards take longer than with a merged adapter.
             config: how the models run.

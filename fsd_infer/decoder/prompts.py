@@ -35,7 +35,7 @@ class PromptEncoder:
     def encode_all(
         self, prompts: Any, padding: int | None, apply_chat_template: bool | None
     ) -> tuple[list[list[int]], list[ImageInput | None]]:
-        """Return each prompt's ids, and its images if it has any; arguments as of :meth:`.FuzzyDecoder.generate`."""
+        """Return each prompt's ids, and its images if it has any; arguments as for :meth:`.FuzzyDecoder.generate`."""
         encoded = [self.encode(prompt, apply_chat_template) for prompt in listed(prompts, padding)]
         if isinstance(prompts, Mapping) and "input_ids" in prompts:  # what a tokenizer or a processor returns
             image_input = prepared_image_input(self.target, prompts, [ids for ids, _ in encoded])
@@ -43,7 +43,7 @@ class PromptEncoder:
         return [ids for ids, _ in encoded], [image_input for _, image_input in encoded]
 
     def encode(self, prompt: Prompt, apply_chat_template: bool | None = None) -> Encoded:
-        """Return a prompt's ids, and its images if it has any; arguments as of :meth:`.FuzzyDecoder.encode`."""
+        """Return a prompt's ids, and its images if it has any; arguments as for :meth:`.FuzzyDecoder.encode`."""
         prompt, images = split_prompt(prompt)
         if isinstance(images, ImageInput):  # its placeholders are among the ids already
             return self._encode_unseen(prompt, apply_chat_template), images

@@ -170,7 +170,7 @@ class RequestPlan:
         names = {rule.name for rule in self.rules}
         name = names.pop() if len(names) == 1 else "several"
         profile = RuleProfile(self.draft_bonus, name, sampled=drafter.samples and self.draws is Draws.CHAIN)
-        learns = self.request.generator is None and not self.target.is_sharded  # else trees depend on the text alone
+        learns = self.request.generator is None and not self.target.is_sharded  # else trees depend only on the text
         store = policy_store(drafter.learner, self.target, drafter.learner.relative_cost)
         if drafter.menu:
             return MenuPolicy(store, rows, profile, menu_of(drafter.menu, chains=profile.sampled), learns=learns)

@@ -72,7 +72,7 @@ class Request:
         max_new_tokens: most tokens per answer.
         greedy: temperature 0.
         processors: prepared logits processors, temperature included.
-        criteria: prepared stopping criteria other than EOS and length. They receive the text alone; ``scores`` is None.
+        criteria: prepared stopping criteria other than EOS and length. They receive only the text; ``scores`` is None.
         eos_token_ids: tokens that end an answer.
         generator: random generator of the draws; None: torch's global generator.
         image_inputs: per prompt its images, or None; None: no prompt has any.

@@ -122,7 +122,7 @@ class DecodeState(Renamed):
         return self
 
     def folded(self, rows: Sequence[int]) -> DecodeState:
-        """Return the state of these rows, in memory for them alone. Restart this one before its next use."""
+        """Return the state of these rows, in memory of their own. Restart this one before its next use."""
         result, index = copy(self), torch.tensor(rows)
         result.texts, result.cache, result.session = copy(self.texts), self.cache.detached(), self.session.folded(index)
         result._take_rows(index)

@@ -89,7 +89,7 @@ class Rule(Renamed):
         return math.inf if self.budget is None else self.budget
 
     def output(self, inputs: RuleInputs) -> OutputDistribution:
-        """Return the output distribution r: a function of the text, the tree and ``inputs.gate_uniform`` alone."""
+        """Return the output distribution r: a function of only the text, the tree and ``inputs.gate_uniform``."""
         raise NotImplementedError
 
     def check_greedy(self, inputs: RuleInputs) -> None:
@@ -226,7 +226,7 @@ class Exact(Rule):
         block: draft chains, every token of them drawn from q, above temperature 0. False: draft trees. None: from
             temperature 0.5 on chains with a small LM whose trees have no requested shape, else trees.
         draw: from temperature 0.5 on, let trees have drawn nodes (:mod:`fsd_infer.drafters.drawing`). The distribution
-            is the same; more drafts are accepted. False: draft likely tokens alone.
+            is the same; more drafts are accepted. False: draft only likely tokens.
 
     Raises:
         FsdError: block=True with draw=False.

@@ -162,7 +162,7 @@ class RuleInputs(Renamed):
     def log_q(self) -> Tensor:
         """ln q of each draft at its parent, if that has a q."""
         tree, row = self.tree, self.at_parents(self.tree.q_index).clamp_min(0)
-        if not tree.q_logits.shape[1]:  # as of lookups: no parent has a q
+        if not tree.q_logits.shape[1]:  # as with lookups: no parent has a q
             return torch.full_like(self.logprob_gap, -math.inf)
         scores, entries = (tree.q_scores, self.draft_entries) if self.sampled else (self.draft_scores, tree.tokens)
         assert scores is not None

@@ -52,7 +52,7 @@ def parameter(
     """Return a dataclass field for a rule's parameter.
 
     Args:
-        default: as of :func:`dataclasses.field`.
+        default: as for :func:`dataclasses.field`.
         low: the smallest allowed number.
         high: the largest allowed number.
         above: an exclusive lower bound.

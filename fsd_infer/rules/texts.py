@@ -1,6 +1,6 @@
 """The texts so far, prompt and answer, as rules see them: repeated n-grams, phases, and sentences.
 
-A phase is the span between two marker tokens. A rule with ``only_in`` is lossy inside a phase alone. ``think`` names
+A phase is the span between two marker tokens. A rule with ``only_in`` is lossy only inside a phase. ``think`` names
 the spans between ``<think>`` and ``</think>``, ``OPENING..CLOSING`` any other pair. A token is in a phase if the last
 marker before it, in prompt, answer and draft, is the opening one. So the closing marker is inside, the opening one is
 not.

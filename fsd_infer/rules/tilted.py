@@ -206,7 +206,7 @@ def sampling_cost(scores: Tensor, temperature: float, greedy: bool) -> Tensor:
     """Return the mean cost of a sample at a temperature: [..., V] scores -> [...] nats.
 
     In greedy decoding that is the mean gap, E[max(scores) - scores] under softmax(scores/temperature). Else it is
-    KL(p^(1/(1+temperature)) || p) with p = softmax(scores). Both use the ``LIKELY`` likeliest tokens alone.
+    KL(p^(1/(1+temperature)) || p) with p = softmax(scores). Both use only the ``LIKELY`` likeliest tokens.
     """
     top, _ = functional.topk_logprobs(scores, min(LIKELY, scores.shape[-1]))
     logprob_gap = top[..., :1] - top

@@ -69,7 +69,7 @@ class RoundInput(Renamed):
             there are none.
         greedy: temperature 0: every draw is an argmax.
         uniforms: [B, N, 3] independent uniforms in [0, 1). Column 0 picks a child or none, column 1 draws the token
-            after the path, column 2 is for gates that open at random. A greedy round uses column 2 alone; None is
+            after the path, column 2 is for gates that open at random. A greedy round uses only column 2; None is
             allowed there for rules without such gates.
         budget_left: [B] nats that each row may still spend; None: each rule's own budget.
         process_draft: maps the tree's raw ``q_logits`` to processed scores [B, I, V] over the target's vocabulary;
@@ -77,7 +77,7 @@ class RoundInput(Renamed):
         texts: each row's prompt and answer so far, the root included; only rules that look at them need them.
         kl_excess: [B] nats that each row has spent beyond what its rule allowed so far, see :attr:`Verdict.allowed`;
             None: nothing is known.
-        max_accepted: [B] most drafts that each row may accept; None: all. It depends on lengths alone, so that no
+        max_accepted: [B] most drafts that each row may accept; None: all. It depends only on lengths, so that no
             distribution changes.
         seen_ngrams: n -> [B, N] bool, the drafts that complete an n-gram of other texts that the drafter reads, for
             rules with ``exact_ngram_size``; None: it reads none. Not asked about sampled drafts.

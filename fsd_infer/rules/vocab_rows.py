@@ -76,7 +76,7 @@ class VocabRows:
     def q_logits(self) -> Tensor:
         """[R, Vd] the drafter's raw logits over its own vocabulary, valid where ``has_q``."""
         q_logits = self.inputs.tree.q_logits
-        if not q_logits.shape[1]:  # as of lookups: any numbers will do
+        if not q_logits.shape[1]:  # as with lookups: any numbers will do
             return self.scores.new_zeros(len(self.rows), q_logits.shape[2])
         return self._of_drafter(q_logits)
 

@@ -206,7 +206,7 @@ class _Walk:
         self.cost = torch.where(dense.number >= 0, dense.spread(cost.to(self.cost.dtype)), self.cost)
 
     def _dense_greedy(self, dense: _Dense) -> tuple[Tensor, Tensor]:
-        """Note the tokens of a dense distribution at temperature 0. Results as of _dense_sampled()."""
+        """Note the tokens of a dense distribution at temperature 0. Results as from _dense_sampled()."""
         at, token = dense.at, dense.log_r.argmax(-1)
         pair = at.scores.gather(1, torch.stack([at.of(self.inputs.likeliest), token], 1))
         self.r_token = self.r_token.index_put((at.rows, at.nodes), token)
@@ -254,7 +254,7 @@ class _Walk:
         return lossy, (offset >= 0) & (offset < prob), offset < self.p_draft
 
     def _gathered(self, follows: Tensor, lossy: Tensor, follows_under_p: Tensor) -> Verdict:
-        """Gather the verdict along the path. Arguments as of :meth:`_picked`."""
+        """Gather the verdict along the path. Arguments as for :meth:`_picked`."""
         tree, inputs, width = self.tree, self.inputs, self.tree.max_depth + 1
         steps = inputs.nodes[:width]  # [D+1] 0, 1, … along the path
         path, accepted, end, first = accepted_path(follows, inputs)
@@ -318,7 +318,7 @@ class _Walk:
         return sampling.Rest(scores, nodes[:, 0], weight[:, 0], refused, tree.q_scores, index, tree.draft_ids)
 
     def _dense_scores(self, end: Tensor, is_lossy: Tensor) -> Tensor:
-        """Return ln of the distributions [B, 1, V] at contexts ``end`` [B, 1]. ``is_lossy``: as of :meth:`_rest`."""
+        """Return ln of the distributions [B, 1, V] at contexts ``end`` [B, 1]. ``is_lossy``: as for :meth:`_rest`."""
         at = VocabRows(self.inputs, torch.arange(len(end), device=self.device), end[:, 0])
         r, r_row = at.p, self.r_row.gather(1, end)
         for contexts, dense in self.dense:  # whose rows are numbered on from one to the next
@@ -343,7 +343,7 @@ class _Walk:
         return faults
 
     def _undrafted(self) -> Verdict:
-        """Return the verdict on roots alone: a token from p each."""
+        """Return the verdict on trees of only a root: a token from p each."""
         zeros = torch.zeros_like(self.tree.parents)  # [B, 1]
         never, nats = zeros > 0, torch.zeros(zeros.shape, dtype=wide(self.device), device=self.device)
         return Verdict(

@@ -89,7 +89,7 @@ class Calibration:
         return min(self._expected(log_q, first) * ratio, CERTAIN)
 
     def learn(self, log_q: float, depth: int, first: bool, kind: DraftKind, accepted: bool) -> None:
-        """Learn whether a draft whose parent was accepted was ``accepted``. Others as of :meth:`accept_prob`."""
+        """Learn whether a draft whose parent was accepted was ``accepted``. Others as for :meth:`accept_prob`."""
         if self._counts(log_q):
             ratio, expected = self._ratios[self._bin(log_q, depth, first, kind)], self._expected(log_q, first)
             self._of_text[kind].learn(accepted, min(expected * ratio.value, 1.0))

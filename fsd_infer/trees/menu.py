@@ -10,7 +10,7 @@ accepted. A :class:`MenuPolicy` corrects the one by the other and chooses the sh
 as :mod:`fsd_infer.trees.prices` explains. What a round of each shape takes is timed once, when the shapes are recorded;
 before, and for a request with a seed, a prior stands for it.
 
-A choice depends on earlier rounds alone, so distributions stay as in :mod:`fsd_infer.trees.policy`.
+A choice depends only on earlier rounds, so distributions stay as in :mod:`fsd_infer.trees.policy`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MenuPolicy(TreePolicy):
         rows: number of rows of the request.
         profile: how drafts are verified.
         menu: the shapes.
-        learns: False: keep nothing and time nothing, so that trees are a function of the text alone.
+        learns: False: keep nothing and time nothing, so that trees are a function of only the text.
     """
 
     def __init__(

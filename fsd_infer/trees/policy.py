@@ -145,7 +145,7 @@ class PricePolicy(TreePolicy):
         rows: number of rows of the request.
         profile: how drafts are verified.
         largest: the largest shape of a tree.
-        learns: False: read no clock and keep nothing, so that trees are a function of the text alone.
+        learns: False: read no clock and keep nothing, so that trees are a function of only the text.
     """
 
     def __init__(

@@ -115,7 +115,7 @@ class TreeShape:
 
 
 class _NoTree(TreeShape):
-    """The root alone, which no user asks for by its sizes."""
+    """Only the root, which no user asks for by its sizes."""
 
     def __post_init__(self) -> None:
         pass

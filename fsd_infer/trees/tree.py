@@ -217,7 +217,7 @@ class DraftTree(Renamed):
 
     @classmethod
     def of_packed(cls, values: Tensor, vocab_size: int, depth_bound: int | None = None) -> DraftTree:
-        """Return the trees of :meth:`packed_lists`, on any device. Arguments as of :meth:`of_lists`."""
+        """Return the trees of :meth:`packed_lists`, on any device. Arguments as for :meth:`of_lists`."""
         tokens, parents, scores = values
         no_q = torch.empty(len(tokens), 0, vocab_size, device=tokens.device)
         no_index = torch.full_like(parents, -1, dtype=torch.long)
@@ -245,7 +245,7 @@ def select_nodes(
 
     The likeliest path thus comes early in the tree. If the answer takes it, its keys and values are already in place.
     ``pinned`` [B, N] bool are nodes to keep in any case, with all their ancestors and fewer than ``nodes``. Other
-    arguments as of :func:`visit_scores`.
+    arguments as for :func:`visit_scores`.
     """
     # Keep NaN scores, so that verification reports them. A stable sort keeps a parent before a child of equal score.
     visits = visit_scores(scores, parents, depth, draft_bonus).nan_to_num(0.0, neginf=-math.inf)

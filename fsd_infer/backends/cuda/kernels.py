@@ -99,7 +99,7 @@ def chunks_of(columns: int) -> tuple[int, int]:
 
 
 def read_chunks(logits: Tensor, count: int, where: Tensor | None) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Read rows [..., V] in chunks; ``count`` and ``where`` as of :func:`row_pass`.
+    """Read rows [..., V] in chunks; ``count`` and ``where`` as for :func:`row_pass`.
 
     Returns:
         The rows [R, V], each contiguous; of their chunks the largest keys [R, C, count], and the largest number, Σ e^x

@@ -205,7 +205,7 @@ class _Weighed(NamedTuple):
         p, q: logits, and ln Σ exp of their rows; q: None if nothing was drawn.
         likeliest: [B, N] tokens under p.
         entries: [V] columns of q by token; None: they are equal.
-        faults: as of a verdict.
+        faults: those of the verdict.
         how: arguments that :func:`_weigh` and :func:`_walk` are compiled for.
     """
 

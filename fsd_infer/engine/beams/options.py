@@ -46,7 +46,7 @@ class BeamOptions:
         confidence: dynamic width, in (0, 1]. A step keeps the most beams that are all drafted with at least this
             probability (default: always ``num_beams``).
         min_width: the least dynamic width (default: 1).
-        join_every: keep one beam alone after every this many steps, at least 2, to bound the cache (default: never).
+        join_every: keep only one beam after every this many steps, at least 2, to bound the cache (default: never).
     """
 
     depth: int | None = None

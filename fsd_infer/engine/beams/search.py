@@ -49,7 +49,7 @@ class SearchParameters:
             prompt); None: there are no criteria.
         draw: for beam sampling, ``draw(search, count)`` -> ordered candidates; None: take the likeliest.
         width: dynamic width of the next step of a search; None: W.
-        join_every: keep one beam alone after every this many steps; None: never.
+        join_every: keep only one beam after every this many steps; None: never.
     """
 
     beams: int
