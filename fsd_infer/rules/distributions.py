@@ -206,7 +206,8 @@ class OutputDistribution:
         """Return the distribution restricted to contexts where ``holds``, with p elsewhere.
 
         Args:
-            holds: [B, N] bool; or a function from all contexts to [R] bool or to one bool, not called for a tree of only a root.
+            holds: [B, N] bool; or a function from all contexts to [R] bool or to one bool, not called for a root
+                without nodes below it.
 
         Raises:
             FsdError: the distribution has its arguments in their former order.

@@ -65,7 +65,7 @@ PRIORS = {
 
 
 def prior_for(target: Target, relative_cost: float | None = None) -> CostPrior:
-    """Return the costs of a round that are assumed before anything was timed. ``relative_cost``: see :class:`.Drafter`."""
+    """Return the costs of a round that are assumed before anything was timed. ``relative_cost``: a drafter's."""
     prior = PRIORS.get(f"{target.kernels} {target.weight_format}") or of_device(PRIORS, target.device)
     return prior if relative_cost is None else prior.for_model(relative_cost)
 

@@ -67,9 +67,9 @@ def _step(q, keys, values, slots, end, visible, scale, cap, high, total, acc,
     score = tl.where(visible, score * _LOG2E, _HIDDEN)
     new = tl.maximum(high, tl.max(score, 1))
     weight = tl.where(visible, tl.exp2(score - new[:, None]), 0.0)
-    kept = tl.exp2(high - new)
-    acc = acc * kept[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
-    return new, total * kept + tl.sum(weight, 1), acc
+    rescale = tl.exp2(high - new)
+    acc = acc * rescale[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+    return new, total * rescale + tl.sum(weight, 1), acc
 
 
 @triton.jit
@@ -135,8 +135,8 @@ def _join(ACC, HIGH, TOTAL, OUT, SPLITS: tl.constexpr, D: tl.constexpr, BLOCK_D:
     weight = tl.where(total > 0, tl.exp2(high - tl.max(high, 0)), 0.0)
     read = (total > 0)[:, None] & (columns < D)[None, :]
     acc = tl.load(ACC + (row * SPLITS + split)[:, None] * D + columns[None, :], mask=read, other=0.0)
-    whole = tl.sum(weight * total, 0)
-    out = tl.sum(acc * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
+    denominator = tl.sum(weight * total, 0)
+    out = tl.sum(acc * weight[:, None], 0) / tl.where(denominator > 0, denominator, 1.0)
     tl.store(OUT + row * D + columns, out.to(OUT.dtype.element_ty), mask=columns < D)
 
 

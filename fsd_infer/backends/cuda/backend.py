@@ -100,9 +100,9 @@ class WithoutCudnn(Stack):
     def __init__(self, stack: Any) -> None:
         self.stack = stack
 
-    def __call__(self, given: StackInputs) -> Outputs:
+    def __call__(self, call: StackInputs) -> Outputs:
         with without_cudnn_attention():
-            outputs: Outputs = self.stack(given)
+            outputs: Outputs = self.stack(call)
         return outputs
 
     def captured(self, layers: Sequence[int]) -> Any:

@@ -61,6 +61,6 @@ def search_clipped(log_p: Tensor, log_q: Tensor, gain: Tensor, steps: int, near:
     A row ends as soon as its sum is ``near`` 1, or after so many steps.
     """
     out = torch.empty_like(log_p, memory_format=torch.contiguous_format)
-    given = (x.contiguous() for x in (log_p, log_q, gain))
-    _clipped[(len(log_p),)](*given, out, log_p.shape[1], steps, near, BLOCK=_BLOCK, num_warps=8)
+    inputs = (x.contiguous() for x in (log_p, log_q, gain))
+    _clipped[(len(log_p),)](*inputs, out, log_p.shape[1], steps, near, BLOCK=_BLOCK, num_warps=8)
     return out

@@ -19,18 +19,18 @@ from fsd_infer.backends.cuda.kernels import chunks_of, read_chunks
 def interval(mass, uniform, places, SIZE: tl.constexpr):
     """Return on which ``mass`` (fp64), none of 0, a uniform number falls, and how far into it; -1 if all are 0."""
     share = uniform.to(tl.float64) * tl.sum(mass, 0)
-    found = tl.min(tl.where((mass > 0) & (tl.cumsum(mass, 0) > share), places, SIZE), 0)
+    hit = tl.min(tl.where((mass > 0) & (tl.cumsum(mass, 0) > share), places, SIZE), 0)
     last = tl.max(tl.where(mass > 0, places, -1), 0)
-    found = tl.where(found < SIZE, found, last)  # what is left of rounding is the last one's
-    return found, share - tl.sum(tl.where(places < found, mass, 0.0), 0)
+    hit = tl.where(hit < SIZE, hit, last)  # what is left of rounding is the last one's
+    return hit, share - tl.sum(tl.where(places < hit, mass, 0.0), 0)
 
 
 @triton.jit
 def within(mass, share, places, SIZE: tl.constexpr):
     """Return the first of ``mass`` above 0 whose sum from the first on exceeds ``share``, else the last above 0."""
-    found = tl.min(tl.where((mass > 0) & (tl.cumsum(mass.to(tl.float64), 0) > share), places, SIZE), 0)
+    hit = tl.min(tl.where((mass > 0) & (tl.cumsum(mass.to(tl.float64), 0) > share), places, SIZE), 0)
     last = tl.max(tl.where(mass > 0, places, 0), 0)
-    return tl.where(found < SIZE, found, last)
+    return tl.where(hit < SIZE, hit, last)
 
 
 @triton.jit
@@ -45,14 +45,14 @@ def _pick(X, SUMS, UNIFORMS, WHERE, OUT, columns, stride, chunks, CHUNKS: tl.con
     high = tl.load(sums, mask=chunk < chunks, other=-float("inf"))
     part = tl.load(sums + 1, mask=chunk < chunks, other=0.0)
     scale = tl.where(part > 0, tl.exp(high - tl.max(high, 0)), 0.0)
-    found, share = interval((part * scale).to(tl.float64), tl.load(UNIFORMS + row), chunk, CHUNKS)
-    found = tl.maximum(found, 0)
-    is_here = chunk == found
-    ids = found * BLOCK + place
+    hit, share = interval((part * scale).to(tl.float64), tl.load(UNIFORMS + row), chunk, CHUNKS)
+    hit = tl.maximum(hit, 0)
+    is_here = chunk == hit
+    ids = hit * BLOCK + place
     x = tl.load(X + row * stride + ids, mask=ids < columns, other=-float("inf")).to(tl.float32)
     weight = tl.exp(x - tl.sum(tl.where(is_here, high, 0.0), 0))  # as the chunk's sum has it
     share = share / tl.sum(tl.where(is_here, scale, 0.0), 0)
-    token = found * BLOCK + within(weight, share, place, BLOCK)
+    token = hit * BLOCK + within(weight, share, place, BLOCK)
     tl.store(OUT + row, tl.minimum(token, columns - 1).to(tl.int64))
 
 
@@ -115,12 +115,12 @@ def _draw(P, P_TOTAL, Q, Q_TOTAL, INDEX, NODES, WEIGHT, REFUSED, Q_INDEX, SUMS, 
         uniforms += node * stride
         out = OUT + tree * width + tl.load(PLACES + tree)
         otherwise = tl.load(OTHERWISE + tree * count + node)
-    found, share = interval(sums, tl.load(uniforms), places, CHUNKS)
-    start = tl.maximum(found, 0) * BLOCK
+    hit, share = interval(sums, tl.load(uniforms), places, CHUNKS)
+    start = tl.maximum(hit, 0) * BLOCK
     left = _left(P, P_TOTAL, Q, Q_TOTAL, INDEX, NODES, WEIGHT, REFUSED, Q_INDEX, tree, start + place,
                  count, columns, rows, drafted, refusals, SAMPLED, REDUCED)  # fmt: skip
     token = (start + within(left, share, place, BLOCK)).to(tl.int64)
-    tl.store(out, tl.where(found < 0, otherwise, token))
+    tl.store(out, tl.where(hit < 0, otherwise, token))
 
 
 def draw_rest(rest: Rest, uniforms: Tensor) -> Tensor:
@@ -161,17 +161,17 @@ def draw_left(
     block, chunks = chunks_of(columns)
     sums = torch.empty(batch, chunks, device=p.device)
     refused = rest.refused.contiguous()
-    given = (
+    tensors = (
         p, p_total, p if q is None else q, p_total if q is None else q_total,
         p if rest.draft_ids is None else rest.draft_ids, rest.nodes.contiguous(), rest.weight.contiguous(), refused,
         rest.nodes if rest.q_index is None else rest.q_index.contiguous(), sums,
     )  # fmt: skip
     sizes = count, columns, rows, drafted, refused.shape[1], chunks
     kind = {"SAMPLED": q is not None, "REDUCED": rest.draft_ids is not None, "BLOCK": block, "num_warps": 8}
-    _left_sums[batch, chunks](*given, *sizes, **kind)
+    _left_sums[batch, chunks](*tensors, *sizes, **kind)
     of_walk = places is not None
     _draw[(batch,)](
-        *given, uniforms[..., 1] if of_walk else uniforms, out, places if of_walk else out,
+        *tensors, uniforms[..., 1] if of_walk else uniforms, out, places if of_walk else out,
         likeliest if of_walk else out, *sizes, *uniforms.stride()[:2], out.shape[-1],
         OF_WALK=of_walk, CHUNKS=triton.next_power_of_2(chunks), **kind,
     )  # fmt: skip

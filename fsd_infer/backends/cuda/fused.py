@@ -32,10 +32,10 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     first, length = parts[0], sum(len(part) for part in parts)
     if not _side_by_side(parts):
         with torch.inference_mode(False), torch.no_grad():
-            whole = first.new_empty(length, *first.shape[1:])
+            joined = first.new_empty(length, *first.shape[1:])
             start = 0
             for part in parts:
-                view = whole[start : start + len(part)]
+                view = joined[start : start + len(part)]
                 view.copy_(part)
                 part.data = view
                 start += len(part)

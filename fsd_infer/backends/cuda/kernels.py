@@ -77,13 +77,13 @@ def _join(WHERE, KEYS, SUMS, VALUES, IDS, TOTALS, chunks, COUNT: tl.constexpr, C
     highest = tl.max(high, 0)
     shift = tl.where(part > 0, high - highest, 0.0)
     weight = tl.where(part > 0, tl.exp(shift), 0.0)
-    whole = tl.sum(weight * part, 0)
-    mean = tl.sum(weight * (moment + shift * part), 0) / whole
+    denominator = tl.sum(weight * part, 0)
+    mean = tl.sum(weight * (moment + shift * part), 0) / denominator
     keys = tl.load(KEYS + row * chunks * COUNT + place, mask=place < chunks * COUNT, other=_MIN)
     largest = _numbers(tl.max(keys, 0))  # NaN if the row has one
-    total = tl.where(tl.abs(largest) < float("inf"), highest + tl.log(whole), largest)
+    total = tl.where(tl.abs(largest) < float("inf"), highest + tl.log(denominator), largest)
     tl.store(TOTALS + 2 * row, total)
-    tl.store(TOTALS + 2 * row + 1, tl.log(whole) - mean)
+    tl.store(TOTALS + 2 * row + 1, tl.log(denominator) - mean)
     for rank in tl.static_range(COUNT):
         best = tl.max(keys, 0)
         value = _numbers(best) - total if LOG_PROBS else _numbers(best)

@@ -30,7 +30,7 @@ def _repeats(TOKENS, PARENTS, TEXTS, LENGTHS, OUT, count, width, N: tl.constexpr
     tree, node = tl.program_id(0).to(tl.int64) // count, tl.program_id(0).to(tl.int64) % count
     TOKENS, PARENTS, TEXT = TOKENS + tree * count, PARENTS + tree * count, TEXTS + tree * width
     length = tl.load(LENGTHS + tree)
-    found, ends = node < 0, tl.zeros([BLOCK], tl.int32)
+    repeats, ends = node < 0, tl.zeros([BLOCK], tl.int32)
     above = tl.load(PARENTS + node)
     while above > 0:  # nodes of the path below the root
         same = above > 0
@@ -39,7 +39,7 @@ def _repeats(TOKENS, PARENTS, TEXTS, LENGTHS, OUT, count, width, N: tl.constexpr
             token, own, own_place = _above(TOKENS, PARENTS, TEXT, own, own_place)
             earlier, other, other_place = _above(TOKENS, PARENTS, TEXT, other, other_place)
             same = same & (token == earlier)
-        found = found | same
+        repeats = repeats | same
         above = tl.load(PARENTS + above)
     for start in range(0, length, BLOCK):
         place = start + tl.arange(0, BLOCK)
@@ -49,8 +49,8 @@ def _repeats(TOKENS, PARENTS, TEXTS, LENGTHS, OUT, count, width, N: tl.constexpr
             token, own, own_place = _above(TOKENS, PARENTS, TEXT, own, own_place)
             same = same & (tl.load(TEXT + place - back, mask=same, other=-1) == token)
         ends += same.to(tl.int32)
-    found = (found | (tl.sum(ends, 0) > 0)) & (node > 0)
-    tl.store(OUT + tl.program_id(0), found.to(tl.uint8))
+    repeats = (repeats | (tl.sum(ends, 0) > 0)) & (node > 0)
+    tl.store(OUT + tl.program_id(0), repeats.to(tl.uint8))
 
 
 def completes_ngram(tokens: Tensor, texts: Any, tree: Any, n: int) -> Tensor:
@@ -102,9 +102,9 @@ def repeating_tokens(
     """Return :func:`fsd_infer.rules.texts.repeating_tokens`: [R, width] bool."""
     out, text = torch.zeros(len(rows), width, dtype=torch.bool, device=rows.device), texts.tokens
     text = text if text.stride(1) == 1 else text.contiguous()
-    given = [x.contiguous() for x in (rows, nodes, tree.tokens, tree.parents)]
+    tensors = [x.contiguous() for x in (rows, nodes, tree.tokens, tree.parents)]
     _repeating[(len(rows),)](
-        *given, text, texts.lengths.contiguous(), given[0] if columns is None else columns, out.view(torch.uint8),
+        *tensors, text, texts.lengths.contiguous(), tensors[0] if columns is None else columns, out.view(torch.uint8),
         tree.tokens.shape[1], text.stride(0), width, REDUCED=columns is not None, N=n, BLOCK=1024, num_warps=4,
     )  # fmt: skip
     return out
@@ -161,9 +161,11 @@ def biased_sampled(logit_bias: Tensor, inputs: Any, applies: Tensor) -> tuple[Te
     tree, block = inputs.tree, max(16, triton.next_power_of_2(logit_bias.shape[1]))
     r, cost = torch.empty(2, *logit_bias.shape, dtype=torch.double, device=logit_bias.device)
     out = torch.empty_like(r, dtype=torch.bool)
-    given = [x.contiguous() for x in (logit_bias, inputs.logprob_gap, inputs.log_p, tree.parents, tree.scores, applies)]
+    tensors = [
+        x.contiguous() for x in (logit_bias, inputs.logprob_gap, inputs.log_p, tree.parents, tree.scores, applies)
+    ]
     _biased[(len(r),)](
-        *given[:5], given[5].view(torch.uint8), out.view(torch.uint8), r, cost, logit_bias.shape[1], BLOCK=block,
+        *tensors[:5], tensors[5].view(torch.uint8), out.view(torch.uint8), r, cost, logit_bias.shape[1], BLOCK=block,
         num_warps=block // 8,
     )  # fmt: skip
     return out, r, cost
@@ -192,8 +194,8 @@ def _under(R, LOG_R, RESIDUAL, LOG_Q, DRAWN, PARENTS, OUT, count, CHAIN: tl.cons
 def accept_prob_under(r: Tensor, log_r: Tensor, residual: Tensor, inputs: Any) -> Tensor:
     """Return :func:`fsd_infer.rules.inputs.accept_prob_under`: [B, N]."""
     out, block = torch.empty_like(r, memory_format=torch.contiguous_format), max(16, triton.next_power_of_2(r.shape[1]))
-    given = (r, log_r, residual, inputs.log_q, inputs.is_drawn.view(torch.uint8), inputs.tree.parents)
+    tensors = (r, log_r, residual, inputs.log_q, inputs.is_drawn.view(torch.uint8), inputs.tree.parents)
     _under[(len(r),)](
-        *(x.contiguous() for x in given), out, r.shape[1], CHAIN=inputs.is_chain, BLOCK=block, num_warps=block // 16
+        *(x.contiguous() for x in tensors), out, r.shape[1], CHAIN=inputs.is_chain, BLOCK=block, num_warps=block // 16
     )
     return out

@@ -57,25 +57,25 @@ class CudaStack(Stack):
         self._windows = layer_windows(decoder.config)
         self._hooks = hooks_of(self._layers)
 
-    def __call__(self, given: StackInputs) -> Outputs:
+    def __call__(self, call: StackInputs) -> Outputs:
         """Run one forward, as :class:`fsd_infer.targets.stack.Stack` says."""
-        found = self.run(given, self.norm)
-        if found is None:
-            return self.fallback(given)
-        output, normed, captured = found
+        results = self.run(call, self.norm)
+        if results is None:
+            return self.fallback(call)
+        output, normed, captured = results
         return Outputs(output if self.norm is None else normed, captured)
 
-    def run(self, given: StackInputs, norm: nn.Module | None) -> tuple[Tensor, Tensor, list[Tensor]] | None:
+    def run(self, call: StackInputs, norm: nn.Module | None) -> tuple[Tensor, Tensor, list[Tensor]] | None:
         """Return the last layer's output [B, M, H], its ``norm``, and the captured layers' outputs.
 
         None for forwards that :attr:`fallback` runs.
         """
-        visible, cache, many = given.visible, given.cache, given.inputs.shape[1] > MAX_NEW
+        visible, cache, many = call.visible, call.cache, call.inputs.shape[1] > MAX_NEW
         if visible is None or many or not isinstance(cache, SlotCache) or is_hooked(self._hooks):
             return None
-        with torch.cuda.device_of(given.inputs):  # Triton launches on the current device
-            x, attended = self._entering(given)
-            return self._forward(x, given.positions, self._seen(visible, cache), cache, norm, given.capture, attended)
+        with torch.cuda.device_of(call.inputs):  # Triton launches on the current device
+            x, attended = self._entering(call)
+            return self._forward(x, call.positions, self._seen(visible, cache), cache, norm, call.capture, attended)
 
     def head_step(self, head: Any, embeddings: nn.Module, lm_head: nn.Module) -> HeadStep | None:
         """Return the step of an EAGLE-3 head whose LM head reads its outputs normed: the norm ends the last layer."""
@@ -83,12 +83,12 @@ class CudaStack(Stack):
             return None
         return CudaHeadStep(self, head, embeddings, lm_head)
 
-    def _entering(self, given: StackInputs) -> tuple[Tensor, Tensor | None]:
+    def _entering(self, call: StackInputs) -> tuple[Tensor, Tensor | None]:
         """Return what :meth:`.StackInputs.entering` does."""
-        embeds, first = given.embeds, self._layers[0]
+        embeds, first = call.embeds, self._layers[0]
         if embeds is None:
-            return given.entering(self._decoder)
-        x, width = given.inputs, embeds.shape[-1]
+            return call.entering(self._decoder)
+        x, width = call.inputs, embeds.shape[-1]
         attended = x.new_empty(*x.shape[:2], width + x.shape[-1])
         rows = attended.flatten(0, 1)
         for norm, part, out in (
@@ -190,11 +190,11 @@ class CudaHeadStep:
         if features.shape[-1] != self._head.width or is_hooked(self._hooks):  # the head joins the target's
             return None
         embeds = self._embeddings(tokens).to(features.dtype)
-        given = StackInputs(features, cache.rotary(positions), {"full_attention": visible}, cache, embeds=embeds)
-        found = self._stack.run(given, self._head.norm)
-        if found is None:
+        call = StackInputs(features, cache.rotary(positions), {"full_attention": visible}, cache, embeds=embeds)
+        results = self._stack.run(call, self._head.norm)
+        if results is None:
             return None
-        outputs, read, _ = found
+        outputs, read, _ = results
         logits = F.linear(read, self._lm_head.weight)
         return outputs, logits if extra_rows is None else torch.cat([logits, F.linear(read, extra_rows)], -1)
 

@@ -17,12 +17,12 @@ from torch import Tensor
 def _ancestors(PARENTS, OUT, count, BLOCK: tl.constexpr):
     node, column = tl.program_id(0) % count, tl.arange(0, BLOCK)
     parents = PARENTS + tl.program_id(0) // count * count
-    found, above = column == node, tl.load(parents + node)
+    on_path, above = column == node, tl.load(parents + node)
     while above > 0:
-        found = found | (column == above)
+        on_path = on_path | (column == above)
         above = tl.load(parents + above)
-    found = found | (column == 0)
-    tl.store(OUT + tl.program_id(0).to(tl.int64) * count + column, found.to(tl.uint8), mask=column < count)
+    on_path = on_path | (column == 0)
+    tl.store(OUT + tl.program_id(0).to(tl.int64) * count + column, on_path.to(tl.uint8), mask=column < count)
 
 
 def ancestors(parents: Tensor) -> Tensor:
@@ -122,10 +122,10 @@ def keep_nodes(
     out = [None if x is None else torch.empty(nodes.shape, dtype=x.dtype, device=x.device) for x in fields]
     is_draft = torch.empty(nodes.shape, dtype=torch.bool, device=nodes.device)
     is_child = is_draft.new_empty(*nodes.shape, nodes.shape[1])
-    given = [tokens if x is None else x.view(torch.uint8) if x.dtype == torch.bool else x for x in (*fields, *out)]
+    inputs = [tokens if x is None else x.view(torch.uint8) if x.dtype == torch.bool else x for x in (*fields, *out)]
     block = max(16, triton.next_power_of_2(nodes.shape[1]))
     _keep_nodes[(len(nodes),)](
-        *given[:6], nodes.contiguous(), *given[6:], is_draft.view(torch.uint8), is_child.view(torch.uint8),
+        *inputs[:6], nodes.contiguous(), *inputs[6:], is_draft.view(torch.uint8), is_child.view(torch.uint8),
         tokens.shape[1], nodes.shape[1], PROPOSED=proposers is not None, DRAWS=drawn is not None,
         BLOCK=block, num_warps=block // 16,
     )  # fmt: skip

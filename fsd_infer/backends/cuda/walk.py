@@ -201,7 +201,7 @@ class _Weighed(NamedTuple):
 
     Attributes:
         fields: tokens, parents, scores, rows of q, and which were drawn, [B, N] each.
-        found: what :func:`_weigh` found: gaps, ln p, ln q, weights, drawn children, and rows of q of contexts with one.
+        results: of :func:`_weigh`: gaps, ln p, ln q, weights, drawn children, and rows of q of contexts with one.
         p, q: logits, and ln Σ exp of their rows; q: None if nothing was drawn.
         likeliest: [B, N] tokens under p.
         entries: [V] columns of q by token; None: they are equal.
@@ -210,7 +210,7 @@ class _Weighed(NamedTuple):
     """
 
     fields: list[Tensor]
-    found: list[Tensor]
+    results: list[Tensor]
     p: tuple[Tensor, Tensor]
     q: tuple[Tensor, Tensor] | None
     likeliest: Tensor
@@ -223,7 +223,7 @@ def exact_walk(scores: Tensor, inputs: Any) -> dict[str, Any]:
     """Return :func:`fsd_infer.rules.walk.exact_walk` of a tree with drafts, whose q_scores are of q_logits' shape."""
     tree, uniforms, weighed = inputs.tree, inputs.round.uniforms, _weighed(scores, inputs)
     (batch, count), width, device = tree.tokens.shape, tree.max_depth + 1, scores.device
-    weight, row, excess, ids = weighed.found[3], weighed.found[5], weighed.found[0], tree.draft_ids
+    weight, row, excess, ids = weighed.results[3], weighed.results[5], weighed.results[0], tree.draft_ids
     if weighed.q is not None:
         excess = compare(RESIDUAL, weighed.p, weighed.q, ids, row, weight)
     path, tokens, sources, first_choices = torch.empty(4, batch, width, dtype=torch.long, device=device)
@@ -231,7 +231,7 @@ def exact_walk(scores: Tensor, inputs: Any) -> dict[str, Any]:
     gaps, of_end = torch.empty_like(path, dtype=torch.float32), torch.empty_like(end, dtype=torch.float32)
     refused = torch.empty_like(weighed.fields[0])
     _walk[(batch,)](
-        *weighed.fields, uniforms, *weighed.found, excess,
+        *weighed.fields, uniforms, *weighed.results, excess,
         path, tokens, sources, first_choices, gaps, accepted, end, of_end, end_row, refused,
         count, width - 1, width, *uniforms.stride()[:2], HAS_DRAWN=tree.drawn is not None, **weighed.how,
     )  # fmt: skip
@@ -255,14 +255,17 @@ def _weighed(scores: Tensor, inputs: Any) -> _Weighed:
         q, q_highest, index = with_totals(tree.q_scores), row_pass(tree.q_logits, 1)[0], inputs.draft_index
     fields = [x.contiguous() for x in (tree.tokens, tree.parents, tree.scores, tree.q_index)]
     fields.append(fields[0] if tree.drawn is None else tree.drawn.contiguous().view(torch.uint8))
-    found = [*torch.empty(3, batch, count, device=device), torch.empty(batch, count, dtype=torch.double, device=device)]
-    found += [torch.empty_like(fields[0], dtype=torch.int32), torch.empty_like(fields[0])]
+    results = [
+        *torch.empty(3, batch, count, device=device),
+        torch.empty(batch, count, dtype=torch.double, device=device),
+    ]
+    results += [torch.empty_like(fields[0], dtype=torch.int32), torch.empty_like(fields[0])]
     right = torch.empty(4, batch, count, dtype=torch.bool, device=device)
     block = max(16, triton.next_power_of_2(max(count, depth + 1)))
     how = {"SAMPLED": q is not None, "CHAIN": inputs.is_chain, "BLOCK": block, "num_warps": block // 8}
     rows, drafted = (0, 0) if q is None else q[0].shape[1:]
     _weigh[(batch,)](
-        scores, highest, p_total, *(q or p), scores if index is None else index, *fields, raw, q_highest, *found,
+        scores, highest, p_total, *(q or p), scores if index is None else index, *fields, raw, q_highest, *results,
         right.view(torch.uint8), count, columns, rows, drafted, depth, batch * count, REDUCED=index is not None, **how,
     )  # fmt: skip
     wrong = right.logical_not_()
@@ -270,7 +273,7 @@ def _weighed(scores: Tensor, inputs: Any) -> _Weighed:
     faults |= {"the target's processed logits": wrong[1]} if raw is not highest else {}
     faults |= {"the drafter's logits": wrong[2]}
     faults |= {FORKS: wrong[3]} if inputs.is_chain else {}
-    return _Weighed(fields, found, p, q, likeliest, index, faults, how)
+    return _Weighed(fields, results, p, q, likeliest, index, faults, how)
 
 
 def accepted_path(follows: Tensor, tree: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -278,12 +281,12 @@ def accepted_path(follows: Tensor, tree: Any) -> tuple[Tensor, Tensor, Tensor, T
     (batch, count), width = follows.shape, tree.max_depth + 1
     path, first_choices = torch.empty(2, batch, width, dtype=torch.long, device=follows.device)
     accepted, end = torch.empty(2, batch, 1, dtype=torch.long, device=follows.device)
-    given = [
+    tensors = [
         x.contiguous() for x in (follows, tree.parents, tree.scores, follows if tree.drawn is None else tree.drawn)
     ]
     block = max(16, triton.next_power_of_2(max(count, width)))
     _path[(batch,)](
-        given[0].view(torch.uint8), *given[1:3], given[3].view(torch.uint8), path, first_choices, accepted, end,
+        tensors[0].view(torch.uint8), *tensors[1:3], tensors[3].view(torch.uint8), path, first_choices, accepted, end,
         count, width - 1, width, HAS_DRAWN=tree.drawn is not None, BLOCK=block, num_warps=block // 8,
     )  # fmt: skip
     return path, accepted, end, first_choices
