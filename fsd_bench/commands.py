@@ -10,7 +10,7 @@ from typing import Any
 
 from fsd_core.console import needed
 from fsd_core.errors import FsdError
-from fsd_core.files import jsonable, reserved, usable_name, writable, write_json, write_text
+from fsd_core.files import jsonable, reserved, shortened, usable_name, writable, write_json, write_text
 from fsd_core.options import picked, set_threads, words
 from fsd_core.registry import read_float
 
@@ -138,7 +138,9 @@ def worth(args: argparse.Namespace) -> int:
     named = picked(args, "prompts temperature limit max_new_tokens raw seed strict")
     options = WorthOptions(rules=words(args.rules), **named, **model_options(args))
     with reserved(args.json, "the record", args.overwrite) as record:
-        partial = None if record is None else record.with_name(f"{record.name}.partial.json")
+        partial = None if record is None else record.with_name(f"{shortened(record.name)}.partial.json")
+        if args.overwrite and partial is not None:
+            partial.unlink(missing_ok=True)
         result, facts = run_worth(options, progress=True, kept=partial)
         print(worth_text(result) if args.details else brief_text(result, options))
         if record is not None and partial is not None:

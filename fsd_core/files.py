@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import platform
 import re
 import sys
 import threading
@@ -30,7 +31,7 @@ HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_down
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 QUIET, PAUSE = 2.0, 0.125  # seconds that one process waits for another without a word, and between attempts
 MAX_BYTES = 255, 4095  # of a file's name and of a path, on the usual systems
-_MACHINE = f"{zlib.crc32(os.uname().nodename.encode()):08x}"  # others number their processes alike
+_MACHINE = f"{zlib.crc32(platform.node().encode()):08x}"  # others number their processes alike
 
 
 def usable_name(name: str | os.PathLike[str], what: str) -> str:
@@ -125,8 +126,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def _partial_prefix(path: Path) -> str:
     """Return the start of the names of this machine's partial files of ``path``, which have room for a longer name."""
-    raw = os.fsencode(path.name)
-    return f".{path.name if len(raw) <= 200 else zlib.crc32(raw)}.{_MACHINE}-"
+    return f".{shortened(path.name)}.{_MACHINE}-"
+
+
+def shortened(name: str) -> str:
+    """Return a file's name if it has room for a longer ending, else digits that stand for it."""
+    raw = os.fsencode(name)
+    return name if len(raw) <= 200 else str(zlib.crc32(raw))
 
 
 def _remove_left(path: Path) -> None:
@@ -150,7 +156,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
             with suppress(DataError):
                 lock_for_run(descriptor, path, "")
                 return
-            if attempt == QUIET / PAUSE:
+            if attempt == int(QUIET / PAUSE):
                 print(f"[{what}] waiting for the process that holds {path}", file=sys.stderr, flush=True)
             time.sleep(PAUSE)
 
@@ -164,7 +170,8 @@ def _holding(lock: Path, take: Callable[[int], object]) -> Iterator[None]:
     while True:
         with lock.open("a") as file:
             take(file.fileno())
-            if os.fstat(file.fileno()).st_nlink == 0:  # its last holder has just removed it
+            if not _is_at(file.fileno(), lock):  # its last holder has just removed it
+                time.sleep(PAUSE)
                 continue
             try:
                 yield
@@ -172,6 +179,14 @@ def _holding(lock: Path, take: Callable[[int], object]) -> Iterator[None]:
                 with suppress(OSError):
                     lock.unlink()
             return
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file is still that at ``path``. Network file systems tell by other errors that it is not."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
 
 
 def writable(name: str | os.PathLike[str], what: str, overwrite: bool = True) -> Path:

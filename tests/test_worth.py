@@ -177,8 +177,14 @@ def test_a_killed_forecast_continues(
     assert asked.count([PROMPTS[0]]) == asked.count([PROMPTS[2]]) and found.drafts == right.drafts
     taus = [{row.rule: [shape.tau for shape in row.shapes] for row in made.rows} for made in (found, right)]
     assert taus[0] == taus[1]
-    with pytest.raises(FsdError, match="was made with other settings: use the same, or delete it"):
+    with pytest.raises(FsdError, match="was made with other settings or weights"):
         forecast(decoder, PROMPTS, kept=kept, seed=1, **options)
+    drafter: Any = decoder.drafter
+    weights = drafter.model.model.get_input_embeddings().weight.data
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter.model.model.get_input_embeddings().weight, "data", 2 * weights)
+        with pytest.raises(FsdError, match="was made with other settings or weights"):
+            forecast(decoder, PROMPTS, kept=kept, **options)
 
 
 @pytest.mark.usefixtures("few")

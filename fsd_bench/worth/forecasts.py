@@ -13,11 +13,12 @@ import torch
 from tqdm import tqdm
 
 from fsd_bench.trials import decoding
-from fsd_bench.worth.kept import KeptSums
+from fsd_bench.worth.kept import KeptSums, weights_digest
 from fsd_bench.worth.replay import Replay, Tally
 from fsd_bench.worth.result import Forecast, ForecastRow, RuleOnShape
 from fsd_bench.worth.watch import YARDSTICKS, Forwards, Watch
 from fsd_core.errors import FsdError
+from fsd_infer import __version__
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, LMDrafter, TreeShape
 from fsd_infer.drafters.tree_drafter import TreeDrafter
@@ -125,7 +126,7 @@ def forecast(
     settings = {
         "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest(), "rules": [*names.values()], "seed": seed,
         "temperature": temperature, "max_new_tokens": max_new_tokens, "shape": asdict(deep.shape),
-        "target": decoder.target.weights_digest(), "drafter": deep.name,
+        "weights": weights_digest(decoder.target, deep), "drafter": deep.name, "version": __version__,
     }  # fmt: skip
     sums = KeptSums(kept, settings, replays.values(), watch, decoded)
     _decode(decoder, prompts, replays, watch, seed, options, progress, decoded, sums)

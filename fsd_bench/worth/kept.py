@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from fsd_bench.worth.replay import Replay, Tally
 from fsd_bench.worth.watch import Watch
 from fsd_core.errors import FsdError
 from fsd_core.files import jsonable, misshapen, read_json, write_json
+from fsd_infer.drafters import Drafter
 from fsd_infer.engine.first_choices import FirstChoiceStats
+from fsd_infer.targets.target import Target
 
+_SAMPLED = 4096  # numbers of a tensor that tell its weights from others
 _ADVICE = "Delete it, and the forecast begins again."
 _WATCHED = ("steps", "draft_seconds", "contexts")
 _DECODED = ("emitted", "rounds", "rest", "length")
+
+
+def weights_digest(*owners: Any) -> str:
+    """Return hexadecimal digits of some numbers of every tensor of the models that these targets and drafters hold."""
+    digest, seen, left = hashlib.sha256(), set[int](), list(owners)
+    while left:
+        owner = left.pop(0)
+        if id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        if isinstance(owner, nn.Module):
+            for name, tensor in owner.state_dict().items():
+                digest.update(name.encode())
+                if type(tensor) is torch.Tensor:  # not those of quantisation libraries
+                    flat = tensor.detach().reshape(-1)
+                    few = flat[:: max(1, len(flat) // _SAMPLED)].to("cpu", torch.float64)
+                    digest.update(few.numpy().tobytes())
+        elif isinstance(owner, (Drafter, Target)):
+            left += vars(owner).values()
+        elif isinstance(owner, (list, tuple)):
+            left += owner
+    return digest.hexdigest()[:16]
 
 
 class KeptSums:
@@ -46,7 +73,9 @@ class KeptSums:
         stored = read_json(self.path, _ADVICE)
         with misshapen(self.path, _ADVICE):
             if stored["settings"] != self.settings:
-                raise FsdError(f"{self.path} was made with other settings: use the same, or delete it.")
+                raise FsdError(
+                    f"{self.path} was made with other settings or weights: use the same, or add --overwrite."
+                )
             for tally, values in zip(self.tallies, stored["tallies"], strict=True):
                 vars(tally).update(vars(Tally(*values)))
             for owner, names in ((self.watch, _WATCHED), (self.decoded, _DECODED)):

@@ -58,6 +58,8 @@ def open_corpus(name: str | os.PathLike[str], target: Target) -> SuffixStore:
     try:
         index.parent.mkdir(parents=True, exist_ok=True)
         facts = {"format": FORMAT, "vocabulary": vocabulary, "source": _fingerprint(source, index)}
+        if (ready := _read(index, facts, target)) is not None:
+            return ready  # without a lock, which a folder that is read-only cannot hold
         with locked(Path(f"{index}.lock"), source.name):
             return _read(index, facts, target) or _build(source, index, facts, target)
     except OSError as error:

@@ -127,7 +127,7 @@ class FreeDrafter(Drafter):
         FsdError: an option out of range.
     """
 
-    former_members = {"reach": "context_length", "least": "min_accept_prob"}
+    former_members = {"reach": "context_length", "least": "min_accept_prob", "most_chosen": "auto_nodes"}
     largest: ClassVar[Mapping[str, TreeShape]] = LARGEST_OF_LM
     relative_cost = 0.0
     context_length: ClassVar[int] = 32

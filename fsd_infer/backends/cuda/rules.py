@@ -123,7 +123,7 @@ def _any_child(is_child, holds):
 
 @triton.jit
 def _biased(BIAS, GAP, LOG_P, PARENTS, SCORES, APPLIES, OUT_APPLIES, OUT_R, OUT_COST, count, BLOCK: tl.constexpr):
-    """See _biased_sampled in fsd_infer/rules/distributions.py."""
+    """See biased_sampled in fsd_infer/rules/distributions.py."""
     node, least = tl.arange(0, BLOCK), -float("inf")
     at, known = tl.program_id(0).to(tl.int64) * count + node, node < count
     parent = tl.load(PARENTS + at, mask=known, other=0).to(tl.int32)
