@@ -183,7 +183,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return the record. Raises FsdError."""
     rows = [row for file in args.prompts for row in read_prompts(file)]
     references, decoder = read_references(rows, "ifeval"), None
-    finished = [json.loads(line) for line in args.work.read_text("utf-8").splitlines()] if args.work.exists() else []
+    lines = args.work.read_text("utf-8").replace('"regret":', '"logprob_gap":') if args.work.exists() else ""
+    finished = [json.loads(line) for line in lines.splitlines()]  # earlier versions wrote "regret"
     lines = {line["id"]: line for line in finished}
     for index, (row, reference) in enumerate(zip(rows, references)):
         if row.id in lines or reference is None or args.limit is not None and index >= args.limit:

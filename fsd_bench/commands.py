@@ -10,7 +10,8 @@ from typing import Any
 
 from fsd_core.console import needed
 from fsd_core.errors import FsdError
-from fsd_core.files import jsonable, reserved, shortened, usable_name, writable, write_json, write_text
+from fsd_core.files import jsonable, shortened, usable_name, writable, write_json, write_text
+from fsd_core.locks import reserved
 from fsd_core.options import picked, set_threads, words
 from fsd_core.registry import read_float
 

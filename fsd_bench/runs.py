@@ -14,7 +14,8 @@ from typing import Any
 from fsd_bench.base import TimedRun, typed
 from fsd_core.console import terminable
 from fsd_core.errors import FsdError
-from fsd_core.files import append_json, jsonable, lock_for_run, write_text
+from fsd_core.files import append_json, jsonable, write_text
+from fsd_core.locks import lock_for_run
 
 VERSION = 3  # of the format
 _DIGESTS, _DIGEST = "digests", "sha256"  # of the settings: that lines have one; of a line

@@ -72,7 +72,7 @@ def in_turns(names: Sequence[str], groups: int, repeats: Mapping[float, int]) ->
 
 
 def rotated(items: Sequence[_T], by: int) -> list[_T]:
-    """Return the things rotated by ``by`` places."""
+    """Return the items rotated by ``by`` places."""
     first = by % len(items)
     return [*items[first:], *items[:first]]
 

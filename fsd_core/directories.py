@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fsd_core.errors import DataError
-from fsd_core.files import disk_errors, lock_for_run
+from fsd_core.files import disk_errors
+from fsd_core.locks import lock_for_run
 
 log = logging.getLogger(__name__)
 

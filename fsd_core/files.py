@@ -10,14 +10,10 @@ import math
 import os
 import platform
 import re
-import sys
 import threading
-import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +25,6 @@ log = logging.getLogger(__name__)
 
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
-QUIET, PAUSE = 2.0, 0.125  # seconds that one process waits for another without a word, and between attempts
 MAX_BYTES = 255, 4095  # of a file's name and of a path, on the usual systems
 _MACHINE = f"{zlib.crc32(platform.node().encode()):08x}"  # others number their processes alike
 
@@ -106,7 +101,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     if path.exists() and not path.is_file():
         raise FsdError(f"{path} is not a file and is not replaced: give another name.")
-    partial = path.with_name(f"{_partial_prefix(path)}{os.getpid()}-{threading.get_ident()}.partial")
+    partial = path.with_name(f"{partial_prefix(path)}{os.getpid()}-{threading.get_ident()}.partial")
     try:
         with disk_errors(path):
             _remove_left(path)
@@ -124,7 +119,7 @@ def replacing(path: Path) -> Iterator[Path]:
             partial.unlink()
 
 
-def _partial_prefix(path: Path) -> str:
+def partial_prefix(path: Path) -> str:
     """Return the start of the names of this machine's partial files of ``path``, which have room for a longer name."""
     return f".{shortened(path.name)}.{_MACHINE}-"
 
@@ -137,7 +132,7 @@ def shortened(name: str) -> str:
 
 def _remove_left(path: Path) -> None:
     """Remove partial files of ``path`` whose processes are gone."""
-    for partial in path.parent.glob(f"{glob.escape(_partial_prefix(path))}*-*.partial"):
+    for partial in path.parent.glob(f"{glob.escape(partial_prefix(path))}*-*.partial"):
         process = partial.name.split("-")[-2]
         try:
             os.kill(int(process), 0)
@@ -145,48 +140,6 @@ def _remove_left(path: Path) -> None:
             partial.unlink(missing_ok=True)
         except (OSError, ValueError, OverflowError):  # of another user, or no partial file of ours
             continue
-
-
-@contextmanager
-def locked(path: Path, what: str) -> Iterator[None]:
-    """Hold a lock file between processes, and say on stderr, as ``what``, that another process holds it."""
-
-    def wait(descriptor: int) -> None:
-        for attempt in count():
-            with suppress(DataError):
-                lock_for_run(descriptor, path, "")
-                return
-            if attempt == int(QUIET / PAUSE):
-                print(f"[{what}] waiting for the process that holds {path}", file=sys.stderr, flush=True)
-            time.sleep(PAUSE)
-
-    with _holding(path, wait):
-        yield
-
-
-@contextmanager
-def _holding(lock: Path, take: Callable[[int], object]) -> Iterator[None]:
-    """Hold a lock file, which the block's end removes. ``take`` locks a descriptor."""
-    while True:
-        with lock.open("a") as file:
-            take(file.fileno())
-            if not _is_at(file.fileno(), lock):  # its last holder has just removed it
-                time.sleep(PAUSE)
-                continue
-            try:
-                yield
-            finally:
-                with suppress(OSError):
-                    lock.unlink()
-            return
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file is still that at ``path``. Network file systems tell by other errors that it is not."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except OSError:
-        return False
 
 
 def writable(name: str | os.PathLike[str], what: str, overwrite: bool = True) -> Path:
@@ -208,22 +161,6 @@ def writable(name: str | os.PathLike[str], what: str, overwrite: bool = True) ->
     if not overwrite and path.exists() and path.stat().st_size:
         raise FsdError(f"{what} {path} is there already: add --overwrite to replace it, or give another name.")
     return path
-
-
-@contextmanager
-def reserved(name: str | os.PathLike[str] | None, what: str, overwrite: bool) -> Iterator[Path | None]:
-    """Check a path as :func:`writable` does, and keep other runs from reserving it within the block. None gives None.
-
-    Raises FsdError, also if another run has reserved it.
-    """
-    if name is None:
-        yield None
-        return
-    path = writable(name, what, overwrite)
-    lock = path.with_name(f"{_partial_prefix(path)}lock")
-    advice = "Wait for it, or give another name."
-    with _holding(lock, lambda descriptor: lock_for_run(descriptor, path, advice, FsdError)):
-        yield writable(name, what, overwrite)  # another run may have written it before the lock was taken
 
 
 def write_text(path: Path, text: str) -> None:
@@ -355,32 +292,6 @@ def _cut_off(path: Path) -> str:
         if lost:
             return f"; cut off: {', '.join(lost[:4])}" + (f" and {len(lost) - 4} more tensors" if lost[4:] else "")
     return ""
-
-
-def lock_for_run(descriptor: int, path: Path, advice: str, error: type[FsdError] = DataError) -> bool:
-    """Lock an open file or directory for this process, until the descriptor is closed.
-
-    Returns:
-        False, after a warning, where the file system has no locks: then two runs may write the same file.
-
-    Raises:
-        FsdError: ``error``, which names ``path`` and ends in ``advice``, if another run holds the lock.
-    """
-    try:
-        import fcntl  # of POSIX systems
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as problem:
-        raise error(f"another run is writing {path}. {advice}") from problem
-    except (OSError, ModuleNotFoundError) as problem:
-        _warn_unlocked(path, getattr(problem, "strerror", None) or str(problem))
-        return False
-    return True
-
-
-@cache
-def _warn_unlocked(path: Path, why: str) -> None:
-    log.warning("%s cannot be locked (%s): see to it that no other run writes there", path, why)
 
 
 def sha256_of(path: Path) -> str:

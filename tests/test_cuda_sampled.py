@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from fsd_core import functional, sampling
 from fsd_core.divergence import divergence, divergence_rows
 from fsd_infer.backends.cuda import functions
-from fsd_infer.backends.cuda.compare import KINDS
+from fsd_infer.backends.cuda.compare import KINDS, RESIDUAL
 from fsd_infer.rules import RoundInput, RuleInputs, TokenHistory, parse_rule
 from fsd_infer.rules.texts import completes_ngram, repeating_tokens
 from fsd_infer.rules.walk import exact_walk
@@ -120,7 +120,7 @@ def test_rows_are_compared_as_in_torch(kind: str) -> None:
     ids, index = torch.randperm(5000, device=DEVICE)[:4500].int(), torch.tensor([[2, -1, 0, 2], [0, 1, 1, 1]])
     for draft_ids in (None, ids):
         given = p, q if draft_ids is None else q[..., :4500], draft_ids, index.to(DEVICE)
-        if kind == "residual":
+        if kind == RESIDUAL:
             weight = torch.rand(2, 4, device=DEVICE).double()
             given = *given[:2], weight, given[3], given[2]
             found, expected = functions.residual_mass(*given), in_torch(sampling.residual_mass)(*given)  # type: ignore[operator]
@@ -131,7 +131,7 @@ def test_rows_are_compared_as_in_torch(kind: str) -> None:
                 assert found is NotImplemented
                 continue
         torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5, equal_nan=True)
-    assert kind == "residual" or functions.divergence_rows(p, p, divergence(kind))[0, 0] == 0
+    assert kind == RESIDUAL or functions.divergence_rows(p, p, divergence(kind))[0, 0] == 0
 
 
 def test_parts_of_trees_and_the_intervals_of_siblings() -> None:
@@ -157,16 +157,16 @@ def test_rules_decide_as_in_torch(spec: str, kind: str, monkeypatch: pytest.Monk
     tree, logits = drawn_tree(kind, 12 if kind == "tree" else None, torch.float32, 3), torch.randn(3, 8, 23)
     tree.tokens[1:, 1:] %= 3
     texts = TokenHistory([[5] * n + torch.randint(0, 3, (m,)).tolist() + [int(x)] for n, m, x in
-                          zip((0, 0, 9), (0, 300, 2), tree.tokens[:, 0])])  # fmt: skip
-    round = RoundInput(tree, logits, logits, False, torch.rand(3, 8, 3), texts=texts)
+                          zip((0, 0, 9), (0, 300, 2), tree.tokens[:, 0])], device=DEVICE)  # fmt: skip
+    round = on_device(RoundInput(tree, logits, logits, False, torch.rand(3, 8, 3), texts=texts)).round
     verdicts = []
     for in_triton in (True, False):
         for name in OF_RULES:
             if in_triton:
-                monkeypatch.setitem(functional.KERNELS[name], "cpu", getattr(functions, name))
+                monkeypatch.setitem(functional.KERNELS[name], DEVICE, getattr(functions, name))
             else:
-                monkeypatch.delitem(functional.KERNELS[name], "cpu")
-        verdicts.append(verdict_of(parse_rule(spec), replace(round, tree=replace(tree))))
+                monkeypatch.delitem(functional.KERNELS[name], DEVICE)
+        verdicts.append(verdict_of(parse_rule(spec), replace(round, tree=replace(round.tree))))
     assert_same(*verdicts)
 
 

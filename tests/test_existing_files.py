@@ -16,7 +16,8 @@ from fsd_core import files
 from fsd_core.console import BAD_INPUT
 from fsd_core.directories import replacing_directory
 from fsd_core.errors import DataError
-from fsd_core.files import lock_for_run, reserved, writable, write_text
+from fsd_core.files import writable, write_text
+from fsd_core.locks import lock_for_run, reserved
 from fsd_infer import FsdError
 from fsd_infer.cli.main import main
 from fsd_train.cli import main as train
@@ -99,7 +100,7 @@ def test_a_directory_or_a_record_has_one_writer_at_a_time(tmp_path: Path, monkey
             (draft / "config.json").write_text(text)
             with pytest.raises(DataError, match=f"another run is writing {head}. Wait"), replacing_directory(head):
                 raise AssertionError
-    real, lock = fcntl.flock, record.with_name(f"{files._partial_prefix(record)}lock")
+    real, lock = fcntl.flock, record.with_name(f"{files.partial_prefix(record)}lock")
 
     def late(descriptor: int, operation: int) -> None:  # the run that holds the lock ends before it is asked for
         monkeypatch.setattr(fcntl, "flock", real)

@@ -151,3 +151,15 @@ def test_drafters_see_shapes_and_no_policy(repo_root: Path) -> None:
     files = (repo_root / "fsd_infer" / "drafters").rglob("*.py")
     names = {name.split(".")[2] for file in files for name in imports_of(file) if name.startswith("fsd_infer.trees.")}
     assert names == {"priced_growth", "prices", "shape", "tree"}
+
+
+def test_no_exception_is_raised_as_its_own_cause(repo_root: Path) -> None:
+    """``raise A if ... else B from error`` is ``raise (A if ... else B) from error``, and A may be the error itself."""
+    files = [file for package in PACKAGES for file in (repo_root / package).rglob("*.py")]
+    found = [
+        f"{file.relative_to(repo_root)}:{node.lineno}"
+        for file in files
+        for node in nodes_of(file)
+        if isinstance(node, ast.Raise) and node.cause is not None and isinstance(node.exc, (ast.IfExp, ast.BoolOp))
+    ]
+    assert not found

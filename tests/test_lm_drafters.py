@@ -238,3 +238,21 @@ def test_which_layers_to_skip(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     left = tuple(number for number in range(count) if number != 1)
     assert second == f"{count - 1} layers, agreement 1.000: {spelled(left)}"
     assert main([*words, str(count)]) == 2 and "--layers goes from 1" in capsys.readouterr().err
+
+
+def test_rounding() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(24, 192) * torch.rand(24, 1)
+    errors = []
+    for bits in range(2, 9):
+        made = round_weight(weight, bits)
+        groups = weight.view(-1, 64)
+        assert max(len(group.unique()) for group in made.view(-1, 64)) <= 2**bits
+        low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+        scale = (high - low) / (2**bits - 1)
+        nearest = ((groups - low) / scale).round() * scale + low
+        errors.append(float((made - weight).square().mean()))
+        assert errors[-1] < (0.8 if bits < 4 else 1.0) * float((nearest - groups).square().mean()), bits
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 1e-3 * errors[0]
+    constant = torch.full((3, 40), 0.5)
+    assert torch.equal(round_weight(constant, 2), constant)

@@ -189,3 +189,12 @@ def test_a_system_column_goes_before_the_conversation(name: str, form: str) -> N
     assert row_messages(own)[0]["content"] == "own"
     with pytest.raises(DataError, match=f"`{name}` must hold text"):
         row_messages({**row, name: ["x"]})
+
+
+def test_without_an_end_token_the_whole_answer_is_supervised() -> None:
+    tokenizer = tiny_tokenizer(CHATML.replace("<|end|>", ""))
+    inside = {"role": "assistant", "content": "it is <|start|> there"}
+    [sequence] = encode_conversation(tokenizer, [USER, inside, MORE, inside])
+    assert said(tokenizer, sequence) == "it is <|start|> there\n" * 2
+    [sequence] = encode_conversation(tiny_tokenizer(), [USER, inside], complete=False)
+    assert said(tokenizer, sequence) == "it is <|start|> there"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,7 @@ def test_a_package_without_the_maths_adapter_says_where_it_is(tmp_path: Path, mo
     assert builtin.builtin_adapter("smollm2-135m") is None
 
 
+README = "[a](docs/a.md#b) [b](recipes) [c](https://x.org/c) [d](#d)\n```python\nf[0](docs/a.md)\n```\n"
 MASKED = """
 import os, platform, sys
 from importlib.abc import MetaPathFinder
@@ -162,3 +164,21 @@ def test_a_shell_completes(program: object, line: str, offered: str, tmp_path: P
         )  # fmt: skip
         found = done.stdout.split()
         assert found == offered.split() if shell == "bash" else set(offered.split()) <= set(found), (shell, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        (
+            "https://host/us/it",
+            "[a](https://host/us/it/blob/main/docs/a.md#b) [b](https://host/us/it/tree/main/recipes)",
+        ),
+        ("", "a b"),
+    ],
+)
+def test_the_readme_of_an_index_has_no_dead_links(repo_root: Path, address: str, expected: str) -> None:
+    readme = runpy.run_path(str(repo_root / "setup.py"))["readme"]
+    rest = README.partition("[c]")[2]
+    assert readme(README, address) == f"{expected} [c]{rest}"
+    whole = readme((repo_root / "README.md").read_text(encoding="utf-8"), address)
+    assert "](docs/" not in whole and "](benchmarks/" not in whole and "](LICENSE" not in whole

@@ -355,3 +355,12 @@ def test_an_export_replaces_no_model_and_no_checkpoints(toys: Path, tmp_path: Pa
         assert status == 2 and said in err and (copy / "model.safetensors").read_bytes() == before
         for _ in range(2):  # a head may be written again
             assert run.call(["export", source, str(tmp_path / "written"), *more, "--overwrite"])[0] == 0
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "head", "best"])
+def test_unwritable_directories(place: str, toys: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    elsewhere: dict[str, Any] = {place: tmp_path / "file" / "x"}
+    run = Run(toys, tmp_path / "run", **elsewhere)
+    status, err = run.fit(5)
+    assert status == 2 and err.count("\n") == 1 and f"{tmp_path / 'file'} is a file" in err

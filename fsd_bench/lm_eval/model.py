@@ -174,7 +174,7 @@ class FsdLM(TemplateLM):
         return sums
 
     def _announce(self, overflows: Sequence[int]) -> None:
-        """Warn of prompts that were cut on the left, and count them; ``lost`` are tokens per prompt, if positive."""
+        """Warn of prompts that were cut on the left, and count them. ``overflows``: tokens per prompt, if positive."""
         cut = [count for count in overflows if count > 0]
         if cut:
             self.cut_prompts += len(cut)

@@ -81,7 +81,10 @@ class KeptSums:
             for owner, names in ((self.watch, _WATCHED), (self.decoded, _DECODED)):
                 vars(owner).update({name: stored[name] for name in names})
             self.watch.spent.update(zip(self.watch.spent, stored["spent"], strict=True))
-            self.watch.generator.set_state(torch.tensor(stored["generator"], dtype=torch.uint8))
+            try:
+                self.watch.generator.set_state(torch.tensor(stored["generator"], dtype=torch.uint8))
+            except RuntimeError as error:
+                raise ValueError(f"generator: {error}") from error
             self.decoded.drafts = FirstChoiceStats(stored["drafts"])
             return int(stored["answers"])
 

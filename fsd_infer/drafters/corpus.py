@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from fsd_core.errors import CheckpointError, DataError, FsdError
-from fsd_core.files import cache_dir, locked, open_safetensors, replacing, usable_name
+from fsd_core.files import cache_dir, open_safetensors, replacing, usable_name
+from fsd_core.locks import locked
 from fsd_core.text.conversations import check_text, row_conversation
 from fsd_core.text.encoding import encode_chat, need_tokenizer
 from fsd_core.text.hub_rows import HubRows, is_hub_name

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsd_core.errors import ModelLoadError
-from fsd_core.files import cache_dir, locked, sha256_of, write_json
+from fsd_core.files import cache_dir, sha256_of, write_json
+from fsd_core.locks import locked
 from fsd_core.registry import Registry
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from fsd_core.directories import recover_directory
 from fsd_core.errors import CheckpointError, DataError
-from fsd_core.files import lock_for_run
+from fsd_core.locks import lock_for_run
 from fsd_train.callbacks.decoded import DecodedTau
 from fsd_train.callbacks.export import ExportHead, check_output, trains_again
 from fsd_train.checkpoints import callbacks_of, check_checkpoint, differing, read_checkpoint

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from fsd_core.errors import FsdError
-from fsd_core.files import reserved, write_json
+from fsd_core.files import write_json
+from fsd_core.locks import reserved
 from fsd_core.openai_client import Server
 from fsd_core.text.conversations import row_questions
 from fsd_core.text.row_check import RowCheck, listing_of

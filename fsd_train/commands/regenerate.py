@@ -22,8 +22,9 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig
 
 from fsd_core.errors import ContextLengthError, DataError, FsdError
-from fsd_core.files import disk_errors, lock_for_run, read_json, writable, write_json
+from fsd_core.files import disk_errors, read_json, writable, write_json
 from fsd_core.hub import guarded, hub_fault
+from fsd_core.locks import lock_for_run
 from fsd_core.text.control import set_control_tokens
 from fsd_core.text.conversations import TOOLS
 from fsd_core.text.row_check import RowCheck, listing_of

@@ -28,7 +28,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fsd_core.errors import DataError
-from fsd_core.files import lock_for_run, open_safetensors, read_json, replacing, write_json
+from fsd_core.files import open_safetensors, read_json, replacing, write_json
+from fsd_core.locks import lock_for_run
 from fsd_infer.engine import Callback, RoundReport
 from fsd_infer.targets.target import Target
 from fsd_train.data.sampler import PackingSampler

@@ -149,6 +149,7 @@ def _path(FOLLOWS, PARENTS, SCORES, DRAWN, PATH, FIRST, ACCEPTED, END, count, de
     is_draft = known & (node > 0) & (score != -float("inf"))
     follows = tl.load(FOLLOWS + at, mask=known, other=0) != 0
     reached, step, accepted, end = _down(follows, parent, node, depth)
+    reached = reached & (step < width)  # equal siblings may follow together
     choice = _first_choices(parent, node, is_draft, score, at, known, DRAWN, HAS_DRAWN, BLOCK)
     _put_path(PATH, FIRST, ACCEPTED, END, tree, node, reached, step, accepted, end, choice, width, BLOCK)
 
