@@ -62,7 +62,7 @@ def load_foreign(
             source.parent, gguf_file=source.name, ignore_mismatched_sizes=True, **options
         )
     model, info = loaded
-    for name, stored, expected in sorted(info["mismatched_keys"]):
+    for name, stored, expected in sorted({*info["mismatched_keys"], *_misshapen(model)}):
         refuse_shape(source, name, stored, expected)
     missing = info["missing_keys"]
     unread = () if missing else _unread(source, model, tensors, facts["general.architecture"])
@@ -72,6 +72,16 @@ def load_foreign(
         quantizer.remove_quantization_config(model)
     model.generation_config.eos_token_id = end_ids(facts) or model.generation_config.eos_token_id
     return model
+
+
+def _misshapen(model: PreTrainedModel) -> list[tuple[str, torch.Size, torch.Size]]:
+    """Return (name, its shape, the config's) of weights that early versions of transformers take in any shape."""
+    if _is_packed(model):
+        return []
+    with torch.device("meta"):
+        planned = type(model)(model.config).state_dict()
+    state = model.state_dict()
+    return [(name, x.shape, planned[name].shape) for name, x in state.items() if x.shape != planned[name].shape]
 
 
 def _is_packed(model: PreTrainedModel) -> bool:

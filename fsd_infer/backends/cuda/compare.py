@@ -15,7 +15,7 @@ from torch import Tensor
 from fsd_core.divergence import LN2, ZERO
 from fsd_infer.backends.cuda.kernels import chunks_of, row_pass
 
-RESIDUAL = "(w p - q)+"  # its sum, beside the names of divergences
+RESIDUAL = "residual"  # Σ (w·p - q)+, beside the names of divergences
 OUTSIDE = {"kl_qp": 0.0, "js": LN2 / 2, "tv": 0.5, RESIDUAL: 1.0}  # a token's term per p where q is 0
 KINDS = (*OUTSIDE, "kl_pq", "ag")
 _MOST = {"js": LN2, "tv": 1.0, RESIDUAL: 1.0}

@@ -56,7 +56,8 @@ def divergence_rows(
     """Take the five plain forms, over a reduced vocabulary those that are finite where q is 0."""
     width = p_logits.shape[-1] if draft_ids is None else draft_ids.shape[0]
     fits = q_logits.shape[-1] == width and (q_index is not None or p_logits.shape[:-1] == q_logits.shape[:-1])
-    fits &= measure.name in (compare.KINDS if draft_ids is None else compare.OUTSIDE) and p_logits.dim() > 1
+    kinds = set(compare.KINDS if draft_ids is None else compare.OUTSIDE) - {compare.RESIDUAL}
+    fits &= measure.name in kinds and p_logits.dim() > 1
     if not fits or not _takes(p_logits, q_logits):
         return NotImplemented
     p, q = (compare.with_totals(x) for x in (p_logits, q_logits))
