@@ -206,8 +206,7 @@ class OutputDistribution:
         """Return the distribution restricted to contexts where ``holds``, with p elsewhere.
 
         Args:
-            holds: [B, N] bool; or a function from all contexts to [R] bool or to one bool, not called for a root
-                without nodes below it.
+            holds: [B, N] bool; or a function from all contexts to [R] bool or to one bool, not called for a lone root.
 
         Raises:
             FsdError: the distribution has its arguments in their former order.
