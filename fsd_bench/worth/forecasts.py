@@ -126,7 +126,7 @@ def forecast(
     settings = {
         "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest(), "rules": [*names.values()], "seed": seed,
         "temperature": temperature, "max_new_tokens": max_new_tokens, "shape": asdict(deep.shape),
-        "weights": weights_digest(decoder.target, deep), "drafter": deep.name, "chat": chat,
+        "weights": kept and weights_digest(decoder.target, deep), "drafter": deep.name, "chat": chat,
         "dtype": str(decoder.target.dtype), "format": decoder.target.weight_format, "version": __version__,
     }  # fmt: skip
     sums = KeptSums(kept, settings, replays.values(), watch, decoded)

@@ -36,7 +36,7 @@ def weights_digest(*owners: Any) -> str:
         if isinstance(owner, nn.Module):
             for name, tensor in owner.state_dict().items():
                 digest.update(name.encode())
-                if type(tensor) is torch.Tensor:  # not those of quantisation libraries
+                if type(tensor) is torch.Tensor and not tensor.is_meta:  # not those of quantisation libraries
                     flat = tensor.detach().reshape(-1)
                     few = flat[:: max(1, len(flat) // _SAMPLED)].to("cpu", torch.float64)
                     digest.update(few.numpy().tobytes())
