@@ -14,7 +14,6 @@ import subprocess
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,7 @@ from fsd_core.console import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, UNEXPECTED, Te
 from fsd_core.options import gibibytes, positive, real_number, thread_count, whole_number
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.cli.commands import _live_tokens, _show
-from fsd_infer.cli.main import COMMANDS, build_parser, main
+from fsd_infer.cli.main import build_parser, main
 from fsd_infer.cli.report import use_colour
 from fsd_infer.rules import TokenOrigin
 from fsd_infer.serving.listen import check_free
@@ -374,15 +373,3 @@ def test_help_imports_nothing_heavy(module: str, tmp_path: Path, monkeypatch: py
     script = HEAVY.replace("MODULE", module).replace("CASES", repr(HELP[module]))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_each_package_knows_its_own_commands() -> None:
-    """And `fsd-infer` finds those that `fsd-bench` offers under the names they had before."""
-    [ours], [theirs] = (
-        [list(action.choices) for action in parser._actions if isinstance(action.choices, dict)]
-        for parser in (build_parser(), build_bench_parser())
-    )
-    assert tuple(ours) == COMMANDS
-    offered = {point.name: point.value for point in entry_points(group="fsd_infer.commands")}
-    before = {"bench", "sweep", "calibrate", "worth", "estimate", "skip-layers"}
-    assert offered == dict.fromkeys(before, "fsd_bench.cli:main") and before - {"bench"} < set(theirs)

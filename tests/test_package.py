@@ -7,18 +7,20 @@ import runpy
 import shutil
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fsd_bench.cli import build_parser as build_bench_parser
 from fsd_bench.cli import main as fsd_bench
 from fsd_core.errors import ModelLoadError
 from fsd_infer.backends.cpu import sets
 from fsd_infer.backends.cpu.kernels import kernels
 from fsd_infer.backends.cpu.sets import VARIABLE
 from fsd_infer.cli import env as module
-from fsd_infer.cli.main import main
+from fsd_infer.cli.main import COMMANDS, build_parser, main
 from fsd_infer.cli.main import main as fsd_infer
 from fsd_infer.targets import builtin
 from fsd_train.cli import main as fsd_train
@@ -182,3 +184,15 @@ def test_the_readme_of_an_index_has_no_dead_links(repo_root: Path, address: str,
     assert readme(README, address) == f"{expected} [c]{rest}"
     whole = readme((repo_root / "README.md").read_text(encoding="utf-8"), address)
     assert "](docs/" not in whole and "](benchmarks/" not in whole and "](LICENSE" not in whole
+
+
+def test_each_package_knows_its_own_commands() -> None:
+    """And `fsd-infer` finds those that `fsd-bench` offers under the names they had before."""
+    [ours], [theirs] = (
+        [list(action.choices) for action in parser._actions if isinstance(action.choices, dict)]
+        for parser in (build_parser(), build_bench_parser())
+    )
+    assert tuple(ours) == COMMANDS
+    offered = {point.name: point.value for point in entry_points(group="fsd_infer.commands")}
+    before = {"bench", "sweep", "calibrate", "worth", "estimate", "skip-layers"}
+    assert offered == dict.fromkeys(before, "fsd_bench.cli:main") and before - {"bench"} < set(theirs)

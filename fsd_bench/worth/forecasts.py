@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from fsd_bench.trials import decoding
-from fsd_bench.worth.kept import KeptSums, weights_digest
+from fsd_bench.worth.kept import KeptSums, modules_digest
 from fsd_bench.worth.replay import Replay, Tally
 from fsd_bench.worth.result import Forecast, ForecastRow, RuleOnShape
 from fsd_bench.worth.watch import YARDSTICKS, Forwards, Watch
@@ -123,12 +123,8 @@ def forecast(
     options = {"drafter": deep, "callbacks": [watch], "apply_chat_template": chat}
     options |= decoding(temperature, max_new_tokens)
     decoded = _Decoded()
-    settings = {
-        "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest(), "rules": [*names.values()], "seed": seed,
-        "temperature": temperature, "max_new_tokens": max_new_tokens, "shape": asdict(deep.shape),
-        "weights": kept and weights_digest(decoder.target, deep), "drafter": deep.name, "chat": chat,
-        "dtype": str(decoder.target.dtype), "format": decoder.target.weight_format, "version": __version__,
-    }  # fmt: skip
+    asked = {"rules": [*names.values()], "temperature": temperature, "max_new_tokens": max_new_tokens, "chat": chat}
+    settings = {} if kept is None else {**asked, "seed": seed, **_facts_of(decoder, deep, prompts)}
     sums = KeptSums(kept, settings, replays.values(), watch, decoded)
     _decode(decoder, prompts, replays, watch, seed, options, progress, decoded, sums)
     forwards = Forwards(decoder.target, decoded.length // len(prompts), deep.max_nodes)
@@ -146,6 +142,17 @@ def forecast(
         temperature=temperature,
         **seconds.measured(),
     )
+
+
+def _facts_of(decoder: FuzzyDecoder, drafter: TreeDrafter, prompts: Sequence[Any]) -> dict[str, Any]:
+    """Return what has to be the same, besides the options, for a forecast to continue."""
+    target = decoder.target
+    return {
+        "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest(), "version": __version__,
+        "weights": modules_digest([target.model, *drafter.modules()]),
+        "dtype": str(target.dtype), "format": target.weight_format,
+        "drafter": drafter.name, "shape": asdict(drafter.shape),
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import astuple
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,7 @@ from fsd_bench.worth.replay import Replay, Tally
 from fsd_bench.worth.watch import Watch
 from fsd_core.errors import FsdError
 from fsd_core.files import jsonable, misshapen, read_json, write_json
-from fsd_infer.drafters import Drafter
 from fsd_infer.engine.first_choices import FirstChoiceStats
-from fsd_infer.targets.target import Target
 
 _SAMPLED = 4096  # numbers of a tensor that tell its weights from others
 _ADVICE = "Delete it, and the forecast begins again."
@@ -25,25 +24,15 @@ _WATCHED = ("steps", "draft_seconds", "contexts")
 _DECODED = ("emitted", "rounds", "rest", "length")
 
 
-def weights_digest(*owners: Any) -> str:
-    """Return hexadecimal digits of some numbers of every tensor of the models that these targets and drafters hold."""
-    digest, seen, left = hashlib.sha256(), set[int](), list(owners)
-    while left:
-        owner = left.pop(0)
-        if id(owner) in seen:
-            continue
-        seen.add(id(owner))
-        if isinstance(owner, nn.Module):
-            for name, tensor in owner.state_dict().items():
-                digest.update(name.encode())
-                if type(tensor) is torch.Tensor and not tensor.is_meta:  # not those of quantisation libraries
-                    flat = tensor.detach().reshape(-1)
-                    few = flat[:: max(1, len(flat) // _SAMPLED)].to("cpu", torch.float64)
-                    digest.update(few.numpy().tobytes())
-        elif isinstance(owner, (Drafter, Target)):
-            left += vars(owner).values()
-        elif isinstance(owner, (list, tuple)):
-            left += owner
+def modules_digest(modules: Iterable[nn.Module]) -> str:
+    """Return hexadecimal digits of some numbers of every tensor of these models."""
+    digest = hashlib.sha256()
+    for name, tensor in chain.from_iterable(module.state_dict().items() for module in modules):
+        digest.update(name.encode())
+        if type(tensor) is torch.Tensor and not tensor.is_meta:  # not those of quantisation libraries
+            flat = tensor.reshape(-1)
+            some = flat[:: max(1, len(flat) // _SAMPLED)].to("cpu", torch.float64)
+            digest.update(some.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from fsd_core.errors import FsdError, ModelLoadError
 from fsd_core.registry import read_int
-from fsd_infer.targets.target import Target, layer_list
+from fsd_infer.targets.stack import layer_list
+from fsd_infer.targets.target import Target
 from fsd_infer.targets.weights import replace_parameter, weight_rows
 
 PREFIX = "self:"

@@ -202,10 +202,7 @@ class EagleHead(PreTrainedModel):
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
-        cls,
-        source: str | os.PathLike[str],
-        target: Target | None = None,
-        **options: Any,
+        cls, source: str | os.PathLike[str], target: Target | None = None, **options: Any
     ) -> EagleHead:
         """Load a head in any format that :mod:`fsd_infer.heads.formats` reads. Nothing is unpickled.
 

@@ -230,28 +230,46 @@ def load_target(
     device, dtype = parse_device(take_device(device, model_kwargs)), parse_dtype(dtype)
     keeps_blocks = dtype == torch.bfloat16 and not model_kwargs and bool(readable_types(reads_blocks))
     gguf = gguf_of(name_or_dir, keeps_blocks, progress)
-    model: Any
     if gguf is None:
-        options = {option: value for option, value in model_kwargs.items() if option not in HUB_OPTIONS}
-        options |= {"dtype": dtype, "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
-        adapter, placed = adapter_of(name_or_dir), "device_map" in options or "tp_plan" in options
-        read = partial(_load, options, device, allow_control_tokens, adapter)
-        model, tokenizer, quantised = from_files(name_or_dir, model_kwargs, read, progress)
-        model.requires_grad_(False)
-        if adapter is not None:  # outside the reading: its errors say nothing of the base's files
-            add_adapter(model, adapter, merge=not quantised)
-        return model.eval() if placed else model.eval().to(device), tokenizer
+        options = {"dtype": dtype, "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+        return _load_files(name_or_dir, model_kwargs, options, device, allow_control_tokens, progress)
     if model_kwargs:
         names = ", ".join(model_kwargs)
         raise ModelLoadError(f"{name_or_dir} is a GGUF file, which {names} cannot be used with: leave them out.")
     from fsd_infer.targets.gguf import load_gguf  # imports gguf-py
 
+    model: Any
     with explained(name_or_dir):
         model, tokenizer = load_gguf(gguf, dtype, attn_implementation, reads_blocks if keeps_blocks else None)
     model.requires_grad_(False).eval()
     if tokenizer is not None:
         set_control_tokens(tokenizer, allow_control_tokens)
     return model if keeps_blocks else model.to(device), tokenizer
+
+
+def _load_files(
+    name: str | os.PathLike[str],
+    model_kwargs: dict[str, Any],
+    own_options: dict[str, Any],
+    device: torch.device,
+    allow_control_tokens: bool,
+    progress: bool,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Load a target by transformers, with its adapter, in eval mode and without gradients.
+
+    Args:
+        name, model_kwargs, allow_control_tokens, progress: see :func:`load_target`.
+        own_options: its other options of transformers.
+        device: to load on, unless ``model_kwargs`` place the model.
+    """
+    options = {option: value for option, value in model_kwargs.items() if option not in HUB_OPTIONS} | own_options
+    adapter, placed = adapter_of(name), "device_map" in options or "tp_plan" in options
+    read = partial(_load, options, device, allow_control_tokens, adapter)
+    model, tokenizer, quantised = from_files(name, model_kwargs, read, progress)
+    model.requires_grad_(False)
+    if adapter is not None:  # outside the reading: its errors say nothing of the base's files
+        add_adapter(model, adapter, merge=not quantised)
+    return model.eval() if placed else model.eval().to(device), tokenizer
 
 
 def _load(

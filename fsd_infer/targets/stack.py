@@ -287,3 +287,12 @@ def hooked(modules: Iterable[nn.Module], hook: Callable[..., Any], before: bool 
     finally:
         for handle in handles:
             handle.remove()
+
+
+def layer_list(decoder: nn.Module, count: int) -> nn.ModuleList | None:
+    """Return the list of a decoder's ``count`` layers, or None. A decoder may also hold a vision tower."""
+    direct: Any = getattr(decoder, "layers", None)
+    towers = (part for part in decoder.modules() if getattr(part, "main_input_name", "") == "pixel_values")
+    in_towers = {inner for tower in towers if tower is not decoder for inner in tower.modules()}  # GIT has equal lists
+    lists = (x for x in (direct, *decoder.modules()) if isinstance(x, nn.ModuleList) and x not in in_towers)
+    return next((layers for layers in lists if len(layers) == count), None)

@@ -27,7 +27,7 @@ from fsd_infer.targets.masks import fixed_positions, layer_windows, max_position
 from fsd_infer.targets.precision import decompress, precision_of
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.rotary import DynamicRope, recompute_length_of
-from fsd_infer.targets.stack import Stack, StackInputs, TransformersStack
+from fsd_infer.targets.stack import Stack, StackInputs, TransformersStack, layer_list
 from fsd_infer.targets.token_ids import eos_ids
 from fsd_infer.targets.weights import format_of, shape_of, weight_rows
 
@@ -371,12 +371,3 @@ class Target(CachedModel):
                 f"{self.name}: its inner layers pass on several streams: use a drafter that reads the last one alone"
             )
         return torch.cat([final, *(output.to(final.dtype) for output in captured)], dim=-1) if captured else final
-
-
-def layer_list(decoder: nn.Module, count: int) -> nn.ModuleList | None:
-    """Return the list of a decoder's ``count`` layers, or None. A decoder may also hold a vision tower."""
-    direct: Any = getattr(decoder, "layers", None)
-    towers = (part for part in decoder.modules() if getattr(part, "main_input_name", "") == "pixel_values")
-    in_towers = {inner for tower in towers if tower is not decoder for inner in tower.modules()}  # GIT has equal lists
-    lists = (x for x in (direct, *decoder.modules()) if isinstance(x, nn.ModuleList) and x not in in_towers)
-    return next((layers for layers in lists if len(layers) == count), None)

@@ -21,7 +21,7 @@ from fsd_infer.decoder.requests import prepare
 from fsd_infer.engine import decode
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.token_ids import eos_ids
-from fsd_train.data.features import FeatureRecorder
+from fsd_train.data.feature_recorder import FeatureRecorder
 from fsd_train.data.images import ImageReader, SequenceImages
 from fsd_train.data.sampler import stable_seed
 

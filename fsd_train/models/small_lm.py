@@ -24,7 +24,8 @@ from fsd_infer.heads.stored_parts import CONFIG
 from fsd_infer.recurrent.mixers import recurrent_layers
 from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.masks import fixed_positions
-from fsd_infer.targets.target import Target, layer_list
+from fsd_infer.targets.stack import layer_list
+from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import eos_ids, left_pad
 from fsd_train.checkpoints import RECORD
 from fsd_train.losses import LMHead

@@ -110,7 +110,8 @@ def _down(follows, parent, node, depth):
     for _ in range(depth):
         reached = (node == 0) | (follows & (tl.gather(reached.to(tl.int32), parent, 0) > 0))
     step = tl.cumsum(reached.to(tl.int32), 0) - 1
-    return reached, step, tl.sum(reached.to(tl.int32), 0) - 1, tl.max(tl.where(reached, node, 0), 0)
+    accepted, end = tl.sum(reached.to(tl.int32), 0) - 1, tl.max(tl.where(reached, node, 0), 0)
+    return reached & (step <= depth), step, accepted, end  # equal siblings may follow together
 
 
 @triton.jit
@@ -149,7 +150,6 @@ def _path(FOLLOWS, PARENTS, SCORES, DRAWN, PATH, FIRST, ACCEPTED, END, count, de
     is_draft = known & (node > 0) & (score != -float("inf"))
     follows = tl.load(FOLLOWS + at, mask=known, other=0) != 0
     reached, step, accepted, end = _down(follows, parent, node, depth)
-    reached = reached & (step < width)  # equal siblings may follow together
     choice = _first_choices(parent, node, is_draft, score, at, known, DRAWN, HAS_DRAWN, BLOCK)
     _put_path(PATH, FIRST, ACCEPTED, END, tree, node, reached, step, accepted, end, choice, width, BLOCK)
 
