@@ -19,6 +19,7 @@ from fsd_core.options import add_models
 from fsd_infer import FuzzyConfig, FuzzyDecoder, RuntimeConfig, Target, TreeShape
 from fsd_infer.decoder.config import OWN, FuzzyOptions
 from fsd_infer.drafters import NoDrafter
+from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.engine.callbacks import Streaming
 from fsd_infer.request.options import GenerateOptions
@@ -131,6 +132,17 @@ def test_config_and_keywords_are_the_same_request(decoder: FuzzyDecoder) -> None
     for options in ({"generation_config": FuzzyConfig(**fields, top_k=0)}, fields | {"do_sample": True, "top_k": 0}):
         made = decoder.target.model.generate(ids, **hook, **options)
         assert made[0, len(PROMPT) :].tolist() == wanted.sequences[0]
+
+
+@pytest.mark.parametrize("name", ["lookup", "recycle", "lookup+recycle", "memory"])
+def test_a_request_shapes_trees_without_a_model(name: str, decoder: FuzzyDecoder) -> None:
+    drafter = load_drafter(name, decoder.target, "auto")
+    options: dict[str, Any] = {"max_new_tokens": 24, "drafter": drafter}
+    wanted, shaped = (decoder.generate(PROMPT * 3, tree=tree, **options) for tree in (None, "4,2,5"))
+    assert shaped.sequences == wanted.sequences and shaped.stats.drafter["nodes"] == 5  # type: ignore[index]
+    assert drafter.max_nodes > 5 and drafter.bounds is not None, "the request's copy is another"
+    one, other = (drafter.with_shape(TreeShape(4, 2, 5)).recording_key for _ in range(2))
+    assert one == other != drafter.recording_key
 
 
 def test_a_tree_that_a_request_cannot_have_is_refused(decoder: FuzzyDecoder) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fsd_core.errors import FsdError
 from fsd_core.former import Renamed
 from fsd_core.registry import Registry
 from fsd_infer.device.cuda_graphs import GraphRecorder
@@ -128,6 +129,17 @@ class Drafter(Renamed, ABC):
             draft_bonus: see :class:`DraftRequest`.
         """
         return self
+
+    def with_shape(self, shape: TreeShape) -> Drafter:
+        """Return this drafter with the trees of one request; both share what they have loaded and learned.
+
+        Raises:
+            FsdError: by default: the drafter has no trees that a request can shape.
+        """
+        raise FsdError(
+            f"a request cannot give drafter {self.name!r} the tree {shape.depth},{shape.width},{shape.nodes}: load it "
+            "with this tree, from_pretrained(..., tree=...) or --tree."
+        )
 
     def cache_bytes(self, batch: int, slots: int) -> int:
         """Return the bytes of a session's KV caches, by default those of the parts.

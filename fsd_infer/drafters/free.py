@@ -5,11 +5,13 @@ from __future__ import annotations
 import heapq
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
+from typing_extensions import Self
 
 from fsd_core.errors import FsdError
 from fsd_core.former import former_keywords
@@ -133,6 +135,7 @@ class FreeDrafter(Drafter):
     context_length: ClassVar[int] = 32
     drafts_beams = True
     auto_nodes: ClassVar[int] = 0
+    _origin: FreeDrafter | None = None  # the drafter that this one is a copy of
 
     @abstractmethod
     @former_keywords(least="min_accept_prob")
@@ -141,6 +144,17 @@ class FreeDrafter(Drafter):
         if not 0.0 < min_accept_prob < 1.0:
             raise FsdError(f"{self.name} needs 0 < min_accept_prob < 1; got {min_accept_prob}.")
         self.vocab_size, self.depth, self.nodes, self.min_accept_prob = vocab_size, depth, nodes, min_accept_prob
+
+    @property
+    def recording_key(self) -> Hashable:
+        return self._origin or self, self.nodes
+
+    def with_shape(self, shape: TreeShape) -> Self:
+        """Return this drafter with the nodes of a shape: how deep and wide its trees are follows from its tables."""
+        result = copy(self)
+        result.nodes, result.bounds, result.menu = shape.nodes, None, ()
+        result._origin = self._origin or self
+        return result
 
     @property
     def max_nodes(self) -> int:

@@ -19,6 +19,7 @@ from fsd_infer.drafters.base import DRAFTERS, Drafter
 from fsd_infer.drafters.free import likeliest_of
 from fsd_infer.drafters.frontier import Frontier, Successors
 from fsd_infer.drafters.session import DraftRequest, DraftSession
+from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws, select_nodes
 
 
@@ -105,6 +106,13 @@ class GraftedDrafter(Drafter):
             return self
         more = max(self.nodes - self.main.max_nodes, 0)  # nodes reserved for the grafted drafter
         return GraftedDrafter(main, self.grafted, min(max(self.nodes, main.max_nodes), main.max_nodes + more))
+
+    def with_shape(self, shape: TreeShape) -> GraftedDrafter:
+        main = self.main.with_shape(shape)
+        nodes = max(shape.nodes, main.max_nodes)
+        result = GraftedDrafter(main, self.grafted.with_shape(replace(shape, nodes=nodes)), nodes)
+        result.directory = self.directory
+        return result
 
     def describe(self) -> dict[str, Any]:
         parts = {"main": self.main.describe(), "side": self.grafted.describe()}  # the key of records

@@ -149,11 +149,8 @@ def with_tree(drafter: Drafter, tree: TreeShape | str | None) -> Drafter:
     shape = parse_tree(tree)
     if shape is None or (shape == AUTO and drafter.bounds is not None):
         return drafter
-    if not isinstance(shape, TreeShape) or not isinstance(drafter, TreeDrafter):
-        raise FsdError(
-            f"a request cannot give drafter {drafter.name!r} the tree {tree!r}: load it with this tree, "
-            "from_pretrained(..., tree=...) or --tree."
-        )
+    if not isinstance(shape, TreeShape):
+        raise FsdError(f"drafter {drafter.name!r} chooses no trees: load it with tree={AUTO!r} or --tree {AUTO}.")
     return drafter.with_shape(shape)
 
 
