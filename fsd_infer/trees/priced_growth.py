@@ -97,8 +97,8 @@ class PricedGrowth:
         """
         best: list[list[int]] = []
         frontier: list[list[float]] = []
-        last_drawn = torch.zeros_like(log_q[..., 0]) if drawn is None else drawn[..., -1]
-        for row, draws, accept_probs in zip(log_q.tolist(), last_drawn.tolist(), self._frontier):
+        last_drawn = _nowhere(log_q) if drawn is None else drawn[..., -1].tolist()
+        for row, draws, accept_probs in zip(log_q.tolist(), last_drawn, self._frontier):
             probs = [prob for parent in zip(row, draws, accept_probs) for prob in self._child_probs(*parent)]
             order = sorted(range(len(probs)), key=probs.__getitem__, reverse=True)[: log_q.shape[2]]
             best.append(order)
@@ -131,7 +131,7 @@ class PricedGrowth:
     def choose(self, tree: DraftTree) -> Tensor:
         """Return [B, K] indices of the nodes to verify, the root and then the likeliest. Syncs with the device."""
         rows = self._steps_of(tree)
-        pinned = (torch.zeros_like(tree.is_draft) if tree.pinned is None else tree.pinned).tolist()
+        pinned = _nowhere(tree.parents) if tree.pinned is None else tree.pinned.tolist()
         orders = []  # each row's nodes: those that must be verified, then the likeliest; a parent before its children
         for (_, probs), must in zip(rows, pinned):
             orders.append(sorted(range(1, len(probs)), key=lambda node: (not must[node], -probs[node])))
@@ -140,7 +140,7 @@ class PricedGrowth:
         for (steps, probs), order in zip(rows, orders):
             row = [0, *sorted(sorted(order[: size - 1]), key=lambda node: -probs[node])]
             index = {node: new for new, node in enumerate(row)}
-            self.steps.append([steps[node]._replace(parent=index[steps[node].parent]) for node in row])
+            self.steps.append([DraftStep(index[steps[node].parent], *steps[node][1:]) for node in row])
             kept.append(row)
         return torch.tensor(kept, device=tree.parents.device)
 
@@ -173,13 +173,13 @@ class PricedGrowth:
 
     def _steps_of(self, tree: DraftTree) -> list[tuple[list[DraftStep], list[float]]]:
         """Return every row's steps, and how likely each node is accepted."""
-        kinds = torch.zeros_like(tree.parents)
-        if tree.proposers is not None:
-            kinds = kinds.masked_fill(tree.proposers > 0, int(DraftKind.GRAFTED))
-        if tree.drawn is not None:
-            kinds = kinds.masked_fill(tree.drawn, int(DraftKind.DRAWN))
+        nowhere, accept_prob = _nowhere(tree.parents), self.prices.calibration.accept_prob
+        grafted = nowhere if tree.proposers is None else (tree.proposers > 0).tolist()
+        drawn = nowhere if tree.drawn is None else tree.drawn.tolist()
         rows: list[tuple[list[DraftStep], list[float]]] = []
-        for row, (scores, parents, kind) in enumerate(zip(*lists(tree.scores, tree.parents, kinds))):
+        for row, (scores, parents, is_grafted, is_drawn) in enumerate(
+            zip(*lists(tree.scores, tree.parents), grafted, drawn)
+        ):
             if any(map(math.isnan, scores)):  # else such drafts would be dropped unnoticed
                 raise NonFiniteLogitsError(
                     f"the drafter's logits in row {row} are NaN, +inf or all -inf. Check its weights and dtype (fp16 "
@@ -194,11 +194,19 @@ class PricedGrowth:
             for node in range(1, len(scores)):
                 parent = parents[node]
                 depths[node] = depths[parent] + 1
-                first = firsts[parent] == node and kind[node] != DraftKind.DRAWN
-                step = DraftStep(parent, scores[node] - scores[parent], first, DraftKind(kind[node]))
+                likely = DraftKind.GRAFTED if is_grafted[node] else DraftKind.LIKELY
+                kind = DraftKind.DRAWN if is_drawn[node] else likely
+                first = firsts[parent] == node and not is_drawn[node]
+                step = DraftStep(parent, scores[node] - scores[parent], first, kind)
                 steps.append(step)
-                parent_prob = probs[parent]
-                accept_prob = self.prices.calibration.accept_prob(step.log_q, depths[node], step.first, step.kind)
-                probs[node] = parent_prob * accept_prob if parent_prob > UNLIKELY else 0.0
+                reached = probs[parent]
+                probs[node] = (
+                    reached * accept_prob(step.log_q, depths[node], first, kind) if reached > UNLIKELY else 0.0
+                )
             rows.append((steps, probs))
         return rows
+
+
+def _nowhere(nodes: Tensor) -> list[list[bool]]:
+    """Return False for each of some nodes [B, N, ...], as lists."""
+    return [[False] * nodes.shape[1]] * nodes.shape[0]

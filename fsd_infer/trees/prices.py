@@ -25,6 +25,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from operator import mul
 
 from fsd_core.tensors import lists
@@ -35,10 +36,11 @@ KNOTS = (1, 2, 6, 7, 12, 24, 48, 96)  # node counts between which C is linear; t
 AHEAD = 3  # depths that the decision to go on looks ahead
 
 
-def spans(nodes: int) -> list[float]:
+@cache
+def spans(nodes: int) -> tuple[float, ...]:
     """Return how many of ``nodes`` lie in each interval between KNOTS."""
     ends = (*KNOTS[1:], math.inf)
-    return [max(min(nodes, end) - start, 0.0) for start, end in zip(KNOTS, ends)]
+    return tuple(max(min(nodes, end) - start, 0.0) for start, end in zip(KNOTS, ends))
 
 
 @dataclass(frozen=True)
