@@ -60,6 +60,8 @@ def with_part(**part: Any) -> dict[str, Any]:
     (b"[" * 4000, 400, "the body is nested too deeply" if sys.version_info < (3, 13) else "the body is not JSON"),
     (asked(logit_bias={"99999999": 1}), 400, "logit_bias: there is no token 99999999"),
     (asked(quality=1.5), 400, "quality"),
+    (asked(max_completion_tokens=4, min_tokens=5), 400, "min_tokens: at most max_tokens, 4, got 5"),
+    (asked(guided_regex="a+", ignore_eos=True), 400, "min_tokens, ignore_eos: what follows one of"),
     (asked(quality=0.9, rule="tilted"), 400, "leave out quality, or the rule"),
     (asked(quality=0.9), 400, "nothing was calibrated yet"),
     (asked(rule="quality:x"), 400, "quality is above 0 and at most 1"),
@@ -79,20 +81,41 @@ def test_bad_requests_say_what_is_wrong(client: TestClient, content: Any, status
     assert found.status_code == status and message in found.json()["error"]["message"]
 
 
-ONE_PROMPT: list[Any] = ["the cat", ["the cat"], [5, 6], [[5, 6]]]
+def test_a_request_may_have_several_prompts(client: TestClient) -> None:
+    """Answers come by prompt, as each alone: `n` of the first, then `n` of the next."""
+    options: dict[str, Any] = {"max_tokens": 3, "temperature": 0.7, "seed": 3, "n": 2}
 
+    def answers(prompt: Any) -> tuple[list[str], dict[str, int]]:
+        reply = client.post(COMPLETIONS, json={"prompt": prompt, **options}).json()
+        assert [choice["index"] for choice in reply["choices"]] == list(range(len(reply["choices"])))
+        return [choice["text"] for choice in reply["choices"]], reply["usage"]
 
-def test_a_request_has_one_prompt_and_may_offer_no_tools(client: TestClient) -> None:
-    assert client.post(CHAT, json=asked(chat_template_kwargs={"enable_thinking": False})).status_code == 200
-    for prompt in (["the cat", "a"], [[1], [2]]):
+    (cat, of_cat), (ids, of_ids), (both, of_both) = map(answers, ("the cat", [5, 6], ["the cat", [5, 6]]))
+    assert both == cat + ids and len(both) == 4 and answers(["the cat"])[0] == cat and answers([[5, 6]])[0] == ids
+    for name in ("prompt_tokens", "completion_tokens"):
+        assert of_both[name] == of_cat[name] + of_ids[name]
+    streamed = ["", "", "", ""]
+    body = {"prompt": ["the cat", [5, 6]], **options, "stream": True}
+    for line in client.post(COMPLETIONS, json=body).text.split("\n\n"):
+        for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+            streamed[choice["index"]] += choice["text"]
+    assert streamed == both
+    for prompt, place, got in (({"a": 1}, "prompt", "an object"), (["a", 5], "prompt[1]", "an integer")):
         found = client.post(COMPLETIONS, json={"prompt": prompt}).json()["error"]
-        assert "a request has one prompt" in found["message"] and found["param"] == "prompt"
-        assert found["type"] == "invalid_request_error" and found["code"] == 400
-    found = client.post(COMPLETIONS, json={"prompt": {"a": 1}}).json()["error"]
-    assert found["param"] == "prompt" and "expected a string, but got an object" in found["message"]
-    bodies = [{"prompt": prompt, "max_tokens": 3, "temperature": 0} for prompt in ONE_PROMPT]
-    texts = [client.post(COMPLETIONS, json=body).json()["choices"][0]["text"] for body in bodies]
-    assert texts[0] == texts[1] and texts[2] == texts[3] and texts[0]
+        assert found["param"] == place and f"expected a string, but got {got}" in found["message"]
+
+
+def test_tokens_that_end_answers_may_be_ignored(client: TestClient, toy_decoder: FuzzyDecoder) -> None:
+    """With `ignore_eos` no token ends the answer, with `min_tokens` none does before."""
+    body = {"prompt": "the cat", "max_tokens": 24, "logit_bias": {str(toy_decoder.tokenizer.eos_token_id): 100}}
+    counts = []
+    for more in ({}, {"min_tokens": 5}, {"ignore_eos": True}):
+        counts.append(client.post(COMPLETIONS, json={**body, **more}).json()["usage"]["completion_tokens"])
+    assert counts == [1, 6, 24]
+
+
+def test_a_request_may_offer_no_tools(client: TestClient) -> None:
+    assert client.post(CHAT, json=asked(chat_template_kwargs={"enable_thinking": False})).status_code == 200
     plain, empty = (client.post(CHAT, json=asked(**more)).json()["choices"] for more in ({}, {"tools": []}))
     assert plain == empty
 
@@ -114,7 +137,7 @@ def test_variables_of_the_template(client: TestClient, toy_decoder: FuzzyDecoder
     (ChatCompletionRequest, asked(tools=[{}] * 99)),
     (ChatCompletionRequest, asked(**{f"field{number}": 1 for number in range(9000)})),
     (ChatCompletionRequest, asked(logit_bias={f"a{number}": 1 for number in range(20_000)})),
-    (TextCompletionRequest, {"prompt": ["a"] * 9000}),
+    (TextCompletionRequest, {"prompt": [{}] * 9000}),
 ])  # fmt: skip
 def test_a_wrong_item_ends_the_check(kind: Any, wrong: dict[str, Any]) -> None:
     """The event loop waits for the list of errors: 12 s for one MiB of them."""

@@ -161,7 +161,7 @@ class Service:
                 job.sampling["adapter"] = body.model
             job.on_update = partial(publish, index)
         reader = await self.in_thread(partial(reader_of, self.decoder, body))
-        reply = Reply(body.model or self.names[0], isinstance(body, ChatCompletionRequest), jobs, reader)
+        reply = Reply(body.model or self.names[0], isinstance(body, ChatCompletionRequest), jobs, body.n, reader)
         self.submit(jobs)
         parts = self.parts(jobs, updates, request)
         if body.stream:

@@ -81,13 +81,10 @@ def _texts(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _one_prompt(value: Any) -> Any:
-    """Unwrap a list of one prompt, which some clients send."""
-    if not isinstance(value, list) or not value or not isinstance(value[0], (str, list)):
-        return value
-    if len(value) > 1:
-        raise ValueError("prompt: a request has one prompt, a text or a list of token ids. Send a request per prompt.")
-    return value[0]
+def _prompts(value: Any) -> Any:
+    """Put one prompt, a text or a list of token ids, into a list."""
+    several = isinstance(value, list) and bool(value) and isinstance(value[0], (str, list))
+    return value if several else [value]
 
 
 def _bounded(biases: Any) -> Any:
@@ -104,6 +101,8 @@ class CompletionRequest(RequestFields):
 
     model: str = ""
     max_tokens: StrictInt | None = Field(None, ge=1)
+    min_tokens: StrictInt = Field(0, ge=0, lt=2**31)
+    ignore_eos: StrictBool = False
     temperature: StrictFloat = Field(1.0, ge=0, le=2)
     top_p: StrictFloat = Field(1.0, gt=0, le=1)
     top_k: StrictInt = Field(0, ge=-1, lt=2**31)
@@ -153,6 +152,12 @@ class CompletionRequest(RequestFields):
             raise ValueError("stream_options needs stream = true: a whole answer always has its usage.")
         return self
 
+    @model_validator(mode="after")
+    def _least_tokens_fit(self) -> CompletionRequest:
+        if self.most_tokens and self.min_tokens > self.most_tokens:
+            raise ValueError(f"min_tokens: at most max_tokens, {self.most_tokens}, got {self.min_tokens}.")
+        return self
+
     @property
     def named_rule(self) -> str | None:
         """The rule that the request names, ``quality:Q`` for a quality; None: the server's."""
@@ -178,6 +183,8 @@ class CompletionRequest(RequestFields):
         options = self.model_dump(include={*always, *drawn}, exclude_defaults=True)
         if options.get("top_k") == -1:  # vLLM's value for none
             del options["top_k"]
+        options |= {"min_new_tokens": self.min_tokens} if self.min_tokens else {}
+        options |= {"eos_token_id": None} if self.ignore_eos else {}
         return {**at_temperature(self.temperature), **options}
 
     @property
@@ -192,9 +199,13 @@ class TextCompletionRequest(CompletionRequest):
     """POST /v1/completions."""
 
     prompt: Annotated[
-        Annotated[str, Tag("text")] | Annotated[Many[StrictInt], Tag("ids")],
-        Discriminator(lambda value: "ids" if isinstance(value, list) else "text"),
-        BeforeValidator(_one_prompt),
+        Many[
+            Annotated[
+                Annotated[str, Tag("text")] | Annotated[Many[StrictInt], Tag("ids")],
+                Discriminator(lambda value: "ids" if isinstance(value, list) else "text"),
+            ]
+        ],
+        BeforeValidator(_prompts),
     ]
     logprobs: StrictInt | None = Field(None, ge=0, le=20)
     best_of: Literal[1] = 1

@@ -51,7 +51,7 @@ class Limits:
 def make_jobs(
     decoder: FuzzyDecoder, request: AnyCompletionRequest, rule: str, limits: Limits, in_template: bool | None = False
 ) -> list[AnswerJob]:
-    """Make a job per answer, not queued yet.
+    """Make a job per answer, not queued yet: ``n`` of the first prompt, then those of the next.
 
     Args:
         decoder: target and drafter.
@@ -63,13 +63,17 @@ def make_jobs(
     Raises:
         FsdError: a request that cannot be decoded.
     """
-    if request.n > limits.max_queue:
-        raise FsdError(f"n: this server makes at most {limits.max_queue} answers at once, got {request.n}.")
-    ids, image_input = _encode(decoder, request, in_template, limits)
+    answers = request.n * (len(request.prompt) if isinstance(request, TextCompletionRequest) else 1)
+    if answers > limits.max_queue:
+        raise FsdError(f"this server makes at most {limits.max_queue} answers at once, and this asks for {answers}.")
+    prompts = _encode(decoder, request, in_template, limits)
     room = decoder.target.max_positions
     most = request.most_tokens or limits.max_new_tokens
-    if room is not None and len(ids) >= room:
-        raise FsdError(f"the prompt has {len(ids)} tokens, but the model has a context of {room}. Shorten the prompt.")
+    for ids, _ in prompts:
+        if room is not None and len(ids) >= room:
+            raise FsdError(
+                f"the prompt has {len(ids)} tokens, but the model has a context of {room}. Shorten the prompt."
+            )
     sampling = request.sampling
     named = parse_rule(resolved(request.named_rule or rule, decoder.drafter, decoder.target, request.temperature))  # type: ignore[arg-type]
     markers_of([named], decoder.tokenizer)  # its error would fail the whole batch later
@@ -98,6 +102,7 @@ def make_jobs(
             quality=request.quality,
             alternatives=request.logprobs_asked,
         )
+        for ids, image_input in prompts
         for index in range(request.n)
     ]
 
@@ -126,10 +131,10 @@ def _for_template(request: ChatCompletionRequest) -> list[dict[str, Any]]:
 
 def _encode(
     decoder: FuzzyDecoder, request: AnyCompletionRequest, in_template: bool | None, limits: Limits
-) -> tuple[list[int], ImageInput | None]:
-    """Token ids of the request's prompt, and its images."""
+) -> list[tuple[list[int], ImageInput | None]]:
+    """Token ids of each of the request's prompts, and its images."""
     if isinstance(request, TextCompletionRequest):
-        return decoder.encode(request.prompt, apply_chat_template=in_template), None
+        return [(decoder.encode(prompt, apply_chat_template=in_template), None) for prompt in request.prompt]
     if request.offered:
         _format(decoder, request)  # an unknown format is the request's fault, not the template's
     options = {**request.chat_template_kwargs, **({"tools": _for_template(request)} if request.offered else {})}
@@ -139,7 +144,7 @@ def _encode(
     else:
         encoded = encode_chat(decoder.tokenizer, turns, options=options, blank=True), None
     _check_variables(decoder, request)  # the processor of images may bring the template
-    return encoded
+    return [encoded]
 
 
 def _check_variables(decoder: FuzzyDecoder, request: ChatCompletionRequest) -> None:
@@ -158,6 +163,8 @@ def _guide(decoder: FuzzyDecoder, request: AnyCompletionRequest) -> Guide | None
     guides = request.guides
     if len(guides) > 1:
         raise FsdError(f"an answer follows one of {GUIDED}: name one.")
+    if guides and (request.min_tokens or request.ignore_eos):
+        raise FsdError(f"min_tokens, ignore_eos: what follows one of {GUIDED} ends where that does. Leave them out.")
     if isinstance(request, ChatCompletionRequest) and request.offered:
         if guides:
             raise FsdError(f"tools: an answer that calls tools cannot also follow one of {GUIDED}. Leave one out.")

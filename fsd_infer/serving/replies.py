@@ -22,14 +22,20 @@ class Reply:
     Args:
         model: its name.
         is_chat: whether the envelopes are those of a chat completion.
-        jobs: one per answer.
+        jobs: one per answer, those of a prompt together.
+        count: answers per prompt.
         reader: makes a reader of tool calls per answer; None: answers may call none.
     """
 
     def __init__(
-        self, model: str, is_chat: bool, jobs: Sequence[AnswerJob], reader: Callable[[], CallReader] | None = None
+        self,
+        model: str,
+        is_chat: bool,
+        jobs: Sequence[AnswerJob],
+        count: int = 1,
+        reader: Callable[[], CallReader] | None = None,
     ) -> None:
-        self.model, self.is_chat, self.jobs = model, is_chat, jobs
+        self.model, self.is_chat, self.jobs, self.count = model, is_chat, jobs, count
         self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._readers = None if reader is None else [reader() for _ in jobs]
@@ -86,8 +92,10 @@ class Reply:
         return {"id": self.id, "object": object_name, "created": self.created, "model": self.model, "choices": choices}
 
     def _usage(self) -> dict[str, Any]:
-        prompt, answers = len(self.jobs[0].prompt), sum(len(job.ids) for job in self.jobs)
-        cached = {"cached_tokens": min(job.cached for job in self.jobs)}  # some answer's prompt read the others
+        of_prompts = [self.jobs[first : first + self.count] for first in range(0, len(self.jobs), self.count)]
+        prompt, answers = sum(len(jobs[0].prompt) for jobs in of_prompts), sum(len(job.ids) for job in self.jobs)
+        # of a prompt's answers one read what the others found in the cache
+        cached = {"cached_tokens": sum(min(job.cached for job in jobs) for jobs in of_prompts)}
         counts = {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
         quality = self.jobs[0].quality
         chosen = {} if quality is None else {"quality": quality, "rule": self.jobs[0].rule.describe()}
