@@ -63,6 +63,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **{family: RECURRENT[family] for family in QWEN},
     "mimo_v2_flash": {**MOE, **SLIDING, "v_head_dim": 4},
     "mellum": {**SLIDING, **dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)},
+    "exaone4": SLIDING,
+    "exaone_moe": {**MOE, **SLIDING, "n_routed_experts": 4, "num_experts": 4},
     "nemotron_h": RECURRENT["nemotron_h"],
 }  # fmt: skip
 SPARSE: dict[str, dict[str, Any]] = dict.fromkeys(
@@ -81,7 +83,7 @@ OWN = {  # embedding's norm, state's norm, projection, norm after the layer; {k}
     "mimo_v2_flash": [f"model.mtp.layers.{{k}}.{part}" for part in ("enorm", "hnorm", "eh_proj", "final_layernorm")],
     "nemotron_h": [f"mtp.layers.{part}" for part in ("0.enorm", "0.hnorm", "0.eh_proj", "1.final_layernorm")],
     **{family: [f"mtp.{part}" for part in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")]
-       for family in (*QWEN, "mellum")},
+       for family in (*QWEN, "mellum", "exaone4", "exaone_moe")},
 }  # fmt: skip
 DEEPSEEK = [f"model.layers.{{k}}.{part}" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm")]
 
@@ -97,13 +99,15 @@ def renamed(family: str, name: str, number: int) -> str | None:
     if family == "nemotron_h":  # an attention and a block of experts
         found = re.fullmatch(r"(?:model|backbone)\.layers\.([13])\.(.*)", name)
         return f"mtp.layers.{int(found[1]) // 2}.{found[2]}" if found else None
-    if family == "mimo_v2_flash":  # the attention of a layer with a window, and a dense MLP
+    if family in ("mimo_v2_flash", "exaone_moe"):  # the attention of a layer with a window, and a dense MLP
         found = re.fullmatch(r"model\.layers\.(?:1\.((?!mlp).*)|0\.(mlp.*))", name)
-        part = found and (found[1] or found[2]).replace("post_attention", "pre_mlp")
-        return f"model.mtp.layers.{number}.{part}" if found else None
+        part = found and (found[1] or found[2])
+        if family == "exaone_moe":
+            return f"mtp.layers.{number}.{part}" if found else None
+        return f"model.mtp.layers.{number}.{part.replace('post_attention', 'pre_mlp')}" if part else None
     layer, prefix = {
         "mimo": (1, f"model.mtp_layers.{number}."), "ernie4_5_moe": (0, f"model.mtp_block.{number}."),
-        **dict.fromkeys((*QWEN, "mellum"), (1, f"mtp.layers.{number}.")),
+        **dict.fromkeys((*QWEN, "mellum", "exaone4"), (1, f"mtp.layers.{number}.")),
     }.get(family, (1, f"model.layers.{number}."))  # fmt: skip
     found = re.fullmatch(rf"model\.layers\.{layer}\.(.*)", name)
     return prefix + found[1] if found else None
@@ -159,7 +163,8 @@ def estimate_of(family: str, count: int = 1) -> Estimate:
     def estimate(states: States, text: list[int], drafts: list[int]) -> Tensor:
         target = mtp_target(family, count)
         layers, rotary = _layers(family, count), getattr(target.decoder, "rotary_emb", None)
-        kind, window = (["sliding_attention"], 3) if family in WINDOWED else ([], 1 << 20)
+        kind = ["sliding_attention"] if family in ("mimo_v2_flash", "mellum") else []  # of the rotary angles
+        window = 3 if family in WINDOWED else 1 << 20
 
         def run(index: int, tokens: list[int], given: Tensor) -> Tensor:
             embeds, places = target.embed(torch.tensor([tokens])), torch.arange(len(tokens))[None]
@@ -192,7 +197,7 @@ def _layers(family: str, count: int) -> Any:
     return read_layers(mtp_target(family, count)).layers
 
 
-WINDOWED = ("mimo_v2_flash", "mellum")
+WINDOWED = ("mimo_v2_flash", "mellum", "exaone4", "exaone_moe")
 MTP: dict[str, Callable[[], Layout]] = {
     **{f"mtp of {family}": lambda family=family: _mtp(family) for family in FAMILIES},
     "mtp of deepseek_v3, two layers": lambda: _mtp("deepseek_v3", 2),

@@ -84,6 +84,21 @@ def test_layers_with_sparse_attention_draft_for_targets_that_have_it(family: str
         torch.testing.assert_close(tree.q_logits[0, tree.q_index[0, node]], wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_a_layer_of_exaone_without_a_window_rotates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unlike the target's own: the order of the tokens before changes what it computes for the last."""
+    target = mtp_target("exaone_moe")
+    monkeypatch.setattr(target.config, "mtp_layer_types", ["full_attention"], raising=False)
+    embeds, states = torch.randn(2, 1, 6, target.hidden_size).unbind(0)
+    places, causal = torch.arange(6)[None], torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    layers, order = read_layers(target), [3, 0, 4, 1, 2, 5]
+    with torch.no_grad():
+        last, other = (layers(embeds[:, i], states[:, i], places, causal)[0, -1] for i in (range(6), order))
+        assert not torch.allclose(last, other, atol=1e-4)
+        layers.layers[0].block.self_attn.is_sliding, layers.layers[0].block.self_attn.sliding_window = False, 3
+        last, other = (layers(embeds[:, i], states[:, i], places, causal)[0, -1] for i in (range(6), order))
+    torch.testing.assert_close(last, other)
+
+
 def test_a_checkpoint_with_an_mtp_layer_drafts_by_it_unless_told_otherwise() -> None:
     assert load_drafter(None, mtp_target("glm4_moe")).name == "mtp"
     with pytest.raises(ModelLoadError, match="no MTP layer"):

@@ -58,6 +58,12 @@ def _block_of(last: Any, config: Any, index: int) -> Any:
     return _TwoBlocks(type(last), config) if hasattr(last, "mixer") else type(last)(config, index)
 
 
+def _norm_of(block: Any) -> nn.Module:
+    """Return one of a block's norms: before attention, or after it as in EXAONE 4."""
+    norms = (getattr(block, name, None) for name in ("input_layernorm", "post_attention_layernorm"))
+    return next((norm for norm in norms if norm is not None), None) or block[0].norm
+
+
 class MtpLayer(nn.Module):
     """One MTP layer.
 
@@ -71,7 +77,9 @@ class MtpLayer(nn.Module):
     def __init__(self, last: Any, layout: Layout, config: Any, index: int) -> None:
         super().__init__()
         self.block, width = _block_of(last, config, index), config.hidden_size
-        norm: Any = type(getattr(self.block, "input_layernorm", None) or self.block[0].norm)
+        if layout.rotates and not self.block.self_attn.is_sliding:
+            self.block.self_attn.sliding_window = None  # by which the target's own layers tell whether to rotate
+        norm: Any = type(_norm_of(self.block))
         epsilon = getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
         self.enorm, self.hnorm = (norm(width, eps=epsilon) for _ in range(2))
         self.norm = norm(width, eps=epsilon) if layout.normed else nn.Identity()

@@ -26,6 +26,7 @@ class Layout:
         normed: whether a norm follows the layer.
         config: fields of the target's config that the layers change, unless it has the field with "mtp_" before it;
             lists are repeated for each layer.
+        rotates: whether the layers rotate queries and keys even where the target's own without a window do not.
         most: number of layers that are read, of those in the files; 0: all.
     """
 
@@ -35,6 +36,7 @@ class Layout:
     state_first: bool = False
     normed: bool = True
     config: Mapping[str, Any] = field(default_factory=dict)
+    rotates: bool = False
     most: int = 0
 
     @cached_property
@@ -120,6 +122,12 @@ LAYOUTS = {
     ),
     "mellum": Layout(
         _QWEN, ("mellum",), config={"layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"]}
+    ),
+    "exaone": Layout(
+        _QWEN,
+        ("exaone4", "exaone_moe"),
+        config={"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
+        rotates=True,
     ),
     "nemotron": Layout(  # a layer is two blocks, each with one norm
         {
