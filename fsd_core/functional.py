@@ -34,7 +34,7 @@ KERNELS: dict[str, dict[str, Callable[..., Any]]] = {
         "block_accept_probs", "child_offsets", "completes_ngram", "divergence_rows", "draw_rest", "drawn_weights",
         "exact_walk", "host_max", "host_nonzero", "keep_nodes", "keep_top_k", "mixed_children", "repeating_tokens",
         "residual_mass", "row_entropy", "row_max", "row_stats", "sample_rows", "search_clipped", "slot_masks",
-        "topk_logprobs", "tree_union",
+        "tilted_bias", "topk_logprobs", "tree_union",
     )
 }  # fmt: skip
 

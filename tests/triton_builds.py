@@ -133,8 +133,12 @@ def launch_all(compiler: Compiler, widths: list[int], dtypes: list[torch.dtype],
     inputs.logprob_gap = inputs.log_p = inputs.log_q = tree.scores
     inputs.is_drawn = tree.drawn
     functions.accept_prob_under(wide, wide, wide, inputs)
-    functions.accepted_path(tree.drawn, inputs)
+    functions.accepted_path(wide, wide, tree.drawn, wide, tree.drawn[:, :1], inputs)
     functions.biased_sampled(wide, inputs, tree.drawn)
+    for inputs.greedy in (False, True):
+        inputs.accept_prob, given = tree.drawn, (tree.drawn, tree.drawn, tree.drawn, 1.0, inputs)
+        functions.tilted_bias(wide, wide[:, :1], *given)
+    functions.accepted_path(tree.drawn, tree.drawn, tree.drawn, wide, tree.drawn[:, :1], inputs)
     texts, contexts = TokenHistory([[1] * 600]), slots[0]
     functions.completes_ngram(tree.tokens, texts, tree, 4)
     functions.repeating_tokens(0 * contexts, contexts, texts, tree, 4, 32001, contexts)
@@ -144,7 +148,6 @@ def launch_all(compiler: Compiler, widths: list[int], dtypes: list[torch.dtype],
         mixed.mixed_children(draft, 10, accept, ancestors, ancestors[:, 0], none, (1.0, 1.0), -4.0)
         draws.sample_rows(draft, accept, accept > 0)
     functions.keep_nodes(tree.tokens, tree.parents, tree.scores, tree.q_index, tree.tokens, tree.drawn, slots)
-    functions.child_offsets(wide, tree.scores, slots)
     for kind in compare.KINDS[:-3] + compare.KINDS[-2:]:  # residuals are compared above
         functions.divergence_rows(torch.empty(60, 128256), torch.empty(60, 128256), divergence(kind))
     draws.draw_rest(Rest(torch.empty(1, 1, 128256), none, torch.ones(1), slots), torch.empty(1))

@@ -52,18 +52,30 @@ def exact_walk(scores: Tensor, inputs: RuleInputs) -> dict[str, Any]:
 
 
 @functional.replaceable
-def accepted_path(follows: Tensor, inputs: RuleInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the path of the nodes that follow their parents, as all their ancestors do.
+def accepted_path(
+    p_draft: Tensor, r_draft: Tensor, lossy: Tensor, cost: Tensor | None, final_is_dense: Tensor, inputs: RuleInputs
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Accept the nodes whose ancestors were all picked, and gather what is emitted there.
+
+    At every context at once it is decided which child follows, as if the walk came there.
 
     Args:
-        follows: [B, N] bool, any value at the root.
+        p_draft, r_draft: [B, N] probability of each draft under p and under the rule's distribution; at temperature 0
+            bool.
+        lossy: [B, N] bool; contexts that have the rule's distribution, others have p.
+        cost: [B, N] nats of the rule's distribution; None: no context is lossy.
+        final_is_dense: [B, 1] bool; whether a lossy token after the path counts as one that p would not emit.
         inputs: of a round with drafts.
 
     Returns:
-        [B, D+1] nodes, padded with the last; [B, 1] how many drafts they are; [B, 1] the last; [B, D+1] their
-        :attr:`.DraftTree.first_choices`, -1 in the padding.
+        Fields of a :class:`Verdict`, in whose ``tokens`` the one after the path is 0; [B, 1] the path's last node.
     """
     tree, width = inputs.tree, inputs.tree.max_depth + 1
+    follows = p_draft.clone() if r_draft is p_draft else torch.where(inputs.at_parents(lossy), r_draft, p_draft)
+    follows_under_p = p_draft
+    if not inputs.greedy:  # the uniform number falls on one of the children or on none
+        offset = sampling.child_offsets(follows, inputs.uniforms(CHILD), tree.parents)
+        follows, follows_under_p = (offset >= 0) & (offset < follows), offset < p_draft
     follows[:, 0] = True  # the root
     reached = (tree.ancestors & ~follows[:, None]).any(-1).logical_not_()
     accepted = reached.sum(1, keepdim=True) - 1
@@ -71,8 +83,24 @@ def accepted_path(follows: Tensor, inputs: RuleInputs) -> tuple[Tensor, Tensor, 
     # scatter by depth; unreached nodes write the end to the end's column
     columns, nodes = torch.where(reached, tree.depths, accepted), torch.where(reached, inputs.nodes, end)
     path = end.expand(-1, width).scatter(1, columns, nodes)
-    first_choices = tree.first_choices.gather(1, path).masked_fill_(inputs.nodes[:width] > accepted, -1)
-    return path, accepted, end, first_choices
+    steps = inputs.nodes[:width]  # [D+1] 0, 1, … along the path
+    is_last, is_padding = steps == accepted, steps > accepted
+    first = tree.first_choices.gather(1, path).masked_fill_(is_padding, -1)
+    following = torch.cat([path[:, 1:], end], 1)  # [B, D+1] the node that follows each of the path
+    is_lossy = lossy.gather(1, path) & ~is_padding
+    not_under_p = torch.where(is_last, final_is_dense, ~follows_under_p.gather(1, following))
+    sources = (steps < accepted) * int(TokenOrigin.EXACT)  # 0 is TARGET
+    spent = torch.zeros(path.shape, dtype=wide(path.device), device=path.device)
+    return {
+        "path": path,
+        "accepted": accepted[:, 0],
+        "tokens": tree.tokens.gather(1, following).masked_fill_(is_last | is_padding, 0),
+        "sources": sources.masked_fill(not_under_p & is_lossy, int(TokenOrigin.GATE)),
+        "relaxed": is_lossy,
+        "spent": spent if cost is None else cost.gather(1, path).masked_fill_(~is_lossy, 0.0),
+        "first_choices": first,
+        "logprob_gap": inputs.logprob_gap.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan),
+    }, end
 
 
 def affordable(inputs: RuleInputs, cost: Tensor, budget: Tensor) -> Tensor:
@@ -229,60 +257,15 @@ class _Walk:
         return r_draft, cost
 
     def verdict(self) -> Verdict:
-        """Accept the nodes whose ancestors were all picked, and gather what is emitted there."""
+        """Walk all trees."""
         if self.tree.parents.shape[1] == 1:
             return self._undrafted()
-        lossy, follows, follows_under_p = self._picked()
-        return self._gathered(follows, lossy, follows_under_p)
-
-    def _picked(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Decide at every context at once which child follows, as if the walk came there.
-
-        Returns:
-            [B, N] bool each: contexts that have the rule's distribution, others have p; drafts that follow their
-            parent; drafts that would follow it under p, by the same uniform numbers.
-        """
-        inputs, lossy, prob = self.inputs, self.applies, self.p_draft
+        lossy = self.applies
         if self.budget is not None and self.cost is not None:
-            lossy = lossy & affordable(inputs, self.cost.masked_fill(~lossy, 0.0), self.budget)
-        if self.r_draft is not self.p_draft:
-            prob = torch.where(inputs.at_parents(lossy), self.r_draft, self.p_draft)
-        if inputs.greedy:
-            return lossy, prob.clone(), self.p_draft
-        # the uniform number falls on one of the children or on none
-        offset = sampling.child_offsets(prob, inputs.uniforms(CHILD), self.tree.parents)
-        return lossy, (offset >= 0) & (offset < prob), offset < self.p_draft
-
-    def _gathered(self, follows: Tensor, lossy: Tensor, follows_under_p: Tensor) -> Verdict:
-        """Gather the verdict along the path. Arguments as for :meth:`_picked`."""
-        tree, inputs, width = self.tree, self.inputs, self.tree.max_depth + 1
-        steps = inputs.nodes[:width]  # [D+1] 0, 1, … along the path
-        path, accepted, end, first = accepted_path(follows, inputs)
-        following = torch.cat([path[:, 1:], end], 1)  # [B, D+1] the node that follows each of the path
-        is_last, is_padding = steps == accepted, steps > accepted
-        tokens = torch.where(is_last, self._final(end, lossy), tree.tokens.gather(1, following))
-        sources = (steps < accepted) * int(TokenOrigin.EXACT)  # 0 is TARGET
-        if self.cost is None:
-            is_lossy = torch.zeros_like(is_last)
-            spent = torch.zeros(is_last.shape, dtype=wide(self.device), device=self.device)
-        else:
-            is_lossy = lossy.gather(1, path) & ~is_padding
-            spent = self.cost.gather(1, path).masked_fill_(~is_lossy, 0.0)
-            not_under_p = torch.where(is_last, self._final_is_dense(), ~follows_under_p.gather(1, following))
-            sources = sources.masked_fill(not_under_p & is_lossy, int(TokenOrigin.GATE))
-        logprob_gap = inputs.logprob_gap.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
-        return Verdict(
-            path=path,
-            accepted=accepted[:, 0],
-            tokens=tokens.masked_fill_(is_padding, 0),
-            sources=sources,
-            relaxed=is_lossy,
-            spent=spent,
-            first_choices=first,
-            logprob_gap=logprob_gap,
-            proposers=tree.proposers,
-            faults=self._faults(),
-        )
+            lossy = lossy & affordable(self.inputs, self.cost.masked_fill(~lossy, 0.0), self.budget)
+        fields, end = accepted_path(self.p_draft, self.r_draft, lossy, self.cost, self._final_is_dense(), self.inputs)
+        fields["tokens"] = fields["tokens"].scatter(1, fields["accepted"][:, None], self._final(end, lossy))
+        return Verdict(**fields, proposers=self.tree.proposers, faults=self._faults())
 
     def _final(self, end: Tensor, lossy: Tensor) -> Tensor:
         """Draw the token after the path, [B, 1]: none of the drafts at the path's end ``end`` [B, 1]."""

@@ -73,11 +73,6 @@ def residual_mass(
     return compare.compare(compare.RESIDUAL, p, q, draft_ids, q_index, weight)
 
 
-def child_offsets(probs: Tensor, uniforms: Tensor, parents: Tensor) -> Any:
-    fits = 0 < probs.shape[1] <= walk.MAX_NODES
-    return trees.child_offsets(probs, uniforms, parents) if fits else NotImplemented
-
-
 def keep_nodes(tokens: Tensor, parents: Tensor, scores: Tensor, *others: Any) -> Any:
     """``others``: the other arguments, the kept nodes last."""
     fits = 0 < others[-1].shape[1] <= walk.MAX_NODES and scores.dtype == torch.float32
@@ -117,9 +112,15 @@ def accept_prob_under(r: Tensor, log_r: Tensor, residual: Tensor, inputs: Any) -
     return rules.accept_prob_under(r, log_r, residual, inputs) if takes else NotImplemented
 
 
-def accepted_path(follows: Tensor, inputs: Any) -> Any:
-    takes = follows.shape[1] <= walk.MAX_NODES
-    return walk.accepted_path(follows, inputs.tree) if takes else NotImplemented
+def accepted_path(p_draft: Tensor, *others: Any) -> Any:
+    """``others``: the other arguments, the round's inputs last."""
+    takes = 1 < p_draft.shape[1] <= walk.MAX_NODES
+    return walk.accepted_path(p_draft, *others) if takes else NotImplemented
+
+
+def tilted_bias(logprob_gap: Tensor, *others: Any) -> Any:
+    takes = 1 < logprob_gap.shape[1] <= walk.MAX_NODES
+    return rules.tilted_bias(logprob_gap, *others) if takes else NotImplemented
 
 
 def exact_walk(scores: Tensor, inputs: Any) -> Any:
@@ -143,8 +144,8 @@ def register(device: str) -> None:
     """Let the kernels answer on this type of device."""
     for kernel in (
         row_max, row_stats, row_entropy, topk_logprobs, search_clipped, ancestors, slot_masks, sample_rows,
-        mixed_children, draw_rest, exact_walk, divergence_rows, residual_mass, child_offsets, keep_nodes,
-        accepted_path, completes_ngram, repeating_tokens, biased_sampled, accept_prob_under,
+        mixed_children, draw_rest, exact_walk, divergence_rows, residual_mass, keep_nodes,
+        accepted_path, tilted_bias, completes_ngram, repeating_tokens, biased_sampled, accept_prob_under,
     ):  # fmt: skip
         functional.register(kernel.__name__, device, _where_it_lies(kernel))
 
