@@ -24,7 +24,7 @@ DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"  # see t
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
 OF_RULES = (
     "accept_prob_under", "accepted_path", "biased_sampled", "completes_ngram", "divergence_rows",
-    "draw_rest", "repeating_tokens", "residual_mass", "tilted_bias",
+    "draft_numbers", "draw_rest", "emitted", "reduced_rows", "repeating_tokens", "residual_mass", "tilted_bias",
 )  # fmt: skip
 UNIFORMS = (0.0, 0.321, 1.0 - 2**-24)
 
@@ -149,7 +149,7 @@ def test_parts_of_trees() -> None:
 
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("kind", ["tree", "chain", "likely tokens"])
-@pytest.mark.parametrize("spec", ["tilted:1", "tilted:settle=2", "fuzzy:js:0.3", "relaxed:3:0.1", "draft-only:budget=3"])
+@pytest.mark.parametrize("spec", ["tilted:1", "tilted:settle=2", "fuzzy:js:0.3", "relaxed:3", "draft-only:budget=3"])
 def test_rules_decide_as_in_torch(spec: str, kind: str, greedy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of some hundred tokens, of none before the root, and of few ids: many n-grams are repeated."""
     tree, logits = drawn_tree(kind, 12 if kind == "tree" else None, torch.float32, 3), torch.randn(3, 8, 23)

@@ -103,6 +103,22 @@ def accepted_path(
     }, end
 
 
+@functional.replaceable
+def emitted(log_r: Tensor, at: VocabRows) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Normalise a dense distribution above temperature 0.
+
+    Args:
+        log_r: [R, V] ln r up to a constant, or over a reduced vocabulary.
+        at: its contexts.
+
+    Returns:
+        r [R, V]; KL(r || p) [R]; Σ (r - q)+ [R] with q of the draw, None where no drafts are drawn.
+    """
+    r = log_r.softmax(-1)
+    residual = (r - at.proposal).clamp_min(0.0).sum(-1) if at.inputs.sampled else None
+    return r, divergence_rows(at.scores, log_r, divergence("kl_qp")), residual
+
+
 def affordable(inputs: RuleInputs, cost: Tensor, budget: Tensor) -> Tensor:
     """[B, N] bool; contexts whose ``cost`` [B, N] the ``budget`` [B] pays after the costs of their ancestors."""
     depths = inputs.tree.depths
@@ -149,16 +165,9 @@ class _Dense(NamedTuple):
     @classmethod
     def of(cls, at: VocabRows, log_r: Tensor, holds: Tensor | None) -> _Dense:
         """Number the contexts. ``holds`` [B, N] bool: where the distribution does; None: at all of them."""
-        parents = at.inputs.tree.parents
-        numbers = torch.arange(len(log_r), device=parents.device)
-        number = torch.full_like(parents, -1).index_put((at.rows, at.nodes), numbers)
+        number = at.spread(torch.arange(len(log_r), device=log_r.device), -1)
         number = number if holds is None else number.masked_fill(~holds, -1)
         return cls(at, log_r, number, at.inputs.at_parents(number))
-
-    def spread(self, values: Tensor) -> Tensor:
-        """[R] -> [B, N], 0 elsewhere."""
-        zeros = values.new_zeros(self.number.shape)
-        return zeros.index_put((self.at.rows, self.at.nodes), values)
 
 
 class _Walk:
@@ -231,7 +240,7 @@ class _Walk:
         r_draft, cost = (self._dense_greedy if self.inputs.greedy else self._dense_sampled)(dense)
         self.r_draft = torch.where((dense.parent_number >= 0) & self.tree.is_draft, r_draft, self.r_draft)
         assert self.cost is not None
-        self.cost = torch.where(dense.number >= 0, dense.spread(cost.to(self.cost.dtype)), self.cost)
+        self.cost = torch.where(dense.number >= 0, dense.at.spread(cost.to(self.cost.dtype), 0), self.cost)
 
     def _dense_greedy(self, dense: _Dense) -> tuple[Tensor, Tensor]:
         """Note the tokens of a dense distribution at temperature 0. Results as from _dense_sampled()."""
@@ -246,12 +255,12 @@ class _Walk:
         Returns:
             [B, N] probability of each draft below its contexts; [R] the costs of these.
         """
-        inputs, at, number, r = self.inputs, dense.at, dense.number, dense.log_r.softmax(-1)
-        cost = divergence_rows(at.scores, dense.log_r, divergence("kl_qp"))
+        inputs, at, number = self.inputs, dense.at, dense.number
+        r, cost, residual = emitted(dense.log_r, at)
         r_draft = at.of_drafts(r, dense.parent_number.clamp_min(0)).to(self.r_draft.dtype)
         if inputs.sampled:
-            residual = (r - at.proposal).clamp_min(0.0).sum(-1)
-            r_draft = inputs.accept_prob_under(r_draft, r_draft.log(), dense.spread(residual.to(r_draft.dtype)))
+            assert residual is not None
+            r_draft = inputs.accept_prob_under(r_draft, r_draft.log(), at.spread(residual.to(r_draft.dtype), 0))
         self.r_row = torch.where(number >= 0, number + sum(len(each) for _, each in self.dense), self.r_row)
         self.dense.append((at, r))
         return r_draft, cost

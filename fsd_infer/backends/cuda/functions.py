@@ -38,6 +38,16 @@ def search_clipped(log_p: Tensor, log_q: Tensor, gain: Tensor, steps: int, near:
     return clipped.search_clipped(log_p, log_q, gain, steps, near) if takes else NotImplemented
 
 
+def emitted(log_r: Tensor, at: Any) -> Any:
+    takes = _takes(log_r) and log_r.dtype == at.scores.dtype == torch.float32
+    return clipped.emitted(log_r, at) if takes else NotImplemented
+
+
+def reduced_rows(scores: Tensor, at: Any) -> Any:
+    takes = _takes(scores, at.inputs.tree.q_scores) if at.inputs.sampled else _takes(scores)
+    return clipped.reduced_rows(scores, at) if takes else NotImplemented
+
+
 def ancestors(parents: Tensor) -> Any:
     return trees.ancestors(parents) if parents.numel() else NotImplemented
 
@@ -123,15 +133,22 @@ def tilted_bias(logprob_gap: Tensor, *others: Any) -> Any:
     return rules.tilted_bias(logprob_gap, *others) if takes else NotImplemented
 
 
-def exact_walk(scores: Tensor, inputs: Any) -> Any:
-    """Take trees with drafts, and q over one vocabulary."""
-    tree, logits = inputs.tree, [scores, inputs.round.logits]
-    if tree.sampled:
+def _takes_round(scores: Tensor, inputs: Any) -> bool:
+    """Whether kernels take a round: trees with drafts, and q over one vocabulary."""
+    tree, logits, uniforms = inputs.tree, [scores, inputs.round.logits], inputs.round.uniforms
+    if inputs.sampled:
         logits += [tree.q_scores, tree.q_logits]
-    fits = 1 < scores.shape[1] <= walk.MAX_NODES and tree.scores.dtype == inputs.round.uniforms.dtype == torch.float32
-    if not fits or not _takes(*logits) or tree.sampled and tree.q_scores.shape != tree.q_logits.shape:
-        return NotImplemented
-    return walk.exact_walk(scores, inputs)
+    fits = 1 < scores.shape[1] <= walk.MAX_NODES and tree.scores.dtype == torch.float32
+    fits &= inputs.greedy or uniforms.dtype == torch.float32
+    return fits and _takes(*logits) and not (inputs.sampled and tree.q_scores.shape != tree.q_logits.shape)
+
+
+def draft_numbers(scores: Tensor, inputs: Any) -> Any:
+    return walk.draft_numbers(scores, inputs) if _takes_round(scores, inputs) else NotImplemented
+
+
+def exact_walk(scores: Tensor, inputs: Any) -> Any:
+    return walk.exact_walk(scores, inputs) if _takes_round(scores, inputs) else NotImplemented
 
 
 def _takes(*logits: Tensor) -> bool:
@@ -145,7 +162,7 @@ def register(device: str) -> None:
     for kernel in (
         row_max, row_stats, row_entropy, topk_logprobs, search_clipped, ancestors, slot_masks, sample_rows,
         mixed_children, draw_rest, exact_walk, divergence_rows, residual_mass, keep_nodes,
-        accepted_path, tilted_bias, completes_ngram, repeating_tokens, biased_sampled, accept_prob_under,
+        accepted_path, draft_numbers, tilted_bias, emitted, reduced_rows, completes_ngram, repeating_tokens, biased_sampled, accept_prob_under,
     ):  # fmt: skip
         functional.register(kernel.__name__, device, _where_it_lies(kernel))
 

@@ -180,7 +180,8 @@ def _tilt(GAP, LOG_P, COEF, IS_NEW, ELIGIBLE, LOSSY, CHOSEN, ANCESTORS, PARENTS,
     parent = tl.load(PARENTS + at, mask=known, other=0).to(tl.int32)
     is_draft = known & (node > 0) & (tl.load(SCORES + at, mask=known, other=least) != least)
     is_child = (parent[None, :] == node[:, None]) & is_draft[None, :]
-    is_path = tl.load(ANCESTORS + at[:, None] * count + node[None, :], mask=known[:, None] & known[None, :], other=0) != 0
+    both = known[:, None] & known[None, :]
+    is_path = tl.load(ANCESTORS + at[:, None] * count + node[None, :], mask=both, other=0) != 0
     coef = tl.load(COEF + tree)
     is_new = tl.load(IS_NEW + at, mask=known, other=0) != 0
     eligible = tl.load(ELIGIBLE + at, mask=known, other=0) != 0

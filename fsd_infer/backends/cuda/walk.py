@@ -238,7 +238,7 @@ class _Weighed(NamedTuple):
         fields: tokens, parents, scores, rows of q, and which were drawn, [B, N] each.
         results: of :func:`_weigh`: gaps, ln p, ln q, weights, drawn children, and rows of q of contexts with one.
         p, q: logits, and ln Σ exp of their rows; q: None if nothing was drawn.
-        likeliest: [B, N] tokens under p.
+        highest, likeliest: [B, N] largest logits under p, and their tokens.
         entries: [V] columns of q by token; None: they are equal.
         faults: those of the verdict.
         how: arguments that :func:`_weigh` and :func:`_walk` are compiled for.
@@ -248,6 +248,7 @@ class _Weighed(NamedTuple):
     results: list[Tensor]
     p: tuple[Tensor, Tensor]
     q: tuple[Tensor, Tensor] | None
+    highest: Tensor
     likeliest: Tensor
     entries: Tensor | None
     faults: dict[str, Tensor]
@@ -308,7 +309,17 @@ def _weighed(scores: Tensor, inputs: Any) -> _Weighed:
     faults |= {"the target's processed logits": wrong[1]} if raw is not highest else {}
     faults |= {"the drafter's logits": wrong[2]}
     faults |= {FORKS: wrong[3]} if inputs.is_chain else {}
-    return _Weighed(fields, results, p, q, likeliest, index, faults, how)
+    highest, likeliest = (x.view(batch, count) for x in (highest, likeliest))
+    return _Weighed(fields, results, p, q, highest, likeliest, index, faults, how)
+
+
+def draft_numbers(scores: Tensor, inputs: Any) -> dict[str, Any]:
+    """Return :func:`fsd_infer.rules.inputs.draft_numbers`."""
+    weighed = _weighed(scores, inputs)
+    (gap, log_p, log_q, _, child, _), stats = weighed.results, (weighed.highest, weighed.likeliest, weighed.p[1])
+    faults = {name: wrong for name, wrong in weighed.faults.items() if name != FORKS}
+    known = {"_faults": faults, "_maxima": stats[:2], "_row_stats": stats, "logprob_gap": gap, "log_p": log_p}
+    return known | ({"log_q": log_q, "has_drawn_child": child >= 0} if inputs.sampled else {})
 
 
 def accepted_path(
