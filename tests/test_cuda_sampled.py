@@ -24,7 +24,8 @@ DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"  # see t
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
 OF_RULES = (
     "accept_prob_under", "accepted_path", "biased_sampled", "completes_ngram", "divergence_rows",
-    "draft_numbers", "draw_rest", "emitted", "reduced_rows", "repeating_tokens", "residual_mass", "tilted_bias",
+    "draft_numbers", "draw_rest", "emitted", "not_above_p",
+    "reduced_drafts", "reduced_rows", "repeating_tokens", "residual_mass", "tilted_bias",
 )  # fmt: skip
 UNIFORMS = (0.0, 0.321, 1.0 - 2**-24)
 

@@ -239,9 +239,7 @@ class OutputDistribution:
             repeats, log_r = at.repeating_tokens(n), dense(at)
             if inputs.greedy:
                 return torch.where(repeats.gather(1, log_r.argmax(-1, keepdim=True)), at.scores, log_r)
-            r = log_r.softmax(-1)
-            kept = torch.where(repeats, torch.minimum(r, at.p), r)
-            return (kept + (r - kept).sum(-1, keepdim=True) * at.p).log()
+            return not_above_p(log_r, at.p, repeats)
 
         return replace(self, logit_bias=logit_bias, log_r=log_r)
 
@@ -284,6 +282,17 @@ def block_test(inputs: RuleInputs) -> AcceptanceTest:
     )
     of_end = weight.masked_fill(~has_drawn_child, 1.0).float()  # elsewhere p, to which w·p is in proportion
     return AcceptanceTest(accept_prob, of_end)
+
+
+@functional.replaceable
+def not_above_p(log_r: Tensor, p: Tensor, where: Tensor) -> Tensor:
+    """Return ln of r with at most p at tokens ``where``, and the excess distributed as p, [R, V] each.
+
+    ``log_r``: ln r up to a constant.
+    """
+    r = log_r.softmax(-1)
+    kept = torch.where(where, torch.minimum(r, p), r)
+    return (kept + (r - kept).sum(-1, keepdim=True) * p).log()
 
 
 def former_order(output: OutputDistribution, where: str = "") -> FsdError:

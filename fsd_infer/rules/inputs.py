@@ -110,7 +110,7 @@ class RuleInputs(Renamed):
         """The target's likeliest token at each context, the first of equals."""
         return self._maxima[1]
 
-    @cached_property
+    @Together
     def log_p_max(self) -> Tensor:
         """ln p of the target's likeliest token, at contexts with children."""
         highest, _, total = self._row_stats
@@ -213,8 +213,13 @@ class RuleInputs(Renamed):
         p = self.log_p.to(wide(self.log_p.device)).exp()
         if not self.sampled:
             return p
-        residual = torch.zeros_like(p) if self.is_chain else self.residual_mass(torch.ones_like(p))
+        residual = torch.zeros_like(p) if self.is_chain else self.drawn_residual
         return self.accept_prob_under(p, self.log_p, residual)
+
+    @Together
+    def drawn_residual(self) -> Tensor:
+        """:meth:`residual_mass` of p itself."""
+        return self.residual_mass(torch.ones_like(self.log_p, dtype=wide(self.log_p.device)))
 
     def residual_mass(self, weight: Tensor) -> Tensor:
         """Σ (w·p - q)+ at contexts with a drawn child, with q of the draw. ``weight``: [B, N] w."""

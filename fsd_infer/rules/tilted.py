@@ -158,9 +158,8 @@ class Tilted(LossyRule):
     def _gain(self, at: VocabRows) -> Tensor:
         """[R, V] v/λ of each token as the draft of a sampled chain, which is worth 1 or 0."""
         gain = (1 / self.kl_coefs(at.inputs))[at.rows].float()
-        eligible = at.log_p > -math.inf
-        if self.effective_min_p:
-            eligible = at.log_p >= at.of(at.inputs.log_p_max)[:, None] + math.log(self.effective_min_p)
+        least = at.of(at.inputs.log_p_max)[:, None] + math.log(self.effective_min_p) if self.effective_min_p else None
+        eligible = at.log_p > -math.inf if least is None else at.log_p >= least
         if self.exact_ngram_size:
             eligible &= ~at.repeating_tokens(self.exact_ngram_size)
         return torch.where(eligible, gain, 0.0)

@@ -36,7 +36,7 @@ class VocabRows:
         batch, nodes = inputs.tree.tokens.shape[0], inputs.nodes
         index = torch.arange(batch, device=nodes.device) if rows is None else rows
         return cls(
-            inputs, index[:, None].expand(-1, len(nodes)).flatten(), nodes.repeat(len(index)), is_every=rows is None
+            inputs, index[:, None].repeat(1, len(nodes)).flatten(), nodes.repeat(len(index)), is_every=rows is None
         )
 
     def subset(self, index: Tensor | None) -> VocabRows:
@@ -220,10 +220,7 @@ class ReducedVocabRows(VocabRows):
         return repeating_tokens(self.rows, self.nodes, texts, inputs.tree, n, width, inputs.draft_index)
 
     def of_drafts(self, r: Tensor, slot: Tensor) -> Tensor:
-        entries, width = self.inputs.draft_entries, r.shape[1]
-        own = r.flatten()[slot * width + torch.where(entries < 0, width - 1, entries)]
-        share = (r[:, -1] / self.p[:, -1].clamp_min(TINY))[slot]
-        return torch.where(entries < 0, share * self.inputs.log_p.exp(), own)
+        return reduced_drafts(r, slot, self)
 
     def over_all(self, r: Tensor, slot: Tensor, p: Tensor) -> Tensor:
         share = r[:, -1] / self.p[:, -1].clamp_min(TINY)
@@ -237,3 +234,12 @@ def reduced_rows(scores: Tensor, at: ReducedVocabRows) -> dict[str, Tensor]:
     scores: [B, N, V] those of the round.
     """
     return {}
+
+
+@functional.replaceable
+def reduced_drafts(r: Tensor, slot: Tensor, at: ReducedVocabRows) -> Tensor:
+    """Compute :meth:`VocabRows.of_drafts` over a reduced vocabulary."""
+    entries, width = at.inputs.draft_entries, r.shape[1]
+    own = r.flatten()[slot * width + torch.where(entries < 0, width - 1, entries)]
+    share = (r[:, -1] / at.p[:, -1].clamp_min(TINY))[slot]
+    return torch.where(entries < 0, share * at.inputs.log_p.exp(), own)

@@ -307,7 +307,8 @@ class _Walk:
         # the path ends here, so these children were not picked
         refused = tree.tokens.masked_fill(~tree.is_draft | (tree.parents != end), -1)
         index = None if q_index is None else q_index[:, 0]
-        return sampling.Rest(scores, nodes[:, 0], weight[:, 0], refused, tree.q_scores, index, tree.draft_ids)
+        ids = tree.draft_ids, inputs.draft_index if inputs.sampled else None
+        return sampling.Rest(scores, nodes[:, 0], weight[:, 0], refused, tree.q_scores, index, *ids)
 
     def _dense_scores(self, end: Tensor, is_lossy: Tensor) -> Tensor:
         """Return ln of the distributions [B, 1, V] at contexts ``end`` [B, 1]. ``is_lossy``: as for :meth:`_rest`."""

@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fsd_core.sampling import TINY
 from fsd_infer.backends.cuda.compare import KL_FLOOR, terms
 
+_TINY = tl.constexpr(TINY)
 _BLOCK = 4096  # tokens that a program reads at once
 
 
@@ -126,9 +128,62 @@ def emitted(log_r: Tensor, at: Any) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 @triton.jit
-def _rows(P, TOTAL, Q, IDS, ROWS, NODES, Q_INDEX, DRAWS, FIXED, SCORES, PROPOSAL, IS_FIXED, count, columns, rows, drafted,
-          width, SAMPLED: tl.constexpr, FIXES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """A context's ln p, the distribution of its draw, and its fixed candidates, over the drafter's tokens and the rest."""
+def _not_above(LOG_R, P, WHERE, OUT, columns, BLOCK: tl.constexpr):
+    """See not_above_p in fsd_infer/rules/distributions.py."""
+    first = tl.program_id(0).to(tl.int64) * columns
+    high, total = _log_sum_exp(LOG_R + first, columns, BLOCK)
+    excess = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, columns, BLOCK):
+        ids = first + start + tl.arange(0, BLOCK)
+        inside = ids < first + columns
+        r = tl.exp(tl.load(LOG_R + ids, mask=inside, other=-float("inf")) - high) / total
+        p = tl.load(P + ids, mask=inside & (tl.load(WHERE + ids, mask=inside, other=0) != 0), other=float("inf"))
+        excess += tl.maximum(r - p, 0.0)
+    left = tl.sum(excess, 0)
+    for start in range(0, columns, BLOCK):
+        ids = first + start + tl.arange(0, BLOCK)
+        inside = ids < first + columns
+        r = tl.exp(tl.load(LOG_R + ids, mask=inside, other=-float("inf")) - high) / total
+        p = tl.load(P + ids, mask=inside, other=0.0)
+        r = tl.where(tl.load(WHERE + ids, mask=inside, other=0) != 0, tl.minimum(r, p), r)
+        tl.store(OUT + ids, tl.log(r + left * p), mask=inside)
+
+
+def not_above_p(log_r: Tensor, p: Tensor, where: Tensor) -> Tensor:
+    """Return :func:`fsd_infer.rules.distributions.not_above_p` of ln r and p [R, V] in fp32."""
+    out = torch.empty_like(log_r, memory_format=torch.contiguous_format)
+    inputs = log_r.contiguous(), p.contiguous(), where.contiguous().view(torch.uint8)
+    _not_above[(len(log_r),)](*inputs, out, log_r.shape[1], BLOCK=_BLOCK, num_warps=8)
+    return out
+
+
+@triton.jit
+def _of_drafts(R, P, SLOT, TOKENS, INDEX, LOG_P, OUT, width, nodes, BLOCK: tl.constexpr):
+    """See reduced_drafts in fsd_infer/rules/vocab_rows.py."""
+    node = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    known = node < nodes
+    start = tl.load(SLOT + node, mask=known, other=0) * width
+    entry = tl.load(INDEX + tl.load(TOKENS + node, mask=known, other=0), mask=known, other=-1)
+    own = tl.load(R + start + tl.where(entry < 0, width - 1, entry), mask=known, other=0.0)
+    others = tl.maximum(tl.load(P + start + width - 1, mask=known, other=1.0), _TINY)
+    share = own / others * tl.exp(tl.load(LOG_P + node, mask=known, other=0.0))
+    tl.store(OUT + node, tl.where(entry < 0, share, own), mask=known)
+
+
+def reduced_drafts(r: Tensor, slot: Tensor, at: Any) -> Tensor:
+    """Return :func:`fsd_infer.rules.vocab_rows.reduced_drafts`: [B, N] of r [R, Vd + 1]."""
+    inputs, out = at.inputs, torch.empty(slot.shape, device=r.device)
+    given = (r, at.p, slot, inputs.tree.tokens, inputs.draft_index, inputs.log_p)
+    _of_drafts[(triton.cdiv(slot.numel(), 64),)](
+        *(x.contiguous() for x in given), out, r.shape[1], slot.numel(), BLOCK=64, num_warps=2
+    )
+    return out
+
+
+@triton.jit
+def _rows(P, TOTAL, Q, IDS, ROWS, NODES, Q_INDEX, DRAWS, FIXED, SCORES, PROPOSAL, IS_FIXED, count, columns, rows,
+          drafted, width, SAMPLED: tl.constexpr, FIXES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """A context's ln p, the q of its draw, and its fixed candidates, over the drafter's tokens and the rest."""
     context = tl.program_id(0).to(tl.int64)
     tree = tl.load(ROWS + context)
     at, out = tree * count + tl.load(NODES + context), context * (drafted + 1)

@@ -127,8 +127,8 @@ def draw_rest(rest: Rest, uniforms: Tensor) -> Tensor:
     """Return :func:`fsd_core.sampling.draw_rest`: [B] int64."""
     p, p_total = with_totals(rest.p_logits)
     q, q_total = (None, None) if rest.q_logits is None else with_totals(rest.q_logits)
-    ids, index = rest.draft_ids, None
-    if ids is not None:
+    ids, index = rest.draft_ids, rest.draft_index
+    if ids is not None and index is None:
         index = torch.full((p.shape[-1],), -1, device=ids.device)
         index.index_copy_(0, ids.long(), torch.arange(len(ids), device=ids.device))
     out = torch.empty_like(rest.nodes, memory_format=torch.contiguous_format)

@@ -43,6 +43,15 @@ def emitted(log_r: Tensor, at: Any) -> Any:
     return clipped.emitted(log_r, at) if takes else NotImplemented
 
 
+def not_above_p(log_r: Tensor, p: Tensor, where: Tensor) -> Any:
+    takes = _takes(log_r) and log_r.dtype == p.dtype == torch.float32
+    return clipped.not_above_p(log_r, p, where) if takes else NotImplemented
+
+
+def reduced_drafts(r: Tensor, slot: Tensor, at: Any) -> Any:
+    return clipped.reduced_drafts(r, slot, at) if _takes(r) and r.dtype == torch.float32 else NotImplemented
+
+
 def reduced_rows(scores: Tensor, at: Any) -> Any:
     takes = _takes(scores, at.inputs.tree.q_scores) if at.inputs.sampled else _takes(scores)
     return clipped.reduced_rows(scores, at) if takes else NotImplemented
@@ -161,8 +170,9 @@ def register(device: str) -> None:
     """Let the kernels answer on this type of device."""
     for kernel in (
         row_max, row_stats, row_entropy, topk_logprobs, search_clipped, ancestors, slot_masks, sample_rows,
-        mixed_children, draw_rest, exact_walk, divergence_rows, residual_mass, keep_nodes,
-        accepted_path, draft_numbers, tilted_bias, emitted, reduced_rows, completes_ngram, repeating_tokens, biased_sampled, accept_prob_under,
+        mixed_children, draw_rest, exact_walk, divergence_rows, residual_mass, keep_nodes, accepted_path, draft_numbers,
+        tilted_bias, emitted, reduced_rows, reduced_drafts, not_above_p, completes_ngram, repeating_tokens,
+        biased_sampled, accept_prob_under,
     ):  # fmt: skip
         functional.register(kernel.__name__, device, _where_it_lies(kernel))
 

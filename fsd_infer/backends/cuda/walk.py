@@ -26,21 +26,21 @@ _TINY = tl.constexpr(TINY)
 def _faults(OUT, RAW, HIGHEST, Q_HIGHEST, Q_INDEX, parent, node, is_draft, score, at, known, tree, rows, nodes,
             SAMPLED: tl.constexpr):  # fmt: skip
     """Whether largest numbers of a tree's raw, processed and drafter's logits are infinite or NaN; and its forks."""
-    tl.store(OUT + at, tl.abs(tl.load(RAW + at, mask=known, other=0.0)) < float("inf"), mask=known)
-    tl.store(OUT + nodes + at, tl.abs(tl.load(HIGHEST + at, mask=known, other=0.0)) < float("inf"), mask=known)
+    tl.store(OUT + at, (tl.abs(tl.load(RAW + at, mask=known, other=0.0)) < float("inf")) == 0, mask=known)
+    tl.store(OUT + nodes + at, (tl.abs(tl.load(HIGHEST + at, mask=known, other=0.0)) < float("inf")) == 0, mask=known)
     is_right = score == score
     if SAMPLED:
         row = tl.load(Q_INDEX + at, mask=known, other=-1)
         largest = tl.load(Q_HIGHEST + tree * rows + tl.maximum(row, 0), mask=known, other=0.0)
         is_right = (row < 0) | (tl.abs(largest) < float("inf"))
-    tl.store(OUT + 2 * nodes + at, is_right, mask=known)
+    tl.store(OUT + 2 * nodes + at, is_right == 0, mask=known)
     children = tl.sum(((parent[None, :] == node[:, None]) & is_draft[None, :]).to(tl.int32), 1)
-    tl.store(OUT + 3 * nodes + at, children <= 1, mask=known)
+    tl.store(OUT + 3 * nodes + at, children > 1, mask=known)
 
 
 @triton.jit
 def _weigh(P, P_HIGHEST, P_TOTAL, Q, Q_TOTAL, INDEX, TOKENS, PARENTS, SCORES, Q_INDEX, DRAWN, RAW, Q_HIGHEST,
-           GAP, LOG_P, LOG_Q, WEIGHT, CHILD, Q_ROW, RIGHT, count, columns, rows, drafted, depth, nodes,
+           GAP, LOG_P, LOG_Q, WEIGHT, CHILD, Q_ROW, WRONG, count, columns, rows, drafted, depth, nodes,
            SAMPLED: tl.constexpr, CHAIN: tl.constexpr, REDUCED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """ln p and ln q of a tree's drafts, the weights of block verification, and each node's drawn child, -1 for none."""
     first, node = tl.program_id(0).to(tl.int64) * count, tl.arange(0, BLOCK)
@@ -50,7 +50,7 @@ def _weigh(P, P_HIGHEST, P_TOTAL, Q, Q_TOTAL, INDEX, TOKENS, PARENTS, SCORES, Q_
     token = tl.load(TOKENS + at, mask=known, other=0)
     score = tl.load(SCORES + at, mask=known, other=0.0)
     is_draft = known & (node > 0) & (score != -float("inf"))
-    _faults(RIGHT, RAW, P_HIGHEST, Q_HIGHEST, Q_INDEX, parent, node, is_draft, score, at, known,
+    _faults(WRONG, RAW, P_HIGHEST, Q_HIGHEST, Q_INDEX, parent, node, is_draft, score, at, known,
             tl.program_id(0).to(tl.int64), rows, nodes, SAMPLED)  # fmt: skip
     highest = tl.load(P_HIGHEST + above, mask=known, other=0.0)
     own = tl.load(P + above * columns + token, mask=is_draft, other=0.0).to(tl.float32)
@@ -296,15 +296,14 @@ def _weighed(scores: Tensor, inputs: Any) -> _Weighed:
         torch.empty(batch, count, dtype=torch.double, device=device),
     ]
     results += [torch.empty_like(fields[0], dtype=torch.int32), torch.empty_like(fields[0])]
-    right = torch.empty(4, batch, count, dtype=torch.bool, device=device)
+    wrong = torch.empty(4, batch, count, dtype=torch.bool, device=device)
     block = max(16, triton.next_power_of_2(max(count, depth + 1)))
     how = {"SAMPLED": q is not None, "CHAIN": inputs.is_chain, "BLOCK": block, "num_warps": block // 8}
     rows, drafted = (0, 0) if q is None else q[0].shape[1:]
     _weigh[(batch,)](
         scores, highest, p_total, *(q or p), scores if index is None else index, *fields, raw, q_highest, *results,
-        right.view(torch.uint8), count, columns, rows, drafted, depth, batch * count, REDUCED=index is not None, **how,
+        wrong.view(torch.uint8), count, columns, rows, drafted, depth, batch * count, REDUCED=index is not None, **how,
     )  # fmt: skip
-    wrong = right.logical_not_()
     faults = {"the target's logits": wrong[0]}
     faults |= {"the target's processed logits": wrong[1]} if raw is not highest else {}
     faults |= {"the drafter's logits": wrong[2]}
@@ -316,10 +315,16 @@ def _weighed(scores: Tensor, inputs: Any) -> _Weighed:
 def draft_numbers(scores: Tensor, inputs: Any) -> dict[str, Any]:
     """Return :func:`fsd_infer.rules.inputs.draft_numbers`."""
     weighed = _weighed(scores, inputs)
-    (gap, log_p, log_q, _, child, _), stats = weighed.results, (weighed.highest, weighed.likeliest, weighed.p[1])
+    (gap, log_p, log_q, weight, child, _), stats = weighed.results, (weighed.highest, weighed.likeliest, weighed.p[1])
     faults = {name: wrong for name, wrong in weighed.faults.items() if name != FORKS}
     known = {"_faults": faults, "_maxima": stats[:2], "_row_stats": stats, "logprob_gap": gap, "log_p": log_p}
-    return known | ({"log_q": log_q, "has_drawn_child": child >= 0} if inputs.sampled else {})
+    if weighed.q is None:
+        return known
+    known |= {"log_q": log_q, "has_drawn_child": child >= 0}
+    if not inputs.is_chain:
+        ids, p_itself = inputs.tree.draft_ids, torch.ones_like(weight)
+        known["drawn_residual"] = compare(RESIDUAL, weighed.p, weighed.q, ids, weighed.results[5], p_itself)
+    return known
 
 
 def accepted_path(
