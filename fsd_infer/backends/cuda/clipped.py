@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fsd_core.sampling import TINY
 from fsd_infer.backends.cuda.compare import KL_FLOOR, terms
+from fsd_infer.backends.cuda.kernels import VARYING
 
 _TINY = tl.constexpr(TINY)
 _BLOCK = 4096  # tokens that a program reads at once
@@ -157,7 +158,7 @@ def not_above_p(log_r: Tensor, p: Tensor, where: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _of_drafts(R, P, SLOT, TOKENS, INDEX, LOG_P, OUT, width, nodes, BLOCK: tl.constexpr):
     """See reduced_drafts in fsd_infer/rules/vocab_rows.py."""
     node = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -180,7 +181,7 @@ def reduced_drafts(r: Tensor, slot: Tensor, at: Any) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _rows(P, TOTAL, Q, IDS, ROWS, NODES, Q_INDEX, DRAWS, FIXED, SCORES, PROPOSAL, IS_FIXED, count, columns, rows,
           drafted, width, SAMPLED: tl.constexpr, FIXES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """A context's ln p, the q of its draw, and its fixed candidates, over the drafter's tokens and the rest."""

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fsd_core.divergence import LN2, ZERO
-from fsd_infer.backends.cuda.kernels import chunks_of, row_pass
+from fsd_infer.backends.cuda.kernels import VARYING, chunks_of, row_pass
 
 RESIDUAL = "residual"  # Σ (w·p - q)+, beside the names of divergences
 OUTSIDE = {"kl_qp": 0.0, "js": LN2 / 2, "tv": 0.5, RESIDUAL: 1.0}  # a token's term per p where q is 0
@@ -45,7 +45,7 @@ def terms(a, b, weight, KIND: tl.constexpr):
             return tl.where(gap == 0, 0.0, value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _compare(P, P_TOTAL, Q, Q_TOTAL, IDS, Q_INDEX, WEIGHT, PARTS, count, columns, rows, drafted, chunks,
              KIND: tl.constexpr, INDEXED: tl.constexpr, REDUCED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """A chunk of q's tokens in a row of p: the sum of the terms, and of w·p."""

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fsd_core.sampling import TINY
+from fsd_infer.backends.cuda.kernels import VARYING
 
 _TINY = tl.constexpr(TINY)
 
@@ -24,7 +25,7 @@ def _above(TOKENS, PARENTS, TEXT, node, place):
     return token, before, tl.where(is_node, place, place - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _repeats(TOKENS, PARENTS, TEXTS, LENGTHS, OUT, count, width, N: tl.constexpr, BLOCK: tl.constexpr):
     """Whether the N tokens that end at a node are also found before it, in the text or on its path."""
     tree, node = tl.program_id(0).to(tl.int64) // count, tl.program_id(0).to(tl.int64) % count
@@ -64,7 +65,7 @@ def completes_ngram(tokens: Tensor, texts: Any, tree: Any, n: int) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _repeating(ROWS, NODES, TOKENS, PARENTS, TEXTS, LENGTHS, COLUMNS, OUT, count, text_width, width,
                REDUCED: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Note the tokens after each earlier place where the N - 1 tokens that end at a node are found."""
@@ -121,7 +122,7 @@ def _any_child(is_child, holds):
     return tl.max((is_child & holds[None, :]).to(tl.int32), 1) > 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _biased(BIAS, GAP, LOG_P, PARENTS, SCORES, APPLIES, OUT_APPLIES, OUT_R, OUT_COST, count, BLOCK: tl.constexpr):
     """See biased_sampled in fsd_infer/rules/distributions.py."""
     node, least = tl.arange(0, BLOCK), -float("inf")
@@ -171,7 +172,7 @@ def biased_sampled(logit_bias: Tensor, inputs: Any, applies: Tensor) -> tuple[Te
     return out, r, cost
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _tilt(GAP, LOG_P, COEF, IS_NEW, ELIGIBLE, LOSSY, CHOSEN, ANCESTORS, PARENTS, SCORES, OUT, count, toll,
           GREEDY: tl.constexpr, RESTRICTED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """See tilted_bias in fsd_infer/rules/tilted.py: sums over paths from [n] down to [m] are a matrix [m, n]."""
@@ -232,7 +233,7 @@ def tilted_bias(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _under(R, LOG_R, RESIDUAL, LOG_Q, DRAWN, PARENTS, OUT, count, CHAIN: tl.constexpr, BLOCK: tl.constexpr):
     """See accept_prob_under in fsd_infer/rules/inputs.py."""
     node = tl.arange(0, BLOCK)

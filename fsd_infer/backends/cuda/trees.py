@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fsd_infer.backends.cuda.kernels import VARYING
 
-@triton.jit
+
+@triton.jit(do_not_specialize=VARYING)
 def _ancestors(PARENTS, OUT, count, BLOCK: tl.constexpr):
     node, column = tl.program_id(0) % count, tl.arange(0, BLOCK)
     parents = PARENTS + tl.program_id(0) // count * count
@@ -39,7 +41,7 @@ def ancestors(parents: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _slot_masks(LENGTHS, AFTER, OUT, count, extra, used, BLOCK: tl.constexpr):
     row, slot = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = slot - tl.load(LENGTHS + row // count)
@@ -58,7 +60,7 @@ def slot_masks(lengths: Tensor, visible_after: Tensor, used: int) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _keep_nodes(TOKENS, PARENTS, SCORES, Q_INDEX, PROPOSERS, DRAWN, NODES, OUT_TOKENS, OUT_PARENTS, OUT_SCORES,
                 OUT_Q_INDEX, OUT_PROPOSERS, OUT_DRAWN, IS_DRAFT, IS_CHILD, count, most,
                 PROPOSED: tl.constexpr, DRAWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip

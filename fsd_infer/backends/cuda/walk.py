@@ -16,7 +16,7 @@ from torch import Tensor
 from fsd_core.sampling import FORKS, TINY, Rest
 from fsd_infer.backends.cuda.compare import RESIDUAL, compare, with_totals
 from fsd_infer.backends.cuda.draws import draw_left
-from fsd_infer.backends.cuda.kernels import row_pass
+from fsd_infer.backends.cuda.kernels import VARYING, row_pass
 
 MAX_NODES = 128  # of a tree: programs hold matrices of nodes
 _TINY = tl.constexpr(TINY)
@@ -38,7 +38,7 @@ def _faults(OUT, RAW, HIGHEST, Q_HIGHEST, Q_INDEX, parent, node, is_draft, score
     tl.store(OUT + 3 * nodes + at, children > 1, mask=known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _weigh(P, P_HIGHEST, P_TOTAL, Q, Q_TOTAL, INDEX, TOKENS, PARENTS, SCORES, Q_INDEX, DRAWN, RAW, Q_HIGHEST,
            GAP, LOG_P, LOG_Q, WEIGHT, CHILD, Q_ROW, WRONG, count, columns, rows, drafted, depth, nodes,
            SAMPLED: tl.constexpr, CHAIN: tl.constexpr, REDUCED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
@@ -160,7 +160,7 @@ def _put_path(PATH, NEXT, SOURCES, FIRST, GAPS, ACCEPTED, END, GAP, tree, first,
     tl.store(END + tree, end.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _follow(P_DRAFT, R_DRAFT, LOSSY, COST, DENSE_END, GAP, UNIFORMS, TOKENS, PARENTS, SCORES, DRAWN,
             PATH, NEXT, SOURCES, FIRST, GAPS, ACCEPTED, END, RELAXED, SPENT, count, depth, width, row_stride, stride,
             GREEDY: tl.constexpr, COSTS: tl.constexpr, HAS_DRAWN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
@@ -199,7 +199,7 @@ def _follow(P_DRAFT, R_DRAFT, LOSSY, COST, DENSE_END, GAP, UNIFORMS, TOKENS, PAR
     tl.store(SPENT + start + step, spent, mask=reached)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _walk(TOKENS, PARENTS, SCORES, Q_INDEX, DRAWN, UNIFORMS, GAP, LOG_P, LOG_Q, WEIGHT, CHILD, Q_ROW, EXCESS,
           PATH, NEXT, SOURCES, FIRST, GAPS, ACCEPTED, END, OF_END, END_ROW, REFUSED,
           count, depth, width, row_stride, stride, SAMPLED: tl.constexpr, CHAIN: tl.constexpr,
