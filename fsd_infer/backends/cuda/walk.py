@@ -1,4 +1,4 @@
-"""The walk over trees above temperature 0 where rules keep the target's distribution, in Triton: ten launches.
+"""The walk over trees in Triton: ten launches above temperature 0 where rules keep the target's distribution.
 
 Those over the vocabulary have a program per chunk of a row, the others one per tree, which holds its nodes in
 registers. No two programs of a launch write what another one reads. Probabilities of nodes are in fp64, as in torch.
@@ -199,7 +199,7 @@ def _follow(P_DRAFT, R_DRAFT, LOSSY, COST, DENSE_END, GAP, UNIFORMS, TOKENS, PAR
     tl.store(SPENT + start + step, spent, mask=reached)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit
 def _walk(TOKENS, PARENTS, SCORES, Q_INDEX, DRAWN, UNIFORMS, GAP, LOG_P, LOG_Q, WEIGHT, CHILD, Q_ROW, EXCESS,
           PATH, NEXT, SOURCES, FIRST, GAPS, ACCEPTED, END, OF_END, END_ROW, REFUSED,
           count, depth, width, row_stride, stride, SAMPLED: tl.constexpr, CHAIN: tl.constexpr,
