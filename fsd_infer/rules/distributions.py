@@ -22,7 +22,7 @@ from fsd_core.errors import FsdError
 from fsd_core.former import warn_renamed
 from fsd_core.functional import wide
 from fsd_infer.rules.inputs import RuleInputs
-from fsd_infer.rules.optimal import clipped_distribution, passing_distribution
+from fsd_infer.rules.optimal import clipped_distribution, not_above_p, passing_distribution
 from fsd_infer.rules.vocab_rows import VocabRows
 
 VocabFunction = Callable[[VocabRows], Tensor]
@@ -282,17 +282,6 @@ def block_test(inputs: RuleInputs) -> AcceptanceTest:
     )
     of_end = weight.masked_fill(~has_drawn_child, 1.0).float()  # elsewhere p, to which w·p is in proportion
     return AcceptanceTest(accept_prob, of_end)
-
-
-@functional.replaceable
-def not_above_p(log_r: Tensor, p: Tensor, where: Tensor) -> Tensor:
-    """Return ln of r with at most p at tokens ``where``, and the excess distributed as p, [R, V] each.
-
-    ``log_r``: ln r up to a constant.
-    """
-    r = log_r.softmax(-1)
-    kept = torch.where(where, torch.minimum(r, p), r)
-    return (kept + (r - kept).sum(-1, keepdim=True) * p).log()
 
 
 def former_order(output: OutputDistribution, where: str = "") -> FsdError:

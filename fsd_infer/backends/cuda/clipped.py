@@ -130,7 +130,7 @@ def emitted(log_r: Tensor, at: Any) -> tuple[Tensor, Tensor, Tensor | None]:
 
 @triton.jit
 def _not_above(LOG_R, P, WHERE, OUT, columns, BLOCK: tl.constexpr):
-    """See not_above_p in fsd_infer/rules/distributions.py."""
+    """See not_above_p in fsd_infer/rules/optimal.py."""
     first = tl.program_id(0).to(tl.int64) * columns
     high, total = _log_sum_exp(LOG_R + first, columns, BLOCK)
     excess = tl.zeros([BLOCK], tl.float32)
@@ -151,7 +151,7 @@ def _not_above(LOG_R, P, WHERE, OUT, columns, BLOCK: tl.constexpr):
 
 
 def not_above_p(log_r: Tensor, p: Tensor, where: Tensor) -> Tensor:
-    """Return :func:`fsd_infer.rules.distributions.not_above_p` of ln r and p [R, V] in fp32."""
+    """Return :func:`fsd_infer.rules.optimal.not_above_p` of ln r and p [R, V] in fp32."""
     out = torch.empty_like(log_r, memory_format=torch.contiguous_format)
     inputs = log_r.contiguous(), p.contiguous(), where.contiguous().view(torch.uint8)
     _not_above[(len(log_r),)](*inputs, out, log_r.shape[1], BLOCK=_BLOCK, num_warps=8)
