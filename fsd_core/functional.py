@@ -31,9 +31,10 @@ KERNELS: dict[str, dict[str, Callable[..., Any]]] = {
     name: {}
     for name in (
         "accept_prob_under", "accepted_and_expected", "accepted_path", "ancestors", "biased_sampled",
-        "block_accept_probs", "child_offsets", "completes_ngram", "divergence_rows", "draw_rest", "drawn_weights",
-        "exact_walk", "host_max", "host_nonzero", "keep_nodes", "keep_top_k", "mixed_children", "repeating_tokens",
-        "residual_mass", "row_entropy", "row_max", "row_stats", "sample_rows", "search_clipped", "slot_masks",
+        "block_accept_probs", "child_offsets", "completes_ngram", "divergence_rows", "draft_numbers", "draw_rest",
+        "drawn_weights", "emitted", "exact_walk", "host_max", "host_nonzero", "keep_nodes", "keep_top_k",
+        "mixed_children", "not_above_p", "reduced_drafts", "reduced_rows", "repeating_tokens", "residual_mass",
+        "row_entropy", "row_max", "row_stats", "sample_rows", "search_clipped", "slot_masks", "tilted_bias",
         "topk_logprobs", "tree_union",
     )
 }  # fmt: skip

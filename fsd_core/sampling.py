@@ -60,6 +60,7 @@ class Rest(NamedTuple):
         q_logits: [B, I, Vd]; None: there is no q.
         q_index: [B] int64, each context's row of q, -1 for none; None: as ``q_logits``.
         draft_ids: [Vd] the tokens of q's columns; None: V = Vd.
+        draft_index: [V] the column of each token, -1 for none; None: not known.
     """
 
     p_logits: Tensor
@@ -69,6 +70,7 @@ class Rest(NamedTuple):
     q_logits: Tensor | None = None
     q_index: Tensor | None = None
     draft_ids: Tensor | None = None
+    draft_index: Tensor | None = None
 
     def weights(self) -> Tensor:
         """Return it over the vocabulary, [B, V] in fp32."""

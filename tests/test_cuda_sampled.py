@@ -23,8 +23,9 @@ from tests.tree_rounds import assert_same, drawn_tree, verdict_of
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"  # see tests/conftest.py
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
 OF_RULES = (
-    "accept_prob_under", "accepted_path", "biased_sampled", "child_offsets", "completes_ngram", "divergence_rows",
-    "draw_rest", "repeating_tokens", "residual_mass",
+    "accept_prob_under", "accepted_path", "biased_sampled", "completes_ngram", "divergence_rows",
+    "draft_numbers", "draw_rest", "emitted", "not_above_p",
+    "reduced_drafts", "reduced_rows", "repeating_tokens", "residual_mass", "tilted_bias",
 )  # fmt: skip
 UNIFORMS = (0.0, 0.321, 1.0 - 2**-24)
 
@@ -134,31 +135,29 @@ def test_rows_are_compared_as_in_torch(kind: str) -> None:
     assert kind == RESIDUAL or functions.divergence_rows(p, p, divergence(kind))[0, 0] == 0
 
 
-def test_parts_of_trees_and_the_intervals_of_siblings() -> None:
+def test_parts_of_trees() -> None:
     """The kept nodes lie in any order, the root first; some parents are dropped."""
     tree = drawn_tree("tree", None, torch.float32, 3)
     fields = [tree.tokens, tree.parents, tree.scores, tree.q_index, tree.tokens.flip(1), tree.drawn]
     nodes = torch.tensor([[0, 2, 3, 1, 7], [0, 1, 2, 3, 4], [0, 6, 4, 5, 2]])
-    probs, uniforms = torch.rand(3, 8).double(), torch.rand(3, 8, 3)[..., 0]
-    given = [None if x is None else x.to(DEVICE) for x in (*fields, nodes, probs, uniforms)]
+    given = [None if x is None else x.to(DEVICE) for x in (*fields, nodes)]
     for without in ((), (4, 5)):
-        some = [None if place in without else x for place, x in enumerate(given[:7])]
+        some = [None if place in without else x for place, x in enumerate(given)]
         found, expected = functions.keep_nodes(*some), in_torch(functional.keep_nodes)(*some)  # type: ignore[operator]
         for one, other in zip((*found[:6], *found[6]), (*expected[:6], *expected[6]), strict=True):
             assert one is other is None or torch.equal(one, other)
-    siblings = given[7], given[8], given[1]
-    torch.testing.assert_close(functions.child_offsets(*siblings), in_torch(sampling.child_offsets)(*siblings))  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("kind", ["tree", "chain", "likely tokens"])
-@pytest.mark.parametrize("spec", ["tilted:1", "fuzzy:js:0.3", "relaxed:3:0.1"])
-def test_rules_decide_as_in_torch(spec: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spec", ["tilted:1", "tilted:settle=2", "fuzzy:js:0.3", "relaxed:3", "draft-only:budget=3"])
+def test_rules_decide_as_in_torch(spec: str, kind: str, greedy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of some hundred tokens, of none before the root, and of few ids: many n-grams are repeated."""
     tree, logits = drawn_tree(kind, 12 if kind == "tree" else None, torch.float32, 3), torch.randn(3, 8, 23)
     tree.tokens[1:, 1:] %= 3
     texts = TokenHistory([[5] * n + torch.randint(0, 3, (m,)).tolist() + [int(x)] for n, m, x in
                           zip((0, 0, 9), (0, 300, 2), tree.tokens[:, 0])], device=DEVICE)  # fmt: skip
-    round = on_device(RoundInput(tree, logits, logits, False, torch.rand(3, 8, 3), texts=texts)).round
+    round = on_device(RoundInput(tree, logits, logits, greedy, torch.rand(3, 8, 3), texts=texts)).round
     verdicts = []
     for in_triton in (True, False):
         for name in OF_RULES:

@@ -25,6 +25,7 @@ from fsd_core.divergence import divergence
 from fsd_core.sampling import Rest
 from fsd_infer.backends.cuda import attention, clipped, compare, draws, functions, kernels, layer, mixed, trees, walk
 from fsd_infer.rules import RoundInput, RuleInputs, TokenHistory
+from fsd_infer.rules.vocab_rows import VocabRows
 from fsd_infer.trees.tree import DraftTree
 
 TYPES = {
@@ -45,9 +46,10 @@ class Compiler:
         options = {name: others.pop(name) for name in OPTIONS if name in others}
         given = dict(zip(kernel.arg_names, args, strict=False)) | others
         constants = {p.name: given[p.name] for p in kernel.params if p.is_constexpr}
-        constants |= {name: 1 for name, value in given.items() if type(value) is int and value == 1}
+        fixed = {p.name for p in kernel.params if not p.do_not_specialize}
+        constants |= {name: 1 for name, value in given.items() if name in fixed and type(value) is int and value == 1}
         signature = {name: "constexpr" if name in constants else _type(given[name]) for name in kernel.arg_names}
-        aligned = [name for name, value in given.items() if name not in constants and _is_aligned(value)]
+        aligned = [name for name, value in given.items() if name in fixed - {*constants} and _is_aligned(value)]
         key = kernel.__name__, *signature.values(), *constants.values(), *aligned, *options.values()
         if key in self.known:
             return
@@ -133,8 +135,17 @@ def launch_all(compiler: Compiler, widths: list[int], dtypes: list[torch.dtype],
     inputs.logprob_gap = inputs.log_p = inputs.log_q = tree.scores
     inputs.is_drawn = tree.drawn
     functions.accept_prob_under(wide, wide, wide, inputs)
-    functions.accepted_path(tree.drawn, inputs)
+    functions.accepted_path(wide, wide, tree.drawn, wide, tree.drawn[:, :1], inputs)
     functions.biased_sampled(wide, inputs, tree.drawn)
+    tree.fixed, at = torch.zeros(1, 51, 9, dtype=torch.long), VocabRows.every(inputs).reduced()
+    functions.emitted(at.p, at)
+    functions.not_above_p(at.p, at.p, at.fixed)
+    functions.reduced_drafts(at.p, tree.parents, at)
+    functions.reduced_rows(inputs.round.scores, at)
+    for inputs.greedy in (False, True):
+        inputs.accept_prob, given = tree.drawn, (tree.drawn, tree.drawn, tree.drawn, 1.0, inputs)
+        functions.tilted_bias(wide, wide[:, :1], *given)
+    functions.accepted_path(tree.drawn, tree.drawn, tree.drawn, wide, tree.drawn[:, :1], inputs)
     texts, contexts = TokenHistory([[1] * 600]), slots[0]
     functions.completes_ngram(tree.tokens, texts, tree, 4)
     functions.repeating_tokens(0 * contexts, contexts, texts, tree, 4, 32001, contexts)
@@ -144,7 +155,6 @@ def launch_all(compiler: Compiler, widths: list[int], dtypes: list[torch.dtype],
         mixed.mixed_children(draft, 10, accept, ancestors, ancestors[:, 0], none, (1.0, 1.0), -4.0)
         draws.sample_rows(draft, accept, accept > 0)
     functions.keep_nodes(tree.tokens, tree.parents, tree.scores, tree.q_index, tree.tokens, tree.drawn, slots)
-    functions.child_offsets(wide, tree.scores, slots)
     for kind in compare.KINDS[:-3] + compare.KINDS[-2:]:  # residuals are compared above
         functions.divergence_rows(torch.empty(60, 128256), torch.empty(60, 128256), divergence(kind))
     draws.draw_rest(Rest(torch.empty(1, 1, 128256), none, torch.ones(1), slots), torch.empty(1))

@@ -22,7 +22,7 @@ from fsd_core.errors import FsdError
 from fsd_core.former import warn_renamed
 from fsd_core.functional import wide
 from fsd_infer.rules.inputs import RuleInputs
-from fsd_infer.rules.optimal import clipped_distribution, passing_distribution
+from fsd_infer.rules.optimal import clipped_distribution, not_above_p, passing_distribution
 from fsd_infer.rules.vocab_rows import VocabRows
 
 VocabFunction = Callable[[VocabRows], Tensor]
@@ -239,9 +239,7 @@ class OutputDistribution:
             repeats, log_r = at.repeating_tokens(n), dense(at)
             if inputs.greedy:
                 return torch.where(repeats.gather(1, log_r.argmax(-1, keepdim=True)), at.scores, log_r)
-            r = log_r.softmax(-1)
-            kept = torch.where(repeats, torch.minimum(r, at.p), r)
-            return (kept + (r - kept).sum(-1, keepdim=True) * at.p).log()
+            return not_above_p(log_r, at.p, repeats)
 
         return replace(self, logit_bias=logit_bias, log_r=log_r)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,18 @@ from fsd_infer.rules.texts import TokenHistory, in_phase, repeats_ngram, sentenc
 from fsd_infer.rules.verification import RoundInput
 
 CHILD, TOKEN, GATE = range(3)  # columns of RoundInput.uniforms, by what they decide
+
+
+T = TypeVar("T")
+
+
+class Together(cached_property[T]):
+    """A quantity that a kernel may compute together with others: its owner's ``_together`` has them by name."""
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is not None:
+            vars(instance).update(instance._together)
+        return super().__get__(instance, owner)
 
 
 class RuleInputs(Renamed):
@@ -80,6 +93,15 @@ class RuleInputs(Renamed):
         return self.tree.q_index >= 0
 
     @cached_property
+    def _together(self) -> dict[str, Any]:
+        return draft_numbers(self.round.scores, self)
+
+    @Together
+    def _faults(self) -> dict[str, Tensor] | None:
+        """:meth:`non_finite` with the drafter's logits if drafts were drawn, else without; None: not yet computed."""
+        return None
+
+    @Together
     def _maxima(self) -> tuple[Tensor, Tensor]:
         return functional.row_max(self.round.scores)
 
@@ -88,7 +110,7 @@ class RuleInputs(Renamed):
         """The target's likeliest token at each context, the first of equals."""
         return self._maxima[1]
 
-    @cached_property
+    @Together
     def log_p_max(self) -> Tensor:
         """ln p of the target's likeliest token, at contexts with children."""
         highest, _, total = self._row_stats
@@ -99,7 +121,7 @@ class RuleInputs(Renamed):
         """ln Σ e^scores at contexts with children: ln p is a score minus this."""
         return self._row_stats[2]
 
-    @cached_property
+    @Together
     def _row_stats(self) -> tuple[Tensor, Tensor, Tensor]:
         return functional.row_stats(self.round.scores, self.tree.has_children)
 
@@ -113,14 +135,14 @@ class RuleInputs(Renamed):
         k = min(k, self.round.scores.shape[-1])
         return functional.topk_logprobs(self.round.scores, k, self.tree.has_children)[0]
 
-    @cached_property
+    @Together
     def logprob_gap(self) -> Tensor:
         """ln p of the likeliest token at the parent minus ln p of the draft, at least 0; inf at roots and padding."""
         scores, tree = self.round.scores, self.tree
         own = scores.flatten(1).gather(1, tree.parents * scores.shape[-1] + tree.tokens).float()
         return (self.at_parents(self._maxima[0]) - own).clamp_min(0.0).masked_fill(~self.tree.is_draft, math.inf)
 
-    @cached_property
+    @Together
     def log_p(self) -> Tensor:
         """ln p of each draft at its parent; -inf at roots and padding."""
         return self.at_parents(self.log_p_max) - self.logprob_gap
@@ -136,7 +158,7 @@ class RuleInputs(Renamed):
         drawn = self.tree.is_draft if self.tree.drawn is None else self.tree.drawn
         return drawn & self.at_parents(self.has_q)
 
-    @cached_property
+    @Together
     def has_drawn_child(self) -> Tensor:
         """bool; contexts with a drawn child."""
         return self.any_child(self.is_drawn)
@@ -158,7 +180,7 @@ class RuleInputs(Renamed):
             return self.round.process_draft(tree)
         return expand_draft(tree.q_logits, tree.draft_ids, self.round.logits.shape[-1])
 
-    @cached_property
+    @Together
     def log_q(self) -> Tensor:
         """ln q of each draft at its parent, if that has a q."""
         tree, row = self.tree, self.at_parents(self.tree.q_index).clamp_min(0)
@@ -191,8 +213,13 @@ class RuleInputs(Renamed):
         p = self.log_p.to(wide(self.log_p.device)).exp()
         if not self.sampled:
             return p
-        residual = torch.zeros_like(p) if self.is_chain else self.residual_mass(torch.ones_like(p))
+        residual = torch.zeros_like(p) if self.is_chain else self.drawn_residual
         return self.accept_prob_under(p, self.log_p, residual)
+
+    @Together
+    def drawn_residual(self) -> Tensor:
+        """:meth:`residual_mass` of p itself."""
+        return self.residual_mass(torch.ones_like(self.log_p, dtype=wide(self.log_p.device)))
 
     def residual_mass(self, weight: Tensor) -> Tensor:
         """Σ (w·p - q)+ at contexts with a drawn child, with q of the draw. ``weight``: [B, N] w."""
@@ -281,6 +308,8 @@ class RuleInputs(Renamed):
 
         reads_q: check the drafter's logits; otherwise check its trees' scores.
         """
+        if self._faults is not None and reads_q == self.sampled:
+            return self._faults
         round, index, raw = self.round, self.tree.q_index, self._maxima[0]
         if round.scores is not round.logits:
             raw = functional.row_max(round.logits)[0]
@@ -293,6 +322,15 @@ class RuleInputs(Renamed):
         elif self.tree.parents.shape[1] > 1:
             wrong["the drafter's logits"] = self.tree.scores.isnan()
         return wrong
+
+
+@functional.replaceable
+def draft_numbers(scores: Tensor, inputs: RuleInputs) -> dict[str, Any]:
+    """Return the quantities that a kernel computes at once, by name; here none: each is computed on first use.
+
+    scores: [B, N, V] those of the round.
+    """
+    return {}
 
 
 @functional.replaceable

@@ -104,3 +104,14 @@ def _clip(log_p: Tensor, log_q: Tensor, gain: Tensor, log_a: Tensor) -> tuple[Te
     log_r = log_q.clamp(least, least + gain)
     r = log_r.exp()
     return log_r, r.sum(-1, keepdim=True), r.masked_fill(log_r == log_q, 0.0).sum(-1, keepdim=True)
+
+
+@functional.replaceable
+def not_above_p(log_r: Tensor, p: Tensor, where: Tensor) -> Tensor:
+    """Return ln of r with at most p at tokens ``where``, and the excess distributed as p, [R, V] each.
+
+    ``log_r``: ln r up to a constant.
+    """
+    r = log_r.softmax(-1)
+    kept = torch.where(where, torch.minimum(r, p), r)
+    return (kept + (r - kept).sum(-1, keepdim=True) * p).log()

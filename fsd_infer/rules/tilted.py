@@ -153,41 +153,13 @@ class Tilted(LossyRule):
         logprob_gap = inputs.logprob_gap.to(coef.dtype)
         is_new = ~inputs.repeats_ngram(self.exact_ngram_size) if self.exact_ngram_size else inputs.tree.is_draft
         eligible = is_new & (logprob_gap <= (-math.log(min_p) if min_p else torch.finfo(logprob_gap.dtype).max))
-        if inputs.greedy:
-            value = self._greedy_value(inputs, coef, logprob_gap, is_new, eligible)
-        else:
-            log_p = inputs.log_p.to(logprob_gap.dtype)
-            mass = inputs.sum_children(log_p.exp().masked_fill(~eligible, 0.0))
-            value = coef * log_mean_exp(inputs.tree.ancestors, log_p + 1 / coef, eligible, 1.0 - mass)
-        return ((1 + value).clamp_min(0.0) / coef).masked_fill(~eligible, 0.0)
-
-    def _greedy_value(
-        self, inputs: RuleInputs, coef: Tensor, logprob_gap: Tensor, is_new: Tensor, eligible: Tensor
-    ) -> Tensor:
-        """Return V less the draft's own toll at temperature 0, [B, N].
-
-        Args:
-            inputs: of the round.
-            coef: [B, 1] λ.
-            logprob_gap: [B, N] in λ's type.
-            is_new: [B, N] bool; drafts that repeat no n-gram.
-            eligible: [B, N] bool; those of them that may be favoured.
-        """
-        # the target's own choice, whose siblings are never taken
-        repeated_choice = ~is_new & (logprob_gap == 0)
-        is_open = eligible & ~inputs.at_parents(inputs.any_child(repeated_choice)) | repeated_choice
-        if (where := self.lossy_at(inputs)) is not None:
-            is_open = is_open & (inputs.at_parents(where) | inputs.accept_prob)
-        toll = torch.where(inputs.accept_prob, 0.0, self.effective_toll)
-        gains = is_new.to(logprob_gap.dtype) - coef * logprob_gap - toll
-        return best_path(inputs.tree.ancestors, gains, is_open) - toll
+        return tilted_bias(logprob_gap, coef, is_new, eligible, self.lossy_at(inputs), self.effective_toll, inputs)
 
     def _gain(self, at: VocabRows) -> Tensor:
         """[R, V] v/λ of each token as the draft of a sampled chain, which is worth 1 or 0."""
         gain = (1 / self.kl_coefs(at.inputs))[at.rows].float()
-        eligible = at.log_p > -math.inf
-        if self.effective_min_p:
-            eligible = at.log_p >= at.of(at.inputs.log_p_max)[:, None] + math.log(self.effective_min_p)
+        least = at.of(at.inputs.log_p_max)[:, None] + math.log(self.effective_min_p) if self.effective_min_p else None
+        eligible = at.log_p > -math.inf if least is None else at.log_p >= least
         if self.exact_ngram_size:
             eligible &= ~at.repeating_tokens(self.exact_ngram_size)
         return torch.where(eligible, gain, 0.0)
@@ -214,6 +186,44 @@ def sampling_cost(scores: Tensor, temperature: float, greedy: bool) -> Tensor:
         return ((-logprob_gap / temperature).softmax(-1) * logprob_gap.nan_to_num(posinf=0.0)).sum(-1)
     log_p, log_q = (-logprob_gap).log_softmax(-1), (-logprob_gap / (1 + temperature)).log_softmax(-1)
     return (log_q.exp() * (log_q - log_p).nan_to_num()).sum(-1).clamp_min(0.0)
+
+
+@functional.replaceable
+def tilted_bias(
+    logprob_gap: Tensor,
+    coef: Tensor,
+    is_new: Tensor,
+    eligible: Tensor,
+    lossy: Tensor | None,
+    toll: float,
+    inputs: RuleInputs,
+) -> Tensor:
+    """Return v(c)/λ of each draft of a tree: [B, N].
+
+    Args:
+        logprob_gap: [B, N] in λ's type.
+        coef: [B, 1] λ.
+        is_new: [B, N] bool; drafts that repeat no n-gram.
+        eligible: [B, N] bool; those of them that may be favoured.
+        lossy: [B, N] bool; contexts where the rule may be lossy. None: all. Read at temperature 0, as the toll is.
+        toll: of each deviation.
+        inputs: of the round.
+    """
+    tree = inputs.tree
+    if inputs.greedy:
+        # the target's own choice, whose siblings are never taken
+        repeated_choice = ~is_new & (logprob_gap == 0)
+        is_open = eligible & ~inputs.at_parents(inputs.any_child(repeated_choice)) | repeated_choice
+        if lossy is not None:
+            is_open = is_open & (inputs.at_parents(lossy) | inputs.accept_prob)
+        own_toll = torch.where(inputs.accept_prob, 0.0, toll)
+        gains = is_new.to(logprob_gap.dtype) - coef * logprob_gap - own_toll
+        value = best_path(tree.ancestors, gains, is_open) - own_toll
+    else:
+        log_p = inputs.log_p.to(logprob_gap.dtype)
+        mass = inputs.sum_children(log_p.exp().masked_fill(~eligible, 0.0))
+        value = coef * log_mean_exp(tree.ancestors, log_p + 1 / coef, eligible, 1.0 - mass)
+    return ((1 + value).clamp_min(0.0) / coef).masked_fill(~eligible, 0.0)
 
 
 def _sums_down(ancestors: Tensor, weights: Tensor, is_open: Tensor) -> Tensor:

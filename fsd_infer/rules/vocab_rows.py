@@ -8,9 +8,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fsd_core import functional
 from fsd_core.divergence import Divergence, expand_draft
 from fsd_core.sampling import TINY
-from fsd_infer.rules.inputs import RuleInputs
+from fsd_infer.rules.inputs import RuleInputs, Together
 from fsd_infer.rules.texts import repeating_tokens
 
 
@@ -25,13 +26,17 @@ class VocabRows:
         self._is_every = is_every  # all nodes of all rows in order, so views replace copies
         self._repeating: dict[int, Tensor] = {}
 
+    @cached_property
+    def _together(self) -> dict[str, Tensor]:
+        return {}
+
     @classmethod
     def every(cls, inputs: RuleInputs, rows: Tensor | None = None) -> VocabRows:
         """Return all contexts in order, R = B·N; or those of batch rows ``rows``."""
         batch, nodes = inputs.tree.tokens.shape[0], inputs.nodes
         index = torch.arange(batch, device=nodes.device) if rows is None else rows
         return cls(
-            inputs, index[:, None].expand(-1, len(nodes)).flatten(), nodes.repeat(len(index)), is_every=rows is None
+            inputs, index[:, None].repeat(1, len(nodes)).flatten(), nodes.repeat(len(index)), is_every=rows is None
         )
 
     def subset(self, index: Tensor | None) -> VocabRows:
@@ -42,6 +47,12 @@ class VocabRows:
         """[B, N, ...] -> [R, ...]"""
         return values.flatten(0, 1) if self._is_every else values[self.rows, self.nodes]
 
+    def spread(self, values: Tensor, other: int) -> Tensor:
+        """[R] -> [B, N], ``other`` at other contexts."""
+        if self._is_every:
+            return values.view(self.inputs.tree.tokens.shape)
+        return values.new_full(self.inputs.tree.tokens.shape, other).index_put((self.rows, self.nodes), values)
+
     def _of_drafter(self, values: Tensor) -> Tensor:
         """[B, I, ...] -> [R, ...] in fp32."""
         return values[self.rows, self.of(self.inputs.tree.q_index).clamp_min(0)].float()
@@ -51,7 +62,7 @@ class VocabRows:
         """[R, V] the target's raw logits, fp32."""
         return self.of(self.inputs.round.logits).float()
 
-    @cached_property
+    @Together
     def scores(self) -> Tensor:
         """[R, V] the logits after the request's processors: ln p up to a constant."""
         round = self.inputs.round
@@ -95,7 +106,7 @@ class VocabRows:
         """[R, V]"""
         return self.q_scores.softmax(-1)
 
-    @cached_property
+    @Together
     def proposal(self) -> Tensor:
         """[R, V] the distribution from which a child was drawn, 0 at contexts without a drawn child."""
         tree = self.inputs.tree
@@ -107,7 +118,7 @@ class VocabRows:
         """Return probabilities [R, Vd] of the drafter's vocabulary over the target's."""
         return expand_draft(q, self.inputs.tree.draft_ids, self.scores.shape[-1], 0.0)
 
-    @cached_property
+    @Together
     def fixed(self) -> Tensor:
         """[R, V] bool; candidates that were fixed before any draw at or below the context, verified or not."""
         tree, none = self.inputs.tree, torch.zeros_like(self.scores, dtype=torch.bool)
@@ -127,7 +138,7 @@ class VocabRows:
         inputs = self.inputs
         if inputs.tree.draft_ids is None or inputs.greedy:
             return self
-        return ReducedVocabRows(inputs, self.rows, self.nodes)
+        return ReducedVocabRows(inputs, self.rows, self.nodes, self._is_every)
 
     def of_drafts(self, r: Tensor, slot: Tensor) -> Tensor:
         """Return the probability [B, N] of each draft's token under row ``slot`` [B, N] of r [R, V]."""
@@ -166,13 +177,17 @@ class ReducedVocabRows(VocabRows):
     sixth of the tokens.
     """
 
+    @cached_property
+    def _together(self) -> dict[str, Tensor]:
+        return reduced_rows(self.inputs.round.scores, self)
+
     @property
     def _ids(self) -> Tensor:
         ids = self.inputs.tree.draft_ids
         assert ids is not None
         return ids.long()  # files may store narrower integers
 
-    @cached_property
+    @Together
     def scores(self) -> Tensor:
         inputs = self.inputs
         own = inputs.round.scores[self.rows[:, None], self.nodes[:, None], self._ids].float()
@@ -205,11 +220,26 @@ class ReducedVocabRows(VocabRows):
         return repeating_tokens(self.rows, self.nodes, texts, inputs.tree, n, width, inputs.draft_index)
 
     def of_drafts(self, r: Tensor, slot: Tensor) -> Tensor:
-        entries, width = self.inputs.draft_entries, r.shape[1]
-        own = r.flatten()[slot * width + torch.where(entries < 0, width - 1, entries)]
-        share = (r[:, -1] / self.p[:, -1].clamp_min(TINY))[slot]
-        return torch.where(entries < 0, share * self.inputs.log_p.exp(), own)
+        return reduced_drafts(r, slot, self)
 
     def over_all(self, r: Tensor, slot: Tensor, p: Tensor) -> Tensor:
         share = r[:, -1] / self.p[:, -1].clamp_min(TINY)
         return (share[slot, None] * p).index_copy(1, self._ids, r[slot, :-1])
+
+
+@functional.replaceable
+def reduced_rows(scores: Tensor, at: ReducedVocabRows) -> dict[str, Tensor]:
+    """Return quantities of contexts that a kernel computes at once, by name, as :func:`.draft_numbers` does.
+
+    scores: [B, N, V] those of the round.
+    """
+    return {}
+
+
+@functional.replaceable
+def reduced_drafts(r: Tensor, slot: Tensor, at: ReducedVocabRows) -> Tensor:
+    """Compute :meth:`VocabRows.of_drafts` over a reduced vocabulary."""
+    entries, width = at.inputs.draft_entries, r.shape[1]
+    own = r.flatten()[slot * width + torch.where(entries < 0, width - 1, entries)]
+    share = (r[:, -1] / at.p[:, -1].clamp_min(TINY))[slot]
+    return torch.where(entries < 0, share * at.inputs.log_p.exp(), own)

@@ -52,18 +52,30 @@ def exact_walk(scores: Tensor, inputs: RuleInputs) -> dict[str, Any]:
 
 
 @functional.replaceable
-def accepted_path(follows: Tensor, inputs: RuleInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the path of the nodes that follow their parents, as all their ancestors do.
+def accepted_path(
+    p_draft: Tensor, r_draft: Tensor, lossy: Tensor, cost: Tensor | None, final_is_dense: Tensor, inputs: RuleInputs
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Accept the nodes whose ancestors were all picked, and gather what is emitted there.
+
+    At every context at once it is decided which child follows, as if the walk came there.
 
     Args:
-        follows: [B, N] bool, any value at the root.
+        p_draft, r_draft: [B, N] probability of each draft under p and under the rule's distribution; at temperature 0
+            bool.
+        lossy: [B, N] bool; contexts that have the rule's distribution, others have p.
+        cost: [B, N] nats of the rule's distribution; None: no context is lossy.
+        final_is_dense: [B, 1] bool; whether a lossy token after the path counts as one that p would not emit.
         inputs: of a round with drafts.
 
     Returns:
-        [B, D+1] nodes, padded with the last; [B, 1] how many drafts they are; [B, 1] the last; [B, D+1] their
-        :attr:`.DraftTree.first_choices`, -1 in the padding.
+        Fields of a :class:`Verdict`, in whose ``tokens`` the one after the path is 0; [B, 1] the path's last node.
     """
     tree, width = inputs.tree, inputs.tree.max_depth + 1
+    follows = p_draft.clone() if r_draft is p_draft else torch.where(inputs.at_parents(lossy), r_draft, p_draft)
+    follows_under_p = p_draft
+    if not inputs.greedy:  # the uniform number falls on one of the children or on none
+        offset = sampling.child_offsets(follows, inputs.uniforms(CHILD), tree.parents)
+        follows, follows_under_p = (offset >= 0) & (offset < follows), offset < p_draft
     follows[:, 0] = True  # the root
     reached = (tree.ancestors & ~follows[:, None]).any(-1).logical_not_()
     accepted = reached.sum(1, keepdim=True) - 1
@@ -71,8 +83,40 @@ def accepted_path(follows: Tensor, inputs: RuleInputs) -> tuple[Tensor, Tensor, 
     # scatter by depth; unreached nodes write the end to the end's column
     columns, nodes = torch.where(reached, tree.depths, accepted), torch.where(reached, inputs.nodes, end)
     path = end.expand(-1, width).scatter(1, columns, nodes)
-    first_choices = tree.first_choices.gather(1, path).masked_fill_(inputs.nodes[:width] > accepted, -1)
-    return path, accepted, end, first_choices
+    steps = inputs.nodes[:width]  # [D+1] 0, 1, … along the path
+    is_last, is_padding = steps == accepted, steps > accepted
+    first = tree.first_choices.gather(1, path).masked_fill_(is_padding, -1)
+    following = torch.cat([path[:, 1:], end], 1)  # [B, D+1] the node that follows each of the path
+    is_lossy = lossy.gather(1, path) & ~is_padding
+    not_under_p = torch.where(is_last, final_is_dense, ~follows_under_p.gather(1, following))
+    sources = (steps < accepted) * int(TokenOrigin.EXACT)  # 0 is TARGET
+    spent = torch.zeros(path.shape, dtype=wide(path.device), device=path.device)
+    return {
+        "path": path,
+        "accepted": accepted[:, 0],
+        "tokens": tree.tokens.gather(1, following).masked_fill_(is_last | is_padding, 0),
+        "sources": sources.masked_fill(not_under_p & is_lossy, int(TokenOrigin.GATE)),
+        "relaxed": is_lossy,
+        "spent": spent if cost is None else cost.gather(1, path).masked_fill_(~is_lossy, 0.0),
+        "first_choices": first,
+        "logprob_gap": inputs.logprob_gap.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan),
+    }, end
+
+
+@functional.replaceable
+def emitted(log_r: Tensor, at: VocabRows) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Normalise a dense distribution above temperature 0.
+
+    Args:
+        log_r: [R, V] ln r up to a constant, or over a reduced vocabulary.
+        at: its contexts.
+
+    Returns:
+        r [R, V]; KL(r || p) [R]; Σ (r - q)+ [R] with q of the draw, None where no drafts are drawn.
+    """
+    r = log_r.softmax(-1)
+    residual = (r - at.proposal).clamp_min(0.0).sum(-1) if at.inputs.sampled else None
+    return r, divergence_rows(at.scores, log_r, divergence("kl_qp")), residual
 
 
 def affordable(inputs: RuleInputs, cost: Tensor, budget: Tensor) -> Tensor:
@@ -121,16 +165,9 @@ class _Dense(NamedTuple):
     @classmethod
     def of(cls, at: VocabRows, log_r: Tensor, holds: Tensor | None) -> _Dense:
         """Number the contexts. ``holds`` [B, N] bool: where the distribution does; None: at all of them."""
-        parents = at.inputs.tree.parents
-        numbers = torch.arange(len(log_r), device=parents.device)
-        number = torch.full_like(parents, -1).index_put((at.rows, at.nodes), numbers)
+        number = at.spread(torch.arange(len(log_r), device=log_r.device), -1)
         number = number if holds is None else number.masked_fill(~holds, -1)
         return cls(at, log_r, number, at.inputs.at_parents(number))
-
-    def spread(self, values: Tensor) -> Tensor:
-        """[R] -> [B, N], 0 elsewhere."""
-        zeros = values.new_zeros(self.number.shape)
-        return zeros.index_put((self.at.rows, self.at.nodes), values)
 
 
 class _Walk:
@@ -203,7 +240,7 @@ class _Walk:
         r_draft, cost = (self._dense_greedy if self.inputs.greedy else self._dense_sampled)(dense)
         self.r_draft = torch.where((dense.parent_number >= 0) & self.tree.is_draft, r_draft, self.r_draft)
         assert self.cost is not None
-        self.cost = torch.where(dense.number >= 0, dense.spread(cost.to(self.cost.dtype)), self.cost)
+        self.cost = torch.where(dense.number >= 0, dense.at.spread(cost.to(self.cost.dtype), 0), self.cost)
 
     def _dense_greedy(self, dense: _Dense) -> tuple[Tensor, Tensor]:
         """Note the tokens of a dense distribution at temperature 0. Results as from _dense_sampled()."""
@@ -218,71 +255,26 @@ class _Walk:
         Returns:
             [B, N] probability of each draft below its contexts; [R] the costs of these.
         """
-        inputs, at, number, r = self.inputs, dense.at, dense.number, dense.log_r.softmax(-1)
-        cost = divergence_rows(at.scores, dense.log_r, divergence("kl_qp"))
+        inputs, at, number = self.inputs, dense.at, dense.number
+        r, cost, residual = emitted(dense.log_r, at)
         r_draft = at.of_drafts(r, dense.parent_number.clamp_min(0)).to(self.r_draft.dtype)
         if inputs.sampled:
-            residual = (r - at.proposal).clamp_min(0.0).sum(-1)
-            r_draft = inputs.accept_prob_under(r_draft, r_draft.log(), dense.spread(residual.to(r_draft.dtype)))
+            assert residual is not None
+            r_draft = inputs.accept_prob_under(r_draft, r_draft.log(), at.spread(residual.to(r_draft.dtype), 0))
         self.r_row = torch.where(number >= 0, number + sum(len(each) for _, each in self.dense), self.r_row)
         self.dense.append((at, r))
         return r_draft, cost
 
     def verdict(self) -> Verdict:
-        """Accept the nodes whose ancestors were all picked, and gather what is emitted there."""
+        """Walk all trees."""
         if self.tree.parents.shape[1] == 1:
             return self._undrafted()
-        lossy, follows, follows_under_p = self._picked()
-        return self._gathered(follows, lossy, follows_under_p)
-
-    def _picked(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Decide at every context at once which child follows, as if the walk came there.
-
-        Returns:
-            [B, N] bool each: contexts that have the rule's distribution, others have p; drafts that follow their
-            parent; drafts that would follow it under p, by the same uniform numbers.
-        """
-        inputs, lossy, prob = self.inputs, self.applies, self.p_draft
+        lossy = self.applies
         if self.budget is not None and self.cost is not None:
-            lossy = lossy & affordable(inputs, self.cost.masked_fill(~lossy, 0.0), self.budget)
-        if self.r_draft is not self.p_draft:
-            prob = torch.where(inputs.at_parents(lossy), self.r_draft, self.p_draft)
-        if inputs.greedy:
-            return lossy, prob.clone(), self.p_draft
-        # the uniform number falls on one of the children or on none
-        offset = sampling.child_offsets(prob, inputs.uniforms(CHILD), self.tree.parents)
-        return lossy, (offset >= 0) & (offset < prob), offset < self.p_draft
-
-    def _gathered(self, follows: Tensor, lossy: Tensor, follows_under_p: Tensor) -> Verdict:
-        """Gather the verdict along the path. Arguments as for :meth:`_picked`."""
-        tree, inputs, width = self.tree, self.inputs, self.tree.max_depth + 1
-        steps = inputs.nodes[:width]  # [D+1] 0, 1, … along the path
-        path, accepted, end, first = accepted_path(follows, inputs)
-        following = torch.cat([path[:, 1:], end], 1)  # [B, D+1] the node that follows each of the path
-        is_last, is_padding = steps == accepted, steps > accepted
-        tokens = torch.where(is_last, self._final(end, lossy), tree.tokens.gather(1, following))
-        sources = (steps < accepted) * int(TokenOrigin.EXACT)  # 0 is TARGET
-        if self.cost is None:
-            is_lossy = torch.zeros_like(is_last)
-            spent = torch.zeros(is_last.shape, dtype=wide(self.device), device=self.device)
-        else:
-            is_lossy = lossy.gather(1, path) & ~is_padding
-            spent = self.cost.gather(1, path).masked_fill_(~is_lossy, 0.0)
-            not_under_p = torch.where(is_last, self._final_is_dense(), ~follows_under_p.gather(1, following))
-            sources = sources.masked_fill(not_under_p & is_lossy, int(TokenOrigin.GATE))
-        logprob_gap = inputs.logprob_gap.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
-        return Verdict(
-            path=path,
-            accepted=accepted[:, 0],
-            tokens=tokens.masked_fill_(is_padding, 0),
-            sources=sources,
-            relaxed=is_lossy,
-            spent=spent,
-            first_choices=first,
-            logprob_gap=logprob_gap,
-            proposers=tree.proposers,
-            faults=self._faults(),
-        )
+            lossy = lossy & affordable(self.inputs, self.cost.masked_fill(~lossy, 0.0), self.budget)
+        fields, end = accepted_path(self.p_draft, self.r_draft, lossy, self.cost, self._final_is_dense(), self.inputs)
+        fields["tokens"] = fields["tokens"].scatter(1, fields["accepted"][:, None], self._final(end, lossy))
+        return Verdict(**fields, proposers=self.tree.proposers, faults=self._faults())
 
     def _final(self, end: Tensor, lossy: Tensor) -> Tensor:
         """Draw the token after the path, [B, 1]: none of the drafts at the path's end ``end`` [B, 1]."""
@@ -315,7 +307,8 @@ class _Walk:
         # the path ends here, so these children were not picked
         refused = tree.tokens.masked_fill(~tree.is_draft | (tree.parents != end), -1)
         index = None if q_index is None else q_index[:, 0]
-        return sampling.Rest(scores, nodes[:, 0], weight[:, 0], refused, tree.q_scores, index, tree.draft_ids)
+        ids = tree.draft_ids, inputs.draft_index if inputs.sampled else None
+        return sampling.Rest(scores, nodes[:, 0], weight[:, 0], refused, tree.q_scores, index, *ids)
 
     def _dense_scores(self, end: Tensor, is_lossy: Tensor) -> Tensor:
         """Return ln of the distributions [B, 1, V] at contexts ``end`` [B, 1]. ``is_lossy``: as for :meth:`_rest`."""

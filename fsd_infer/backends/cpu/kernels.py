@@ -180,7 +180,7 @@ class Kernels:
     def draw_rest(self, rest: Rest, uniforms: Tensor) -> Tensor:
         """Compute :func:`fsd_core.sampling.draw_rest` of weights and uniforms in fp32."""
         p, nodes, uniforms = rest.p_logits.contiguous(), rest.nodes.contiguous(), uniforms.contiguous()
-        weight, refused, q, index, ids = (None if x is None else x.contiguous() for x in rest[2:])
+        weight, refused, q, index, ids = (None if x is None else x.contiguous() for x in rest[2:7])
         of_p, tokens = (*_rows(p, nodes), *p.shape[1:]), torch.empty(len(uniforms), dtype=torch.long)
         of_q = (False, None, None, 0, 0) if q is None or index is None else (*_rows(q, index), *q.shape[1:])
         arguments = *(address_of(x) for x in (ids, weight, uniforms, refused)), rest.refused.shape[1]

@@ -13,28 +13,28 @@ import triton.language as tl
 from torch import Tensor
 
 from fsd_core.divergence import LN2, ZERO
-from fsd_infer.backends.cuda.kernels import chunks_of, row_pass
+from fsd_infer.backends.cuda.kernels import VARYING, chunks_of, row_pass
 
 RESIDUAL = "residual"  # Σ (w·p - q)+, beside the names of divergences
 OUTSIDE = {"kl_qp": 0.0, "js": LN2 / 2, "tv": 0.5, RESIDUAL: 1.0}  # a token's term per p where q is 0
 KINDS = (*OUTSIDE, "kl_pq", "ag")
 _MOST = {"js": LN2, "tv": 1.0, RESIDUAL: 1.0}
-_ZERO, _LN2 = tl.constexpr(ZERO), tl.constexpr(LN2)
+KL_FLOOR, _LN2 = tl.constexpr(ZERO), tl.constexpr(LN2)
 
 
 @triton.jit
-def _terms(a, b, weight, KIND: tl.constexpr):
+def terms(a, b, weight, KIND: tl.constexpr):
     """The terms of tokens with ln p = a and ln q = b, both at least ZERO."""
     p, q, gap = tl.exp(a), tl.exp(b), b - a
-    no_p, no_q = a <= _ZERO, b <= _ZERO
+    no_p, no_q = a <= KL_FLOOR, b <= KL_FLOOR
     if KIND == "residual":
         return tl.maximum(weight * p - q, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif KIND == "tv":
         return 0.5 * tl.abs(p - q)
     elif KIND == "kl_qp":
-        return tl.where(no_p & (b > _ZERO), float("inf"), q * gap)
+        return tl.where(no_p & (b > KL_FLOOR), float("inf"), q * gap)
     elif KIND == "kl_pq":
-        return tl.where(no_q & (a > _ZERO), float("inf"), -p * gap)
+        return tl.where(no_q & (a > KL_FLOOR), float("inf"), -p * gap)
     else:
         rest = tl.log(1.0 + tl.exp(-tl.abs(gap)))
         up, down = tl.maximum(gap, 0.0) + rest, tl.maximum(-gap, 0.0) + rest  # softplus(±gap)
@@ -45,7 +45,7 @@ def _terms(a, b, weight, KIND: tl.constexpr):
             return tl.where(gap == 0, 0.0, value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _compare(P, P_TOTAL, Q, Q_TOTAL, IDS, Q_INDEX, WEIGHT, PARTS, count, columns, rows, drafted, chunks,
              KIND: tl.constexpr, INDEXED: tl.constexpr, REDUCED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """A chunk of q's tokens in a row of p: the sum of the terms, and of w·p."""
@@ -65,10 +65,10 @@ def _compare(P, P_TOTAL, Q, Q_TOTAL, IDS, Q_INDEX, WEIGHT, PARTS, count, columns
         token = tl.load(IDS + entry, mask=inside, other=0)
     p = tl.load(P + node * columns + token, mask=inside, other=-float("inf")).to(tl.float32)
     q = tl.load(Q + row * drafted + entry, mask=inside, other=-float("inf")).to(tl.float32)
-    a = tl.maximum(p - tl.load(P_TOTAL + 2 * node), _ZERO, propagate_nan=tl.PropagateNan.ALL)
-    b = tl.maximum(q - tl.load(Q_TOTAL + 2 * row), _ZERO, propagate_nan=tl.PropagateNan.ALL)
+    a = tl.maximum(p - tl.load(P_TOTAL + 2 * node), KL_FLOOR, propagate_nan=tl.PropagateNan.ALL)
+    b = tl.maximum(q - tl.load(Q_TOTAL + 2 * row), KL_FLOOR, propagate_nan=tl.PropagateNan.ALL)
     part = PARTS + 2 * (node * chunks + chunk)
-    tl.store(part, tl.sum(_terms(a, b, weight, KIND), 0))
+    tl.store(part, tl.sum(terms(a, b, weight, KIND), 0))
     tl.store(part + 1, tl.sum(weight * tl.exp(a), 0))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsd_core.sampling import Rest
 from fsd_infer.backends.cuda.compare import with_totals
-from fsd_infer.backends.cuda.kernels import chunks_of, read_chunks
+from fsd_infer.backends.cuda.kernels import VARYING, chunks_of, read_chunks
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def _left(P, P_TOTAL, Q, Q_TOTAL, INDEX, NODES, WEIGHT, REFUSED, Q_INDEX, tree, 
     return left
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _left_sums(P, P_TOTAL, Q, Q_TOTAL, INDEX, NODES, WEIGHT, REFUSED, Q_INDEX, SUMS, count, columns, rows, drafted,
                refusals, chunks, SAMPLED: tl.constexpr, REDUCED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     tree, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -101,7 +101,7 @@ def _left_sums(P, P_TOTAL, Q, Q_TOTAL, INDEX, NODES, WEIGHT, REFUSED, Q_INDEX, S
     tl.store(SUMS + tree * chunks + chunk, tl.sum(left, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _draw(P, P_TOTAL, Q, Q_TOTAL, INDEX, NODES, WEIGHT, REFUSED, Q_INDEX, SUMS, UNIFORMS, OUT, PLACES, OTHERWISE,
           count, columns, rows, drafted, refusals, chunks, row_stride, stride, width,
           SAMPLED: tl.constexpr, REDUCED: tl.constexpr, OF_WALK: tl.constexpr, CHUNKS: tl.constexpr,
@@ -127,8 +127,8 @@ def draw_rest(rest: Rest, uniforms: Tensor) -> Tensor:
     """Return :func:`fsd_core.sampling.draw_rest`: [B] int64."""
     p, p_total = with_totals(rest.p_logits)
     q, q_total = (None, None) if rest.q_logits is None else with_totals(rest.q_logits)
-    ids, index = rest.draft_ids, None
-    if ids is not None:
+    ids, index = rest.draft_ids, rest.draft_index
+    if ids is not None and index is None:
         index = torch.full((p.shape[-1],), -1, device=ids.device)
         index.index_copy_(0, ids.long(), torch.arange(len(ids), device=ids.device))
     out = torch.empty_like(rest.nodes, memory_format=torch.contiguous_format)

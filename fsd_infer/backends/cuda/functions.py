@@ -38,6 +38,25 @@ def search_clipped(log_p: Tensor, log_q: Tensor, gain: Tensor, steps: int, near:
     return clipped.search_clipped(log_p, log_q, gain, steps, near) if takes else NotImplemented
 
 
+def emitted(log_r: Tensor, at: Any) -> Any:
+    takes = _takes(log_r) and log_r.dtype == at.scores.dtype == torch.float32
+    return clipped.emitted(log_r, at) if takes else NotImplemented
+
+
+def not_above_p(log_r: Tensor, p: Tensor, where: Tensor) -> Any:
+    takes = _takes(log_r) and log_r.dtype == p.dtype == torch.float32
+    return clipped.not_above_p(log_r, p, where) if takes else NotImplemented
+
+
+def reduced_drafts(r: Tensor, slot: Tensor, at: Any) -> Any:
+    return clipped.reduced_drafts(r, slot, at) if _takes(r) and r.dtype == torch.float32 else NotImplemented
+
+
+def reduced_rows(scores: Tensor, at: Any) -> Any:
+    takes = _takes(scores, at.inputs.tree.q_scores) if at.inputs.sampled else _takes(scores)
+    return clipped.reduced_rows(scores, at) if takes else NotImplemented
+
+
 def ancestors(parents: Tensor) -> Any:
     return trees.ancestors(parents) if parents.numel() else NotImplemented
 
@@ -71,11 +90,6 @@ def residual_mass(
         return NotImplemented
     p, q = (compare.with_totals(x) for x in (p_logits, q_logits))
     return compare.compare(compare.RESIDUAL, p, q, draft_ids, q_index, weight)
-
-
-def child_offsets(probs: Tensor, uniforms: Tensor, parents: Tensor) -> Any:
-    fits = 0 < probs.shape[1] <= walk.MAX_NODES
-    return trees.child_offsets(probs, uniforms, parents) if fits else NotImplemented
 
 
 def keep_nodes(tokens: Tensor, parents: Tensor, scores: Tensor, *others: Any) -> Any:
@@ -117,20 +131,33 @@ def accept_prob_under(r: Tensor, log_r: Tensor, residual: Tensor, inputs: Any) -
     return rules.accept_prob_under(r, log_r, residual, inputs) if takes else NotImplemented
 
 
-def accepted_path(follows: Tensor, inputs: Any) -> Any:
-    takes = follows.shape[1] <= walk.MAX_NODES
-    return walk.accepted_path(follows, inputs.tree) if takes else NotImplemented
+def accepted_path(p_draft: Tensor, *others: Any) -> Any:
+    """``others``: the other arguments, the round's inputs last."""
+    takes = 1 < p_draft.shape[1] <= walk.MAX_NODES
+    return walk.accepted_path(p_draft, *others) if takes else NotImplemented
+
+
+def tilted_bias(logprob_gap: Tensor, *others: Any) -> Any:
+    takes = 1 < logprob_gap.shape[1] <= walk.MAX_NODES
+    return rules.tilted_bias(logprob_gap, *others) if takes else NotImplemented
+
+
+def _takes_round(scores: Tensor, inputs: Any) -> bool:
+    """Whether kernels take a round: trees with drafts, and q over one vocabulary."""
+    tree, logits, uniforms = inputs.tree, [scores, inputs.round.logits], inputs.round.uniforms
+    if inputs.sampled:
+        logits += [tree.q_scores, tree.q_logits]
+    fits = 1 < scores.shape[1] <= walk.MAX_NODES and tree.scores.dtype == torch.float32
+    fits &= inputs.greedy or uniforms.dtype == torch.float32
+    return fits and _takes(*logits) and not (inputs.sampled and tree.q_scores.shape != tree.q_logits.shape)
+
+
+def draft_numbers(scores: Tensor, inputs: Any) -> Any:
+    return walk.draft_numbers(scores, inputs) if _takes_round(scores, inputs) else NotImplemented
 
 
 def exact_walk(scores: Tensor, inputs: Any) -> Any:
-    """Take trees with drafts, and q over one vocabulary."""
-    tree, logits = inputs.tree, [scores, inputs.round.logits]
-    if tree.sampled:
-        logits += [tree.q_scores, tree.q_logits]
-    fits = 1 < scores.shape[1] <= walk.MAX_NODES and tree.scores.dtype == inputs.round.uniforms.dtype == torch.float32
-    if not fits or not _takes(*logits) or tree.sampled and tree.q_scores.shape != tree.q_logits.shape:
-        return NotImplemented
-    return walk.exact_walk(scores, inputs)
+    return walk.exact_walk(scores, inputs) if _takes_round(scores, inputs) else NotImplemented
 
 
 def _takes(*logits: Tensor) -> bool:
@@ -143,8 +170,9 @@ def register(device: str) -> None:
     """Let the kernels answer on this type of device."""
     for kernel in (
         row_max, row_stats, row_entropy, topk_logprobs, search_clipped, ancestors, slot_masks, sample_rows,
-        mixed_children, draw_rest, exact_walk, divergence_rows, residual_mass, child_offsets, keep_nodes,
-        accepted_path, completes_ngram, repeating_tokens, biased_sampled, accept_prob_under,
+        mixed_children, draw_rest, exact_walk, divergence_rows, residual_mass, keep_nodes, accepted_path, draft_numbers,
+        tilted_bias, emitted, reduced_rows, reduced_drafts, not_above_p, completes_ngram, repeating_tokens,
+        biased_sampled, accept_prob_under,
     ):  # fmt: skip
         functional.register(kernel.__name__, device, _where_it_lies(kernel))
 

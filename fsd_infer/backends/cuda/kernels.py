@@ -14,6 +14,12 @@ from torch import Tensor
 MAX_LIKELY = 32  # top-k by extracting one maximum after the other; torch's selection is faster for more
 _CHUNK = 4096  # numbers of a program
 _MIN = tl.constexpr(-(2**63))
+# Arguments that change as batches shrink and trees vary, for which Triton would compile again where one becomes 1 or a
+# multiple of 16. Lengths of rows of logits, whose loads are wider where they are such, are not among them.
+VARYING = [
+    "count", "nodes", "rows", "depth", "width", "text_width", "row_stride", "stride", "refusals", "above", "extra",
+    "used", "most",
+]  # fmt: skip
 
 
 @triton.jit

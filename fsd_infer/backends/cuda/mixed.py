@@ -8,10 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fsd_core.sampling import ACCEPT_IF_SURE, ACCEPT_IF_UNSURE, MIN_REST, MixedChildren
-from fsd_infer.backends.cuda.kernels import chunks_of, topk_logprobs
+from fsd_infer.backends.cuda.kernels import VARYING, chunks_of, topk_logprobs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _mix(LOG_Q, ENTRIES, ACCEPT, ANCESTORS, RESERVED, FREE, OUT_LOG_Q, OUT_DRAWN, OUT_FIXED, OUT_RESERVED, OUT_FREE,
          count, width, above, likely_ratio, drawn_ratio, min_log_prob, UNSURE: tl.constexpr, SURE: tl.constexpr,
          LEAST: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_A: tl.constexpr):  # fmt: skip

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fsd_core.sampling import TINY
+from fsd_infer.backends.cuda.kernels import VARYING
 
 _TINY = tl.constexpr(TINY)
 
@@ -24,7 +25,7 @@ def _above(TOKENS, PARENTS, TEXT, node, place):
     return token, before, tl.where(is_node, place, place - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _repeats(TOKENS, PARENTS, TEXTS, LENGTHS, OUT, count, width, N: tl.constexpr, BLOCK: tl.constexpr):
     """Whether the N tokens that end at a node are also found before it, in the text or on its path."""
     tree, node = tl.program_id(0).to(tl.int64) // count, tl.program_id(0).to(tl.int64) % count
@@ -64,7 +65,7 @@ def completes_ngram(tokens: Tensor, texts: Any, tree: Any, n: int) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _repeating(ROWS, NODES, TOKENS, PARENTS, TEXTS, LENGTHS, COLUMNS, OUT, count, text_width, width,
                REDUCED: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Note the tokens after each earlier place where the N - 1 tokens that end at a node are found."""
@@ -121,7 +122,7 @@ def _any_child(is_child, holds):
     return tl.max((is_child & holds[None, :]).to(tl.int32), 1) > 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _biased(BIAS, GAP, LOG_P, PARENTS, SCORES, APPLIES, OUT_APPLIES, OUT_R, OUT_COST, count, BLOCK: tl.constexpr):
     """See biased_sampled in fsd_infer/rules/distributions.py."""
     node, least = tl.arange(0, BLOCK), -float("inf")
@@ -171,7 +172,68 @@ def biased_sampled(logit_bias: Tensor, inputs: Any, applies: Tensor) -> tuple[Te
     return out, r, cost
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
+def _tilt(GAP, LOG_P, COEF, IS_NEW, ELIGIBLE, LOSSY, CHOSEN, ANCESTORS, PARENTS, SCORES, OUT, count, toll,
+          GREEDY: tl.constexpr, RESTRICTED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """See tilted_bias in fsd_infer/rules/tilted.py: sums over paths from [n] down to [m] are a matrix [m, n]."""
+    tree, node, least = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), -float("inf")
+    at, known = tree * count + node, node < count
+    parent = tl.load(PARENTS + at, mask=known, other=0).to(tl.int32)
+    is_draft = known & (node > 0) & (tl.load(SCORES + at, mask=known, other=least) != least)
+    is_child = (parent[None, :] == node[:, None]) & is_draft[None, :]
+    both = known[:, None] & known[None, :]
+    is_path = tl.load(ANCESTORS + at[:, None] * count + node[None, :], mask=both, other=0) != 0
+    coef = tl.load(COEF + tree)
+    is_new = tl.load(IS_NEW + at, mask=known, other=0) != 0
+    eligible = tl.load(ELIGIBLE + at, mask=known, other=0) != 0
+    if GREEDY:
+        gap = tl.load(GAP + at, mask=known, other=float("inf"))
+        chosen = tl.load(CHOSEN + at, mask=known, other=0) != 0
+        repeated = known & (is_new == 0) & (gap == 0)
+        closed = tl.gather(_any_child(is_child, repeated).to(tl.int32), parent, 0) > 0
+        is_open = (eligible & (closed == 0)) | repeated
+        if RESTRICTED:
+            lossy = tl.load(LOSSY + tree * count + parent, mask=known, other=0) != 0
+            is_open = is_open & (lossy | chosen)
+        own_toll = tl.where(chosen, 0.0, toll)
+        gains, rest = is_new.to(tl.float64) - coef * gap - own_toll, node * 0.0
+    else:
+        is_open, log_p = eligible, tl.load(LOG_P + at, mask=known, other=least).to(tl.float64)
+        gains = log_p + 1 / coef
+        rest = 1.0 - _over_children(is_child, tl.where(eligible, tl.exp(log_p), 0.0))
+        rest = tl.log(tl.maximum(rest, 0.0))
+    sums = tl.sum(tl.where(is_path & is_open[None, :], gains[None, :], 0.0), 1)
+    barred = tl.sum((is_path & (is_open == 0)[None, :]).to(tl.int32), 1)
+    reached = is_path & (barred[:, None] == barred[None, :])
+    sums = tl.where(reached, sums[:, None] - sums[None, :], least)
+    if GREEDY:
+        value = tl.max(sums, 0) - own_toll
+    else:
+        sums += rest[:, None]
+        most = tl.max(sums, 0)
+        most = tl.where(most == least, 0.0, most)
+        value = coef * (most + tl.log(tl.sum(tl.exp(sums - most[None, :]), 0)))
+    bias = tl.where(eligible, tl.maximum(1 + value, 0.0) / coef, 0.0)
+    tl.store(OUT + at, bias, mask=known)
+
+
+def tilted_bias(
+    logprob_gap: Tensor, coef: Tensor, is_new: Tensor, eligible: Tensor, lossy: Tensor | None, toll: float, inputs: Any
+) -> Tensor:
+    """Return :func:`fsd_infer.rules.tilted.tilted_bias`: [B, N]."""
+    tree, greedy, out = inputs.tree, inputs.greedy, torch.empty_like(logprob_gap, memory_format=torch.contiguous_format)
+    chosen = inputs.accept_prob if greedy else eligible
+    flags = [is_new, eligible, eligible if lossy is None else lossy, chosen, tree.ancestors]
+    block = max(16, triton.next_power_of_2(out.shape[1]))
+    _tilt[(len(out),)](
+        logprob_gap.contiguous(), logprob_gap if greedy else inputs.log_p.contiguous(), coef.contiguous(),
+        *(x.contiguous().view(torch.uint8) for x in flags), tree.parents.contiguous(), tree.scores.contiguous(), out,
+        out.shape[1], float(toll), GREEDY=greedy, RESTRICTED=lossy is not None, BLOCK=block, num_warps=block // 8,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=VARYING)
 def _under(R, LOG_R, RESIDUAL, LOG_Q, DRAWN, PARENTS, OUT, count, CHAIN: tl.constexpr, BLOCK: tl.constexpr):
     """See accept_prob_under in fsd_infer/rules/inputs.py."""
     node = tl.arange(0, BLOCK)

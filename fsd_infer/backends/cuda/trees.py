@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fsd_infer.backends.cuda.kernels import VARYING
 
-@triton.jit
+
+@triton.jit(do_not_specialize=VARYING)
 def _ancestors(PARENTS, OUT, count, BLOCK: tl.constexpr):
     node, column = tl.program_id(0) % count, tl.arange(0, BLOCK)
     parents = PARENTS + tl.program_id(0) // count * count
@@ -39,7 +41,7 @@ def ancestors(parents: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _slot_masks(LENGTHS, AFTER, OUT, count, extra, used, BLOCK: tl.constexpr):
     row, slot = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = slot - tl.load(LENGTHS + row // count)
@@ -58,28 +60,7 @@ def slot_masks(lengths: Tensor, visible_after: Tensor, used: int) -> Tensor:
     return out
 
 
-@triton.jit
-def _child_offsets(PROBS, UNIFORMS, PARENTS, OUT, count, row_stride, stride, BLOCK: tl.constexpr):
-    tree, node = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    at, known = tree * count + node, node < count
-    parent, prob = tl.load(PARENTS + at, mask=known, other=-1), tl.load(PROBS + at, mask=known, other=0.0)
-    uniform = tl.load(UNIFORMS + tree * row_stride + parent * stride, mask=known, other=0.0).to(prob.dtype)
-    earlier = (parent[:, None] == parent[None, :]) & (node[None, :] < node[:, None])  # siblings
-    tl.store(OUT + at, uniform - tl.sum(tl.where(earlier, prob[None, :], 0.0), 1), mask=known)
-
-
-def child_offsets(probs: Tensor, uniforms: Tensor, parents: Tensor) -> Tensor:
-    """Return :func:`fsd_core.sampling.child_offsets`: [B, N] of probabilities, uniforms and parents [B, N]."""
-    probs, block = probs.contiguous(), max(16, triton.next_power_of_2(probs.shape[1]))
-    out = torch.empty_like(probs)
-    _child_offsets[(len(probs),)](
-        probs, uniforms, parents.contiguous(), out, probs.shape[1], *uniforms.stride(), BLOCK=block,
-        num_warps=block // 16,
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _keep_nodes(TOKENS, PARENTS, SCORES, Q_INDEX, PROPOSERS, DRAWN, NODES, OUT_TOKENS, OUT_PARENTS, OUT_SCORES,
                 OUT_Q_INDEX, OUT_PROPOSERS, OUT_DRAWN, IS_DRAFT, IS_CHILD, count, most,
                 PROPOSED: tl.constexpr, DRAWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip

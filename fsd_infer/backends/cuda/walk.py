@@ -1,4 +1,4 @@
-"""The walk over trees above temperature 0 where rules keep the target's distribution, in Triton: ten launches.
+"""The walk over trees in Triton: ten launches above temperature 0 where rules keep the target's distribution.
 
 Those over the vocabulary have a program per chunk of a row, the others one per tree, which holds its nodes in
 registers. No two programs of a launch write what another one reads. Probabilities of nodes are in fp64, as in torch.
@@ -16,7 +16,7 @@ from torch import Tensor
 from fsd_core.sampling import FORKS, TINY, Rest
 from fsd_infer.backends.cuda.compare import RESIDUAL, compare, with_totals
 from fsd_infer.backends.cuda.draws import draw_left
-from fsd_infer.backends.cuda.kernels import row_pass
+from fsd_infer.backends.cuda.kernels import VARYING, row_pass
 
 MAX_NODES = 128  # of a tree: programs hold matrices of nodes
 _TINY = tl.constexpr(TINY)
@@ -26,21 +26,21 @@ _TINY = tl.constexpr(TINY)
 def _faults(OUT, RAW, HIGHEST, Q_HIGHEST, Q_INDEX, parent, node, is_draft, score, at, known, tree, rows, nodes,
             SAMPLED: tl.constexpr):  # fmt: skip
     """Whether largest numbers of a tree's raw, processed and drafter's logits are infinite or NaN; and its forks."""
-    tl.store(OUT + at, tl.abs(tl.load(RAW + at, mask=known, other=0.0)) < float("inf"), mask=known)
-    tl.store(OUT + nodes + at, tl.abs(tl.load(HIGHEST + at, mask=known, other=0.0)) < float("inf"), mask=known)
+    tl.store(OUT + at, (tl.abs(tl.load(RAW + at, mask=known, other=0.0)) < float("inf")) == 0, mask=known)
+    tl.store(OUT + nodes + at, (tl.abs(tl.load(HIGHEST + at, mask=known, other=0.0)) < float("inf")) == 0, mask=known)
     is_right = score == score
     if SAMPLED:
         row = tl.load(Q_INDEX + at, mask=known, other=-1)
         largest = tl.load(Q_HIGHEST + tree * rows + tl.maximum(row, 0), mask=known, other=0.0)
         is_right = (row < 0) | (tl.abs(largest) < float("inf"))
-    tl.store(OUT + 2 * nodes + at, is_right, mask=known)
+    tl.store(OUT + 2 * nodes + at, is_right == 0, mask=known)
     children = tl.sum(((parent[None, :] == node[:, None]) & is_draft[None, :]).to(tl.int32), 1)
-    tl.store(OUT + 3 * nodes + at, children <= 1, mask=known)
+    tl.store(OUT + 3 * nodes + at, children > 1, mask=known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _weigh(P, P_HIGHEST, P_TOTAL, Q, Q_TOTAL, INDEX, TOKENS, PARENTS, SCORES, Q_INDEX, DRAWN, RAW, Q_HIGHEST,
-           GAP, LOG_P, LOG_Q, WEIGHT, CHILD, Q_ROW, RIGHT, count, columns, rows, drafted, depth, nodes,
+           GAP, LOG_P, LOG_Q, WEIGHT, CHILD, Q_ROW, WRONG, count, columns, rows, drafted, depth, nodes,
            SAMPLED: tl.constexpr, CHAIN: tl.constexpr, REDUCED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """ln p and ln q of a tree's drafts, the weights of block verification, and each node's drawn child, -1 for none."""
     first, node = tl.program_id(0).to(tl.int64) * count, tl.arange(0, BLOCK)
@@ -50,7 +50,7 @@ def _weigh(P, P_HIGHEST, P_TOTAL, Q, Q_TOTAL, INDEX, TOKENS, PARENTS, SCORES, Q_
     token = tl.load(TOKENS + at, mask=known, other=0)
     score = tl.load(SCORES + at, mask=known, other=0.0)
     is_draft = known & (node > 0) & (score != -float("inf"))
-    _faults(RIGHT, RAW, P_HIGHEST, Q_HIGHEST, Q_INDEX, parent, node, is_draft, score, at, known,
+    _faults(WRONG, RAW, P_HIGHEST, Q_HIGHEST, Q_INDEX, parent, node, is_draft, score, at, known,
             tl.program_id(0).to(tl.int64), rows, nodes, SAMPLED)  # fmt: skip
     highest = tl.load(P_HIGHEST + above, mask=known, other=0.0)
     own = tl.load(P + above * columns + token, mask=is_draft, other=0.0).to(tl.float32)
@@ -127,31 +127,76 @@ def _first_choices(parent, node, is_draft, score, at, known, DRAWN, HAS_DRAWN: t
 
 
 @triton.jit
-def _put_path(PATH, FIRST, ACCEPTED, END, tree, node, reached, step, accepted, end, choice, width,
-              BLOCK: tl.constexpr):  # fmt: skip
-    """Each step of the path is one node's; the rest is padding."""
-    start, padding = tree * width, tl.arange(0, BLOCK)
+def _offset(UNIFORMS, prob, parent, node, is_draft, known, tree, row_stride, stride):
+    """How far contexts' uniform numbers lie from the starts of their children: see child_offsets in sampling.py."""
+    siblings = (parent[:, None] == parent[None, :]) & is_draft[None, :]
+    before = tl.sum(tl.where(siblings & (node[None, :] < node[:, None]), prob[None, :], 0.0), 1)
+    uniform = tl.load(UNIFORMS + tree * row_stride + parent * stride, mask=known, other=0.0)
+    return uniform.to(tl.float64) - before
+
+
+@triton.jit
+def _put_path(PATH, NEXT, SOURCES, FIRST, GAPS, ACCEPTED, END, GAP, tree, first, node, known, token, source, last,
+              reached, step, accepted, end, choice, width, BLOCK: tl.constexpr):  # fmt: skip
+    """Each step of the path is one node's, and what is emitted there its follower's; the rest is padding.
+
+    ``source``: of a node's token; ``last``: of the token after the path, which is left out.
+    """
+    start, padding, follows = tree * width, tl.arange(0, BLOCK), reached & (node > 0)
     tl.store(PATH + start + step, node.to(tl.int64), mask=reached)
     tl.store(FIRST + start + step, choice.to(tl.int64), mask=reached)
+    gap = tl.load(GAP + first + choice, mask=known & (choice >= 0), other=float("nan"))
+    tl.store(GAPS + start + step, gap, mask=reached)
+    tl.store(NEXT + start + step - 1, token, mask=follows)
+    tl.store(SOURCES + start + step - 1, source.to(tl.int64), mask=follows)
     is_padding, none = (padding > accepted) & (padding < width), tl.zeros([BLOCK], tl.int64)
+    is_left = (padding >= accepted) & (padding < width)
     tl.store(PATH + start + padding, none + end, mask=is_padding)
     tl.store(FIRST + start + padding, none - 1, mask=is_padding)
+    tl.store(GAPS + start + padding, none.to(tl.float32) + float("nan"), mask=is_padding)
+    tl.store(NEXT + start + padding, none, mask=is_left)
+    tl.store(SOURCES + start + padding, tl.where(padding == accepted, none + last, 0), mask=is_left)
     tl.store(ACCEPTED + tree, accepted.to(tl.int64))
     tl.store(END + tree, end.to(tl.int64))
 
 
-@triton.jit
-def _path(FOLLOWS, PARENTS, SCORES, DRAWN, PATH, FIRST, ACCEPTED, END, count, depth, width,
-          HAS_DRAWN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=VARYING)
+def _follow(P_DRAFT, R_DRAFT, LOSSY, COST, DENSE_END, GAP, UNIFORMS, TOKENS, PARENTS, SCORES, DRAWN,
+            PATH, NEXT, SOURCES, FIRST, GAPS, ACCEPTED, END, RELAXED, SPENT, count, depth, width, row_stride, stride,
+            GREEDY: tl.constexpr, COSTS: tl.constexpr, HAS_DRAWN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The path of a tree, and what is emitted along it but for the last token: see accepted_path in rules/walk.py."""
     tree, node = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    at, known = tree * count + node, node < count
+    first, known = tree * count, node < count
+    at = first + node
     parent = tl.load(PARENTS + at, mask=known, other=0).to(tl.int32)
     score = tl.load(SCORES + at, mask=known, other=-float("inf"))
     is_draft = known & (node > 0) & (score != -float("inf"))
-    follows = tl.load(FOLLOWS + at, mask=known, other=0) != 0
+    lossy = tl.load(LOSSY + at, mask=known, other=0) != 0
+    lossy_above = tl.gather(lossy.to(tl.int32), parent, 0) > 0
+    p, r = tl.load(P_DRAFT + at, mask=known, other=0), tl.load(R_DRAFT + at, mask=known, other=0)
+    prob = tl.where(lossy_above, r, p)
+    if GREEDY:
+        follows, under_p = is_draft & (prob != 0), p != 0
+    else:
+        offset = _offset(UNIFORMS, prob, parent, node, is_draft, known, tree, row_stride, stride)
+        follows, under_p = is_draft & (offset >= 0) & (offset < prob), offset < p
     reached, step, accepted, end = _down(follows, parent, node, depth)
     choice = _first_choices(parent, node, is_draft, score, at, known, DRAWN, HAS_DRAWN, BLOCK)
-    _put_path(PATH, FIRST, ACCEPTED, END, tree, node, reached, step, accepted, end, choice, width, BLOCK)
+    token = tl.load(TOKENS + at, mask=known, other=0)
+    source = tl.where(lossy_above & (under_p == 0), 2, 1)
+    ends_lossy = tl.max(((node == end) & lossy).to(tl.int32), 0) > 0
+    last = tl.where(ends_lossy & (tl.load(DENSE_END + tree) != 0), 2, 0)
+    _put_path(PATH, NEXT, SOURCES, FIRST, GAPS, ACCEPTED, END, GAP, tree, first, node, known, token, source, last,
+              reached, step, accepted, end, choice, width, BLOCK)  # fmt: skip
+    start, padding = tree * width, tl.arange(0, BLOCK)
+    is_padding = (padding > accepted) & (padding < width)
+    tl.store(RELAXED + start + step, lossy.to(tl.uint8), mask=reached)
+    tl.store(RELAXED + start + padding, tl.zeros([BLOCK], tl.uint8), mask=is_padding)
+    spent = tl.zeros([BLOCK], tl.float64)
+    tl.store(SPENT + start + padding, spent, mask=is_padding)
+    if COSTS:
+        spent = tl.load(COST + at, mask=known & lossy, other=0.0)
+    tl.store(SPENT + start + step, spent, mask=reached)
 
 
 @triton.jit
@@ -173,23 +218,12 @@ def _walk(TOKENS, PARENTS, SCORES, Q_INDEX, DRAWN, UNIFORMS, GAP, LOG_P, LOG_Q, 
                              depth, CHAIN, BLOCK)  # fmt: skip
     prob = tl.where(is_draft, prob, 0.0)
     # a context's uniform number falls on one of its children or on none
-    siblings = (parent[:, None] == parent[None, :]) & is_draft[None, :]
-    before = tl.sum(tl.where(siblings & (node[None, :] < node[:, None]), prob[None, :], 0.0), 1)
-    uniform = tl.load(UNIFORMS + tree * row_stride + parent * stride, mask=known, other=0.0)
-    offset = uniform.to(tl.float64) - before
+    offset = _offset(UNIFORMS, prob, parent, node, is_draft, known, tree, row_stride, stride)
     follows = (offset >= 0) & (offset < prob)
     reached, step, accepted, end = _down(follows, parent, node, depth)
     choice = _first_choices(parent, node, is_draft, score, at, known, DRAWN, HAS_DRAWN, BLOCK)
-    gap = tl.load(GAP + first + choice, mask=known & (choice >= 0), other=float("nan"))
-    _put_path(PATH, FIRST, ACCEPTED, END, tree, node, reached, step, accepted, end, choice, width, BLOCK)
-    start, padding = tree * width, tl.arange(0, BLOCK)
-    tl.store(NEXT + start + step - 1, token, mask=reached & (node > 0))
-    tl.store(SOURCES + start + step, (step < accepted).to(tl.int64), mask=reached)
-    tl.store(GAPS + start + step, gap, mask=reached)
-    is_padding, none = (padding > accepted) & (padding < width), tl.zeros([BLOCK], tl.int64)
-    tl.store(NEXT + start + padding, none, mask=is_padding)
-    tl.store(SOURCES + start + padding, none, mask=is_padding)
-    tl.store(GAPS + start + padding, none.to(tl.float32) + float("nan"), mask=is_padding)
+    _put_path(PATH, NEXT, SOURCES, FIRST, GAPS, ACCEPTED, END, GAP, tree, first, node, known, token, node * 0 + 1, 0,
+              reached, step, accepted, end, choice, width, BLOCK)  # fmt: skip
     tl.store(REFUSED + at, tl.where(is_draft & (parent == end), token, -1), mask=known)
     if SAMPLED:  # p where nothing was drawn, to which w·p is in proportion
         row = tl.load(Q_ROW + first + end)
@@ -204,7 +238,7 @@ class _Weighed(NamedTuple):
         fields: tokens, parents, scores, rows of q, and which were drawn, [B, N] each.
         results: of :func:`_weigh`: gaps, ln p, ln q, weights, drawn children, and rows of q of contexts with one.
         p, q: logits, and ln Σ exp of their rows; q: None if nothing was drawn.
-        likeliest: [B, N] tokens under p.
+        highest, likeliest: [B, N] largest logits under p, and their tokens.
         entries: [V] columns of q by token; None: they are equal.
         faults: those of the verdict.
         how: arguments that :func:`_weigh` and :func:`_walk` are compiled for.
@@ -214,6 +248,7 @@ class _Weighed(NamedTuple):
     results: list[Tensor]
     p: tuple[Tensor, Tensor]
     q: tuple[Tensor, Tensor] | None
+    highest: Tensor
     likeliest: Tensor
     entries: Tensor | None
     faults: dict[str, Tensor]
@@ -261,33 +296,63 @@ def _weighed(scores: Tensor, inputs: Any) -> _Weighed:
         torch.empty(batch, count, dtype=torch.double, device=device),
     ]
     results += [torch.empty_like(fields[0], dtype=torch.int32), torch.empty_like(fields[0])]
-    right = torch.empty(4, batch, count, dtype=torch.bool, device=device)
+    wrong = torch.empty(4, batch, count, dtype=torch.bool, device=device)
     block = max(16, triton.next_power_of_2(max(count, depth + 1)))
     how = {"SAMPLED": q is not None, "CHAIN": inputs.is_chain, "BLOCK": block, "num_warps": block // 8}
     rows, drafted = (0, 0) if q is None else q[0].shape[1:]
     _weigh[(batch,)](
         scores, highest, p_total, *(q or p), scores if index is None else index, *fields, raw, q_highest, *results,
-        right.view(torch.uint8), count, columns, rows, drafted, depth, batch * count, REDUCED=index is not None, **how,
+        wrong.view(torch.uint8), count, columns, rows, drafted, depth, batch * count, REDUCED=index is not None, **how,
     )  # fmt: skip
-    wrong = right.logical_not_()
     faults = {"the target's logits": wrong[0]}
     faults |= {"the target's processed logits": wrong[1]} if raw is not highest else {}
     faults |= {"the drafter's logits": wrong[2]}
     faults |= {FORKS: wrong[3]} if inputs.is_chain else {}
-    return _Weighed(fields, results, p, q, likeliest, index, faults, how)
+    highest, likeliest = (x.view(batch, count) for x in (highest, likeliest))
+    return _Weighed(fields, results, p, q, highest, likeliest, index, faults, how)
 
 
-def accepted_path(follows: Tensor, tree: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def draft_numbers(scores: Tensor, inputs: Any) -> dict[str, Any]:
+    """Return :func:`fsd_infer.rules.inputs.draft_numbers`."""
+    weighed = _weighed(scores, inputs)
+    (gap, log_p, log_q, weight, child, _), stats = weighed.results, (weighed.highest, weighed.likeliest, weighed.p[1])
+    faults = {name: wrong for name, wrong in weighed.faults.items() if name != FORKS}
+    known = {"_faults": faults, "_maxima": stats[:2], "_row_stats": stats, "logprob_gap": gap, "log_p": log_p}
+    if weighed.q is None:
+        return known
+    known |= {"log_q": log_q, "has_drawn_child": child >= 0}
+    if not inputs.is_chain:
+        ids, p_itself = inputs.tree.draft_ids, torch.ones_like(weight)
+        known["drawn_residual"] = compare(RESIDUAL, weighed.p, weighed.q, ids, weighed.results[5], p_itself)
+    return known
+
+
+def accepted_path(
+    p_draft: Tensor, r_draft: Tensor, lossy: Tensor, cost: Tensor | None, final_is_dense: Tensor, inputs: Any
+) -> tuple[dict[str, Tensor], Tensor]:
     """Return :func:`fsd_infer.rules.walk.accepted_path`."""
-    (batch, count), width = follows.shape, tree.max_depth + 1
-    path, first_choices = torch.empty(2, batch, width, dtype=torch.long, device=follows.device)
-    accepted, end = torch.empty(2, batch, 1, dtype=torch.long, device=follows.device)
-    tensors = [
-        x.contiguous() for x in (follows, tree.parents, tree.scores, follows if tree.drawn is None else tree.drawn)
-    ]
+    tree, greedy = inputs.tree, inputs.greedy
+    (batch, count), width, device = p_draft.shape, tree.max_depth + 1, p_draft.device
+    path, tokens, sources, first_choices = torch.empty(4, batch, width, dtype=torch.long, device=device)
+    gaps, spent = (torch.empty(batch, width, dtype=dtype, device=device) for dtype in (torch.float32, torch.double))
+    accepted, end = torch.empty(2, batch, 1, dtype=torch.long, device=device)
+    relaxed = torch.empty(batch, width, dtype=torch.bool, device=device)
+    drawn, uniforms = tree.drawn, p_draft if greedy else inputs.round.uniforms
+    given = [p_draft, r_draft, lossy, cost, final_is_dense, inputs.logprob_gap]
+    given = [spent if x is None else x.contiguous() for x in given]
+    fields = [x.contiguous() for x in (tree.tokens, tree.parents, tree.scores, lossy if drawn is None else drawn)]
     block = max(16, triton.next_power_of_2(max(count, width)))
-    _path[(batch,)](
-        tensors[0].view(torch.uint8), *tensors[1:3], tensors[3].view(torch.uint8), path, first_choices, accepted, end,
-        count, width - 1, width, HAS_DRAWN=tree.drawn is not None, BLOCK=block, num_warps=block // 8,
+    _follow[(batch,)](
+        *map(_bytes, given), uniforms if not greedy else _bytes(given[0]), *map(_bytes, fields),
+        path, tokens, sources, first_choices, gaps, accepted, end, _bytes(relaxed), spent,
+        count, width - 1, width, *uniforms.stride()[:2], GREEDY=greedy, COSTS=cost is not None,
+        HAS_DRAWN=drawn is not None, BLOCK=block, num_warps=block // 8,
     )  # fmt: skip
-    return path, accepted, end, first_choices
+    return {
+        "path": path, "accepted": accepted[:, 0], "tokens": tokens, "sources": sources, "relaxed": relaxed,
+        "spent": spent, "first_choices": first_choices, "logprob_gap": gaps,
+    }, end  # fmt: skip
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.dtype == torch.bool else x
