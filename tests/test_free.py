@@ -180,3 +180,12 @@ BROKEN: list[tuple[Any, str]] = [
 def test_a_table_that_breaks_its_promise_is_refused(options: Any, message: str) -> None:
     with pytest.raises(FsdError, match=message):
         best_first(Pairs({5: options}), 5, 5, nodes=4, depth=2, min_accept_prob=0.1, vocab_size=9)
+
+
+@pytest.mark.parametrize("states", [None, [], [3]])
+def test_states_are_a_pair_for_each_text(states: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = LookupDrafter(VOCAB)
+    session = drafter.start(torch.tensor([1]), DraftRequest(1, 64))
+    monkeypatch.setattr(session, "states", lambda: states)
+    with pytest.raises(FsdError, match=r"drafter 'lookup': states\(\) returns .*, not a list with a pair"):
+        session.draft(torch.tensor([1]))

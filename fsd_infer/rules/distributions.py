@@ -220,13 +220,9 @@ class OutputDistribution:
             self.inputs.compares = True
             holds = torch.as_tensor(holds(VocabRows.every(self.inputs)), device=self.applies.device)
             holds = holds.view_as(self.applies) if holds.dim() else holds
-        if (
-            not isinstance(holds, Tensor)
-            or holds.dtype != torch.bool
-            or holds.dim()
-            and holds.shape != self.applies.shape
-        ):
-            raise not_bool("where() takes", holds, self.applies.shape)
+        shape = self.applies.shape
+        if not isinstance(holds, Tensor) or holds.dtype != torch.bool or holds.dim() and holds.shape != shape:
+            raise not_bool("where() takes", holds, shape)
         return replace(self, applies=self.applies & holds)
 
     def without_copies(self, n: int, *former: int) -> OutputDistribution:
