@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -168,12 +169,23 @@ def test_other_continuations_are_branches() -> None:
     assert children == [4, 3, 5]
 
 
-BROKEN: list[tuple[Options, str]] = [
+BROKEN: list[tuple[Any, str]] = [
     ([(3, 0.4), (3, 0.2)], "offers one token twice"), ([(3, 1.2)], "probability 1.2"), ([(3, 0.0)], "probability 0.0"),
+    (None, "returns None, not a list of pairs"), ([3], "not a list of pairs"), ([(3, "x")], "not a list of pairs"),
+    ([(9, 0.4)], "offers the token 9"), ([(-1, 0.4)], "offers the token -1"), ([(2.5, 0.4)], "offers the token 2.5"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "message"), BROKEN)
-def test_a_table_that_breaks_its_promise_is_refused(options: Options, message: str) -> None:
+def test_a_table_that_breaks_its_promise_is_refused(options: Any, message: str) -> None:
     with pytest.raises(FsdError, match=message):
-        best_first(Pairs({5: options}), 5, 5, nodes=4, depth=2, min_accept_prob=0.1)
+        best_first(Pairs({5: options}), 5, 5, nodes=4, depth=2, min_accept_prob=0.1, vocab_size=9)
+
+
+@pytest.mark.parametrize("states", [None, [], [3]])
+def test_states_are_a_pair_for_each_text(states: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = LookupDrafter(VOCAB)
+    session = drafter.start(torch.tensor([1]), DraftRequest(1, 64))
+    monkeypatch.setattr(session, "states", lambda: states)
+    with pytest.raises(FsdError, match=r"drafter 'lookup': states\(\) returns .*, not a list with a pair"):
+        session.draft(torch.tensor([1]))

@@ -219,7 +219,7 @@ def test_temperature_zero_emits_the_likeliest_token_of_the_distribution(spec: st
 
 # distributions of one's own -----------------------------------------------------------------------------------------
 
-REFUSED: dict[str, tuple[Callable[[RuleInputs], OutputDistribution], str]] = {
+REFUSED: dict[str, tuple[Callable[[RuleInputs], Any], str]] = {
     "the former order": (
         lambda inputs: OutputDistribution(inputs.has_q, inputs.logprob_gap),  # type: ignore[arg-type]
         "rule 'own': OutputDistribution takes inputs first now, not a Tensor",
@@ -231,12 +231,25 @@ REFUSED: dict[str, tuple[Callable[[RuleInputs], OutputDistribution], str]] = {
     "a test by its former name": (lambda inputs: AcceptanceTest(inputs.log_p, residual=len), "takes the weight w"),
     "a test by a function": (lambda inputs: AcceptanceTest(inputs.log_p, lambda at: at.p), "takes the weight w"),  # type: ignore
     "no bias": (lambda inputs: OutputDistribution.biased(inputs, None), "biased needs a logit_bias"),
-}
+    "nothing": (lambda inputs: None, r"rule 'own': output\(\) returns None, not an OutputDistribution"),
+    "a cutoff of text": (lambda inputs: OutputDistribution.passing(inputs, "x"), "cutoff is 'x': give a number"),
+    "no number as cutoff": (lambda inputs: OutputDistribution.trusting(inputs, math.nan), "cutoff is nan: give a num"),
+    "a number as bias": (lambda inputs: OutputDistribution.biased(inputs, 1.0), r"logit_bias is 1.0: give \(\d"),
+    "a bias per row": (lambda inputs: OutputDistribution.biased(inputs, inputs.log_p[:, :1]), r"is \(\d+, 1\) torch"),
+    "no condition": (lambda inputs: OutputDistribution.target(inputs).where(None), "takes None: give .* bool"),
+    "numbers as condition": (
+        lambda inputs: OutputDistribution.target(inputs).where(inputs.log_p), "float.*: give .* bool"
+    ),
+    "no function of contexts": (lambda inputs: OutputDistribution.dense(inputs, inputs.log_p), "a function of con"),
+    "a function without a value": (
+        lambda inputs: OutputDistribution.dense(inputs, lambda at: None), r"log_r\(contexts\) returns None: return ln r"
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", REFUSED)
 @pytest.mark.parametrize("greedy", [True, False])
-def test_what_would_decode_exactly_in_silence_is_refused(form: str, greedy: bool) -> None:
+def test_what_is_no_distribution_is_refused(form: str, greedy: bool) -> None:
     written, words = REFUSED[form]
 
     class Own(LossyRule):

@@ -65,7 +65,9 @@ class Table(Protocol):
         """Return the possible next tokens."""
 
 
-def best_first(table: Table, state: Any, root: int, nodes: int, depth: int, min_accept_prob: float) -> Nodes:
+def best_first(
+    table: Table, state: Any, root: int, nodes: int, depth: int, min_accept_prob: float, vocab_size: float = math.inf
+) -> Nodes:
     """Grow a tree of a text's most likely continuations, best first.
 
     Args:
@@ -75,9 +77,11 @@ def best_first(table: Table, state: Any, root: int, nodes: int, depth: int, min_
         nodes: most nodes, the root included.
         depth: depth of the deepest node.
         min_accept_prob: a node that is accepted with a smaller probability is not drafted.
+        vocab_size: V, tokens are below it.
 
     Raises:
-        FsdError: the table offers a token twice, or gives one a probability that is not above 0 and at most 1.
+        FsdError: the table's options are no list of tokens with probabilities, or it offers a token twice or outside
+            the vocabulary, or gives one a probability that is not above 0 and at most 1.
     """
     tokens, parents, scores, depths = [root], [0], [0.0], [0]
     queue: list[tuple[float, int, int, int, Any]] = []  # -score, order of arrival, parent, token, parent's state
@@ -85,7 +89,7 @@ def best_first(table: Table, state: Any, root: int, nodes: int, depth: int, min_
     node = 0
     while True:
         if state is not None:
-            for token, prob in _checked(table.options(state)):
+            for token, prob in _checked(table.options(state), vocab_size):
                 score = scores[node] + math.log(prob)
                 if score >= min_score:
                     arrivals += 1
@@ -101,12 +105,24 @@ def best_first(table: Table, state: Any, root: int, nodes: int, depth: int, min_
         state = table.step(parent_state, token) if depths[node] < depth and len(tokens) < nodes else None
 
 
-def _checked(options: Options) -> Options:
+def _checked(options: Options, vocab_size: float) -> Options:
     """Return the options. Two siblings with the same token would be accepted twice as often as they should."""
-    if len(dict(options)) < len(options):
+    try:
+        by_token = dict(options)
+        wrong = [prob for prob in by_token.values() if not 0 < prob <= 1 + ROUNDING]
+        outside = [token for token in by_token if not 0 <= token < vocab_size or isinstance(token, float)]
+    except (TypeError, ValueError):
+        raise FsdError(
+            f"a drafter's options() returns {options!r:.80}, not a list of pairs (token, probability): [] for none."
+        ) from None
+    if len(by_token) < len(options):
         raise FsdError("a drafter's table offers one token twice after a text: let options() add up the probabilities.")
-    if wrong := [prob for _, prob in options if not 0 < prob <= 1 + ROUNDING]:
+    if wrong:
         raise FsdError(f"a drafter's table gives a token the probability {wrong[0]}, not one above 0 and at most 1.")
+    if outside:
+        raise FsdError(
+            f"a drafter's table offers the token {outside[0]}: give whole numbers from 0 to {vocab_size - 1}."
+        )
     return options
 
 
@@ -239,15 +255,28 @@ class FreeSession(DraftSession):
     def _rows(self) -> list[Nodes]:
         """Return the tree of each row."""
         drafter = self.drafter
+        limits = drafter.nodes, drafter.depth, drafter.min_accept_prob, drafter.vocab_size
         return [
-            best_first(table, state, tail[-1], drafter.nodes, drafter.depth, drafter.min_accept_prob)
-            for (table, state), tail in zip(self.states(), self.tails, strict=True)
+            best_first(table, state, tail[-1], *limits)
+            for (table, state), tail in zip(self._checked_states(), self.tails, strict=True)
         ]
 
+    def _checked_states(self) -> list[tuple[Table, Any]]:
+        states = self.states()
+        if not isinstance(states, list) or [*map(type, states)] != [tuple] * len(self.tails):
+            raise FsdError(
+                f"drafter {self.drafter.name!r}: states() returns {states!r:.80}, not a list with a pair "
+                f"(table, state) for each of {len(self.tails)} texts."
+            )
+        return states
+
     def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Successors]]:
-        rows = enumerate(zip(self.states(), nodes, strict=True))
+        rows, size = enumerate(zip(self._checked_states(), nodes, strict=True)), self.drafter.vocab_size
         return [
-            [likeliest_of(table.options(table.at(self.context(frontier, row, node))), count) for node in of_row]
+            [
+                likeliest_of(_checked(table.options(table.at(self.context(frontier, row, node))), size), count)
+                for node in of_row
+            ]
             for row, ((table, _), of_row) in rows
         ]
 

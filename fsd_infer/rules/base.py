@@ -17,7 +17,8 @@ from fsd_core.former import FormerName, Renamed
 from fsd_core.functional import at_nodes, wide
 from fsd_core.registry import Registry
 from fsd_core.tensors import to_device
-from fsd_infer.rules.distributions import OutputDistribution, former_order
+from fsd_infer.rules.checks import described, former_order, not_bool
+from fsd_infer.rules.distributions import OutputDistribution
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import FORMER, parameter, parameters_of, reads_former_names
 from fsd_infer.rules.texts import markers
@@ -100,11 +101,10 @@ class Rule(Renamed):
     def restricted_output(self, inputs: RuleInputs) -> OutputDistribution:
         """Return :meth:`output` with the parameters that all rules share applied.
 
-        Raises FsdError if it was constructed without the inputs, as it once was: it would be p in silence.
+        Raises FsdError if it is no distribution of these inputs.
         """
         output = self.output(inputs)
-        if not isinstance(output.inputs, RuleInputs):
-            raise former_order(output, f"rule {self.name!r}: ")
+        _check_output(output, inputs, f"rule {self.name!r}: ")
         output = output.without_copies(self.exact_ngram_size) if self.exact_ngram_size else output
         where = self.lossy_at(inputs)
         return output if where is None else output.where(where)
@@ -304,3 +304,21 @@ def _allowed(rule: Rule, rule_rows: Sequence[int], inputs: RuleInputs, verdict: 
         nats = nats * where.gather(1, path)
     emitted = inputs.nodes[: path.shape[1]] <= verdict.accepted[:, None]
     return (nats * emitted).sum(1)
+
+
+def _check_output(output: OutputDistribution, inputs: RuleInputs, where: str) -> None:
+    """Raise FsdError, with ``where`` in front, if a rule returns anything but a distribution for these inputs."""
+    if not isinstance(output, OutputDistribution):
+        raise FsdError(
+            f"{where}output() returns {output!r:.80}, not an OutputDistribution, for example "
+            "OutputDistribution.target(inputs)."
+        )
+    if not isinstance(output.inputs, RuleInputs):  # it would be p in silence
+        raise former_order(output, where)
+    shape, bias = inputs.tree.tokens.shape, output.logit_bias
+    if not isinstance(output.applies, Tensor) or output.applies.shape != shape or output.applies.dtype != torch.bool:
+        raise not_bool(f"{where}applies is", output.applies, shape)
+    if bias is not None and not (isinstance(bias, Tensor) and bias.shape == shape and bias.is_floating_point()):
+        raise FsdError(f"{where}logit_bias is {described(bias)}: give {tuple(shape)} floats (rows, nodes), in nats.")
+    if output.log_r is not None and not callable(output.log_r):
+        raise FsdError(f"{where}log_r is {described(output.log_r)}: give a function of contexts.")

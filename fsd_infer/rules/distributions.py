@@ -21,6 +21,7 @@ from fsd_core import functional, sampling
 from fsd_core.errors import FsdError
 from fsd_core.former import warn_renamed
 from fsd_core.functional import wide
+from fsd_infer.rules.checks import former_order, not_bool
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.optimal import clipped_distribution, not_above_p, passing_distribution
 from fsd_infer.rules.vocab_rows import VocabRows
@@ -153,7 +154,7 @@ class OutputDistribution:
                 probability raise_prob(p(C)), in proportion to p. A drawn draft that does not pass is accepted with
                 probability min(1, raise_prob(p(x))/q(x)).
         """
-        cutoff, logit_bias = _checked(inputs, cutoff), None
+        cutoff, logit_bias = _checked_cutoff(inputs, cutoff), None
         if not inputs.is_chain:
             if isinstance(cutoff, float):  # an infinite cutoff decides without ln p
                 passes = inputs.log_p >= cutoff if math.isfinite(cutoff) else inputs.tree.is_draft & (cutoff < 0)
@@ -186,7 +187,7 @@ class OutputDistribution:
         η is the mass that q gives to the other tokens. At temperature 0 the drafter's token is emitted if its ln p
         reaches the cutoff, else the target's.
         """
-        cutoff = _checked(inputs, cutoff)
+        cutoff = _checked_cutoff(inputs, cutoff)
 
         def log_r(at: VocabRows) -> Tensor:
             if isinstance(cutoff, float) and cutoff == -math.inf:
@@ -209,16 +210,19 @@ class OutputDistribution:
             holds: [B, N] bool; or a function from all contexts to [R] bool or to one bool, not called for a lone root.
 
         Raises:
-            FsdError: the distribution has its arguments in their former order.
+            FsdError: the distribution has its arguments in their former order, or ``holds`` is anything else.
         """
         if not isinstance(self.inputs, RuleInputs):
             raise former_order(self)
-        if not isinstance(holds, Tensor):
+        if callable(holds):
             if self.applies.shape[1] == 1:  # nothing was drafted: there may be no row of q to read
                 return self
             self.inputs.compares = True
             holds = torch.as_tensor(holds(VocabRows.every(self.inputs)), device=self.applies.device)
             holds = holds.view_as(self.applies) if holds.dim() else holds
+        shape = self.applies.shape
+        if not isinstance(holds, Tensor) or holds.dtype != torch.bool or holds.dim() and holds.shape != shape:
+            raise not_bool("where() takes", holds, shape)
         return replace(self, applies=self.applies & holds)
 
     def without_copies(self, n: int, *former: int) -> OutputDistribution:
@@ -284,17 +288,11 @@ def block_test(inputs: RuleInputs) -> AcceptanceTest:
     return AcceptanceTest(accept_prob, of_end)
 
 
-def former_order(output: OutputDistribution, where: str = "") -> FsdError:
-    """Return the error for a distribution made with the former order of arguments: it would be p in silence."""
-    return FsdError(
-        f"{where}OutputDistribution takes inputs first now, not a {type(output.inputs).__name__}: write "
-        "OutputDistribution(inputs, applies, logit_bias)."
-    )
-
-
-def _checked(inputs: RuleInputs, cutoff: Tensor | float) -> Tensor | float:
-    """Return a cutoff as [B, N] or as a float. Raises FsdError for a tensor of another shape."""
+def _checked_cutoff(inputs: RuleInputs, cutoff: Tensor | float) -> Tensor | float:
+    """Return a cutoff as [B, N] or as a float. Raises FsdError for a tensor of another shape, NaN and no number."""
     if not isinstance(cutoff, Tensor):
+        if not isinstance(cutoff, (int, float)) or math.isnan(cutoff):
+            raise FsdError(f"a rule's cutoff is {cutoff!r}: give a number, or ln p for each context.")
         return float(cutoff)
     if cutoff.shape != inputs.tree.tokens.shape:
         raise FsdError(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fsd_core import functional, sampling
 from fsd_core.divergence import divergence, divergence_rows
+from fsd_core.errors import FsdError
 from fsd_core.functional import wide
 from fsd_infer.rules.distributions import OutputDistribution, VocabFunction, biased
 from fsd_infer.rules.inputs import CHILD, TOKEN, RuleInputs
@@ -170,6 +171,15 @@ class _Dense(NamedTuple):
         return cls(at, log_r, number, at.inputs.at_parents(number))
 
 
+def _checked_rows(log_r: Tensor, at: VocabRows) -> Tensor:
+    if not isinstance(log_r, Tensor) or log_r.shape != at.scores.shape:
+        got = tuple(log_r.shape) if isinstance(log_r, Tensor) else f"{log_r!r:.80}"
+        raise FsdError(
+            f"a rule's log_r(contexts) returns {got}: return ln r, {tuple(at.scores.shape)} like contexts.log_p."
+        )
+    return log_r
+
+
 class _Walk:
     """The state of a walk, [B, N] each.
 
@@ -236,7 +246,7 @@ class _Walk:
         if not len(at.rows):
             return
         at = at.reduced() if rule.output.is_reducible else at
-        dense = _Dense.of(at, log_r(at), holds)
+        dense = _Dense.of(at, _checked_rows(log_r(at), at), holds)
         r_draft, cost = (self._dense_greedy if self.inputs.greedy else self._dense_sampled)(dense)
         self.r_draft = torch.where((dense.parent_number >= 0) & self.tree.is_draft, r_draft, self.r_draft)
         assert self.cost is not None
