@@ -41,7 +41,12 @@ def test_wheel_decodes_and_trains(repo_root: Path, tmp_path: Path) -> None:
         assert (source / path).exists(), path
 
     names = set(zipfile.ZipFile(wheel).namelist())
-    for end in ("/cpu/kernels.cpp", "/cpu/native/layers.h", "fsd_train/commands/recipe.yaml.in", "fsd_bench/board.html"):
+    for end in (
+        "/cpu/kernels.cpp",
+        "/cpu/native/layers.h",
+        "fsd_train/commands/recipe.yaml.in",
+        "fsd_bench/board.html",
+    ):
         assert any(name.endswith(end) for name in names), end
     assert {f"{package}/py.typed" for package in ("fsd_core", "fsd_infer", "fsd_train", "fsd_bench")} <= names
     assert "fsd_train/shipped/recipes/template.yaml" in names
