@@ -23,12 +23,12 @@ CHILD, TOKEN, GATE = range(3)  # columns of RoundInput.uniforms, by what they de
 T = TypeVar("T")
 
 
-class Together(cached_property[T]):
-    """A quantity that a kernel may compute together with others: its owner's ``_together`` has them by name."""
+class JointProperty(cached_property[T]):
+    """A quantity that a kernel may compute together with others: its owner's ``_joint_values`` has them by name."""
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is not None:
-            vars(instance).update(instance._together)
+            vars(instance).update(instance._joint_values)
         return super().__get__(instance, owner)
 
 
@@ -93,15 +93,15 @@ class RuleInputs(Renamed):
         return self.tree.q_index >= 0
 
     @cached_property
-    def _together(self) -> dict[str, Any]:
+    def _joint_values(self) -> dict[str, Any]:
         return draft_numbers(self.round.scores, self)
 
-    @Together
+    @JointProperty
     def _faults(self) -> dict[str, Tensor] | None:
         """:meth:`non_finite` with the drafter's logits if drafts were drawn, else without; None: not yet computed."""
         return None
 
-    @Together
+    @JointProperty
     def _maxima(self) -> tuple[Tensor, Tensor]:
         return functional.row_max(self.round.scores)
 
@@ -110,7 +110,7 @@ class RuleInputs(Renamed):
         """The target's likeliest token at each context, the first of equals."""
         return self._maxima[1]
 
-    @Together
+    @JointProperty
     def log_p_max(self) -> Tensor:
         """ln p of the target's likeliest token, at contexts with children."""
         highest, _, total = self._row_stats
@@ -121,7 +121,7 @@ class RuleInputs(Renamed):
         """ln Σ e^scores at contexts with children: ln p is a score minus this."""
         return self._row_stats[2]
 
-    @Together
+    @JointProperty
     def _row_stats(self) -> tuple[Tensor, Tensor, Tensor]:
         return functional.row_stats(self.round.scores, self.tree.has_children)
 
@@ -135,14 +135,14 @@ class RuleInputs(Renamed):
         k = min(k, self.round.scores.shape[-1])
         return functional.topk_logprobs(self.round.scores, k, self.tree.has_children)[0]
 
-    @Together
+    @JointProperty
     def logprob_gap(self) -> Tensor:
         """ln p of the likeliest token at the parent minus ln p of the draft, at least 0; inf at roots and padding."""
         scores, tree = self.round.scores, self.tree
         own = scores.flatten(1).gather(1, tree.parents * scores.shape[-1] + tree.tokens).float()
         return (self.at_parents(self._maxima[0]) - own).clamp_min(0.0).masked_fill(~self.tree.is_draft, math.inf)
 
-    @Together
+    @JointProperty
     def log_p(self) -> Tensor:
         """ln p of each draft at its parent; -inf at roots and padding."""
         return self.at_parents(self.log_p_max) - self.logprob_gap
@@ -158,7 +158,7 @@ class RuleInputs(Renamed):
         drawn = self.tree.is_draft if self.tree.drawn is None else self.tree.drawn
         return drawn & self.at_parents(self.has_q)
 
-    @Together
+    @JointProperty
     def has_drawn_child(self) -> Tensor:
         """bool; contexts with a drawn child."""
         return self.any_child(self.is_drawn)
@@ -180,7 +180,7 @@ class RuleInputs(Renamed):
             return self.round.process_draft(tree)
         return expand_draft(tree.q_logits, tree.draft_ids, self.round.logits.shape[-1])
 
-    @Together
+    @JointProperty
     def log_q(self) -> Tensor:
         """ln q of each draft at its parent, if that has a q."""
         tree, row = self.tree, self.at_parents(self.tree.q_index).clamp_min(0)
@@ -216,7 +216,7 @@ class RuleInputs(Renamed):
         residual = torch.zeros_like(p) if self.is_chain else self.drawn_residual
         return self.accept_prob_under(p, self.log_p, residual)
 
-    @Together
+    @JointProperty
     def drawn_residual(self) -> Tensor:
         """:meth:`residual_mass` of p itself."""
         return self.residual_mass(torch.ones_like(self.log_p, dtype=wide(self.log_p.device)))

@@ -11,7 +11,7 @@ from torch import Tensor
 from fsd_core import functional
 from fsd_core.divergence import Divergence, expand_draft
 from fsd_core.sampling import TINY
-from fsd_infer.rules.inputs import RuleInputs, Together
+from fsd_infer.rules.inputs import RuleInputs, JointProperty
 from fsd_infer.rules.texts import repeating_tokens
 
 
@@ -27,7 +27,7 @@ class VocabRows:
         self._repeating: dict[int, Tensor] = {}
 
     @cached_property
-    def _together(self) -> dict[str, Tensor]:
+    def _joint_values(self) -> dict[str, Tensor]:
         return {}
 
     @classmethod
@@ -62,7 +62,7 @@ class VocabRows:
         """[R, V] the target's raw logits, fp32."""
         return self.of(self.inputs.round.logits).float()
 
-    @Together
+    @JointProperty
     def scores(self) -> Tensor:
         """[R, V] the logits after the request's processors: ln p up to a constant."""
         round = self.inputs.round
@@ -106,7 +106,7 @@ class VocabRows:
         """[R, V]"""
         return self.q_scores.softmax(-1)
 
-    @Together
+    @JointProperty
     def proposal(self) -> Tensor:
         """[R, V] the distribution from which a child was drawn, 0 at contexts without a drawn child."""
         tree = self.inputs.tree
@@ -118,7 +118,7 @@ class VocabRows:
         """Return probabilities [R, Vd] of the drafter's vocabulary over the target's."""
         return expand_draft(q, self.inputs.tree.draft_ids, self.scores.shape[-1], 0.0)
 
-    @Together
+    @JointProperty
     def fixed(self) -> Tensor:
         """[R, V] bool; candidates that were fixed before any draw at or below the context, verified or not."""
         tree, none = self.inputs.tree, torch.zeros_like(self.scores, dtype=torch.bool)
@@ -178,7 +178,7 @@ class ReducedVocabRows(VocabRows):
     """
 
     @cached_property
-    def _together(self) -> dict[str, Tensor]:
+    def _joint_values(self) -> dict[str, Tensor]:
         return reduced_rows(self.inputs.round.scores, self)
 
     @property
@@ -187,7 +187,7 @@ class ReducedVocabRows(VocabRows):
         assert ids is not None
         return ids.long()  # files may store narrower integers
 
-    @Together
+    @JointProperty
     def scores(self) -> Tensor:
         inputs = self.inputs
         own = inputs.round.scores[self.rows[:, None], self.nodes[:, None], self._ids].float()
