@@ -16,6 +16,7 @@ from fsd_core.errors import ModelLoadError, foreign_errors
 from fsd_infer.targets.checks import check_numbers
 from fsd_infer.targets.gguf_file import StoredTensor
 from fsd_infer.targets.gguf_keys import check_foreign_keys, end_ids
+from fsd_infer.targets.kinds import attention_for
 
 
 def foreign_config(source: Path, facts: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> PreTrainedConfig:
@@ -55,8 +56,9 @@ def load_foreign(
     Raises:
         FsdError: as :func:`foreign_config`; and tensors that are missing, of other shapes, or left out.
     """
-    options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    options |= {"config": foreign_config(source, facts, tensors), "dtype": dtype, "output_loading_info": True}
+    config = foreign_config(source, facts, tensors)
+    options: dict[str, Any] = {"attn_implementation": attn_implementation or attention_for(config)}
+    options |= {"config": config, "dtype": dtype, "output_loading_info": True}
     with foreign_errors(ModelLoadError, f"{source}: transformers cannot read this GGUF file ({{why}})."):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, ignore_mismatched_sizes=True, **options

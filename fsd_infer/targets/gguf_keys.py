@@ -127,7 +127,7 @@ def architecture_keys(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in facts.items() if name.startswith(prefix)}
 
 
-def check_keys(facts: Mapping[str, Any], source: Any) -> None:
+def check_keys(facts: Mapping[str, Any], source: Any, read: Collection[str] = ()) -> None:
     """Raise ModelLoadError for keys of a Llama-like architecture that ask for what its model does not compute.
 
     Warns of keys that nothing here knows.
@@ -135,15 +135,16 @@ def check_keys(facts: Mapping[str, Any], source: Any) -> None:
     Args:
         facts: metadata of the file.
         source: its name for errors.
+        read: keys that the model's family has and most others have not.
     """
     keys, family = architecture_keys(facts), facts.get("general.architecture")
     window = keys.get("attention.sliding_window")
-    if is_number(window) and window >= keys.get("context_length", LONGEST):
+    if "attention.sliding_window" not in read and is_number(window) and window >= keys.get("context_length", LONGEST):
         del keys["attention.sliding_window"]  # it never ends before the context does
     if keys.get("embedding_length_out") == keys.get("embedding_length"):
         keys.pop("embedding_length_out", None)
     for name, value in keys.items():
-        if not _is_neutral(name, value, _NEUTRAL):
+        if name not in read and not _is_neutral(name, value, _NEUTRAL):
             raise ModelLoadError(
                 f"{source}: {family}.{name} is {value!r:.60}, which a {family} model here does not compute. Use "
                 "another file of this model, or its checkpoint."
