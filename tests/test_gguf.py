@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFWriter
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from benchmarks import write_gguf as writer
@@ -83,6 +84,24 @@ def test_families_give_the_model_the_file_was_made_from(tmp_path: Path, family: 
         write_gguf(path, original, family, facts=facts, factors=factors.flip(0))
         with pytest.raises(ModelLoadError, match="rotary factors that are not Llama 3's"):
             load_target(path, device="cpu")
+
+
+def test_the_parts_of_a_file_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.gguf_toys.GGUFWriter", partial(GGUFWriter, split_max_tensors=8))
+    original = tiny_llama()
+    write_gguf(tmp_path / "tiny.gguf", original)
+    stablelm(tmp_path, {})
+    parts = sorted(tmp_path.glob("tiny-*"))
+    assert len(parts) == 3
+    for part in parts:
+        model, tokenizer = load_target(part, dtype="fp32", device="cpu")
+        assert all(torch.equal(value, original.state_dict()[name]) for name, value in model.state_dict().items())
+        assert tokenizer is not None and len(tokenizer) == len(TOKENS)
+    with pytest.raises(ModelLoadError, match="stablelm-00001-of-0000.* Merge them with llama-gguf-split first"):
+        load_target(next(iter(sorted(tmp_path.glob("stablelm-*")))), device="cpu")
+    parts[1].unlink()
+    with pytest.raises(ModelLoadError, match="one of 3 parts, and 1 are missing, first tiny-00002-of-00003.gguf"):
+        load_target(parts[0], device="cpu")
 
 
 def test_other_architectures_are_read_by_transformers(tmp_path: Path) -> None:

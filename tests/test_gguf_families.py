@@ -66,6 +66,8 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [  # architecture
     ("olmo2", "olmo2", {}, {}),
     ("olmo2", "olmo3", dict(num_hidden_layers=3, layer_types=MIXED, **SHORT), SHORT_KEY | {
         "attention.sliding_window_pattern": [True, False, False]}),
+    ("exaone4", "exaone4", dict(sliding_window=None, layer_types=["full_attention"] * 2), {}),
+    ("exaone4", "exaone4", dict(num_hidden_layers=5, **SHORT), SHORT_KEY),
     ("seed_oss", "seed_oss", dict(head_dim=16, attention_bias=True, attention_out_bias=False), {}),
     ("glm4", "glm4", dict(head_dim=8, attention_bias=True), {"rope.dimension_count": 4}),
     ("ernie4_5", "ernie4_5", dict(head_dim=8), {}),

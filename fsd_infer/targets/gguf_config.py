@@ -114,7 +114,10 @@ def _windows(numbers: KeyNumbers, config: dict[str, Any], family: Family) -> dic
         return {"sliding_window": numbers.whole("attention.sliding_window") if window else None}
     if family.period is None or not window and family.model_type == "olmo2":
         return {}
-    found: dict[str, Any] = {"sliding_window": numbers.whole("attention.sliding_window")}
+    if not window and family.model_type == "exaone4":  # the small one
+        return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+    default = 4096 if family.model_type == "gemma2" else None  # as llama.cpp's, for early files
+    found: dict[str, Any] = {"sliding_window": numbers.whole("attention.sliding_window", default)}
     pattern = numbers.values.get("attention.sliding_window_pattern", family.period)
     if not isinstance(pattern, list):
         period = numbers.whole("attention.sliding_window_pattern", family.period)

@@ -117,6 +117,7 @@ FAMILIES: dict[str, Family] = {  # by architecture
     "granite": Family("granite", _SCALES, interleaved=True, biased=True),
     "arcee": Family("arcee", fixed={"hidden_act": "relu2"}, interleaved=True, biased=True, factors=True),
     "olmo2": Family("olmo2", biased=True, period=4),
+    "exaone4": Family("exaone4", factors=True, period=4),
     "seed_oss": Family("seed_oss", fixed={"attention_out_bias": False}, biased=True),
     "glm4": Family("glm4", partial=True, biased=True),
     "ernie4_5": Family("ernie4_5", fixed={"use_bias": False}),

@@ -14,7 +14,7 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from fsd_core.errors import ModelLoadError, foreign_errors
 from fsd_infer.targets.checks import check_numbers
-from fsd_infer.targets.gguf_file import StoredTensor
+from fsd_infer.targets.gguf_file import PARTS, StoredTensor
 from fsd_infer.targets.gguf_keys import check_foreign_keys, end_ids
 from fsd_infer.targets.kinds import attention_for
 
@@ -30,6 +30,8 @@ def foreign_config(source: Path, facts: dict[str, Any], tensors: Mapping[str, St
         ModelLoadError: an architecture that it does not know, or keys that it leaves out.
         CheckpointError: numbers that no model has.
     """
+    if PARTS in facts:
+        raise ModelLoadError(f"{source} is one of {facts[PARTS]} parts. Merge them with llama-gguf-split first.")
     with foreign_errors(ModelLoadError, f"{source}: transformers cannot read this GGUF file ({{why}})."):
         config: Any = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
         if config.num_hidden_layers > len(tensors):  # the model is built before its weights are compared
