@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import MODEL_ARCH_NAMES, GGUFWriter, get_tensor_name_map
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter, get_tensor_name_map
 
 from benchmarks.write_gguf import finish, interleave_rope
 from fsd_infer.targets.gguf_families import FAMILIES
@@ -140,24 +140,76 @@ def tensors_of(model: Any, architecture: str) -> dict[str, torch.Tensor]:
     return found
 
 
+def write(path: Path, architecture: str, keys: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    writer = GGUFWriter(path, architecture)
+    vocabulary = {
+        "model": "gpt2", "pre": "smollm", "tokens": TOKENS, "merges": MERGES, "eos_token_id": 2,
+        "token_type": [3 if token in CONTROL else 1 for token in TOKENS],
+    }  # fmt: skip
+    facts = {f"{architecture}.{key}": value for key, value in keys.items()}
+    for key, value in {**facts, **{f"tokenizer.ggml.{key}": value for key, value in vocabulary.items()}}.items():
+        KINDS[type(value)](writer, key, value)
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor.contiguous().float().numpy())
+    finish(writer)
+
+
 @pytest.mark.parametrize(("architecture", "family", "options", "keys"), CASES)
 def test_architectures_give_the_model_the_file_was_made_from(
     tmp_path: Path, architecture: str, family: str, options: dict[str, Any], keys: dict[str, Any]
 ) -> None:
     original = model_of(family, options)
-    writer = GGUFWriter(tmp_path / "tiny.gguf", architecture)
-    facts = {f"{architecture}.{key}": value for key, value in {**keys_of(original.config), **keys}.items()}
-    vocabulary = {
-        "model": "gpt2", "pre": "smollm", "tokens": TOKENS, "merges": MERGES, "eos_token_id": 2,
-        "token_type": [3 if token in CONTROL else 1 for token in TOKENS],
-    }  # fmt: skip
-    for key, value in {**facts, **{f"tokenizer.ggml.{key}": value for key, value in vocabulary.items()}}.items():
-        KINDS[type(value)](writer, key, value)
-    for name, tensor in tensors_of(original, architecture).items():
-        writer.add_tensor(name, tensor.contiguous().float().numpy())
-    finish(writer)
+    write(
+        tmp_path / "tiny.gguf", architecture, {**keys_of(original.config), **keys}, tensors_of(original, architecture)
+    )
     model, tokenizer = load_target(tmp_path / "tiny.gguf", dtype="fp32", device="cpu")
     assert type(model) is type(original) and tokenizer is not None and tokenizer("th")["input_ids"]
+    ids = torch.arange(3, 63)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def tiled(value: torch.Tensor, width: int, dim: int = 0) -> torch.Tensor:
+    """Two value heads for each of two key heads, of this width, in ggml's order."""
+    return value.unflatten(dim, (2, 2, width)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+
+def test_qwen_3_5_is_read_without_its_mtp_layers(tmp_path: Path) -> None:
+    """Transformers reads these files; a table of its keys is here."""
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    }
+    rope["mrope_interleaved"] = True
+    linear = {"value_head_dim": 8, "key_head_dim": 8, "num_value_heads": 4, "num_key_heads": 2}
+    original = model_of("qwen3_5_text", dict(
+        head_dim=16, layer_types=["linear_attention", "full_attention"], rope_parameters=rope,
+        **{f"linear_{name}": value for name, value in linear.items()},
+    ))  # fmt: skip
+    names, tensors = get_tensor_name_map(MODEL_ARCH.QWEN35, 3), {}
+    for name, value in original.state_dict().items():
+        part = name.split("linear_attn.")[-1].split(".")[0]
+        if part in ("in_proj_qkv", "conv1d"):
+            value = torch.cat((value[:32], tiled(value[32:], 8))).squeeze()
+        elif part in ("in_proj_z", "out_proj"):
+            value = tiled(value, 8, int(part == "out_proj"))
+        elif part in ("in_proj_a", "in_proj_b", "A_log", "dt_bias"):
+            value = tiled(-value.exp() if part == "A_log" else value, 1)
+        elif name.endswith("norm.weight") and "linear_attn" not in name:
+            value = value + 1
+        tensors[str(names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), (".weight", ".bias")))] = value
+    mtp = {"nextn.eh_proj": (32, 64), "nextn.enorm": (32,), "attn_norm": (32,), "ffn_up": (64, 32)}
+    tensors |= {f"blk.2.{name}.weight": torch.zeros(shape) for name, shape in mtp.items()}
+    keys = keys_of(original.config) | {
+        "block_count": 3, "nextn_predict_layers": 1, "full_attention_interval": 2, "rope.dimension_count": 8,
+        "rope.dimension_sections": [2, 1, 1, 0], "ssm.conv_kernel": 4, "ssm.state_size": 8, "ssm.group_count": 2,
+        "ssm.time_step_rank": 4, "ssm.inner_size": 32,
+    }  # fmt: skip
+    write(tmp_path / "tiny.gguf", "qwen35", keys, tensors)
+    with pytest.warns(UserWarning, match="tiny.gguf: its MTP layers are left out"):
+        model, _ = load_target(tmp_path / "tiny.gguf", dtype="fp32", device="cpu")
     ids = torch.arange(3, 63)[None]
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=1e-4, atol=1e-4)

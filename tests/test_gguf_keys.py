@@ -177,7 +177,7 @@ def test_draft_heads_in_such_files_are_refused_by_name(tmp_path: Path, architect
         loaded(write_gguf(tmp_path / "tiny.gguf", tiny_llama(), architecture))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "stablelm", "glm4moe", "deepseek2", "qwen35"])
+@pytest.mark.parametrize("architecture", ["llama", "stablelm", "glm4moe", "deepseek2"])
 def test_mtp_layers_are_refused_by_name(tmp_path: Path, architecture: str) -> None:
     """By the key, by the tensors, or by both; in files that are read here, by transformers, or by none."""
     model = tiny_llama()

@@ -91,7 +91,7 @@ def load_gguf(
         kept = ", ".join(name for name, known in FAMILIES.items() if known.kept)
         warn_once(
             f"{source.name}: weights are expanded to bf16, slower and larger. Files of {kept} decode from their own "
-            f"weights, and this one is of {facts.get('general.architecture')}."
+            f"weights, and this one is of {family.model_type if family else facts.get('general.architecture')}."
         )
         reads_blocks = None
     if family is None:

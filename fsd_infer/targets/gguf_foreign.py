@@ -99,7 +99,8 @@ def _unread(source: Path, model: PreTrainedModel, tensors: Mapping[str, StoredTe
     It joins and renames some, so the numbers are counted; the names are of the gguf package's table. Raises
     ModelLoadError if the counts differ and all names are known.
     """
-    state, stored = model.state_dict(), dict(tensors)
+    state, layers = model.state_dict(), model.config.num_hidden_layers
+    stored = {name: tensor for name, tensor in tensors.items() if not _is_mtp(name, layers)}
     tables: Any = model.get_input_embeddings(), model.get_output_embeddings()
     if family in ("falcon", "bloom") and tables[0].weight is tables[1].weight:  # the reader unties tables that differ
         stored.pop("output.weight", None)  # these files repeat the embeddings
@@ -113,6 +114,12 @@ def _unread(source: Path, model: PreTrainedModel, tensors: Mapping[str, StoredTe
     if not unread:
         raise ModelLoadError(f"{source}: its tensors hold {count} numbers, and its model {numbers}. Use another file.")
     return unread
+
+
+def _is_mtp(name: str, layers: int) -> bool:
+    """Whether a tensor is of a layer after the last: without a key for MTP, such a layer would be refused before."""
+    block, _, rest = name.removeprefix("blk.").partition(".")
+    return bool(rest) and block.isdecimal() and int(block) >= layers
 
 
 def refuse_shape(source: Path, name: str, stored: Sequence[int], expected: Sequence[int]) -> None:
