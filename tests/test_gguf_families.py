@@ -38,6 +38,9 @@ LONG_KEYS = {
     "attention.sliding_window": 0, "rope.dimension_count": 12, "rope.scaling.original_context_length": 32,
     "rope.scaling.attn_factor": (1 + 3 / 5) ** 0.5,  # of 256 / 32 positions
 }  # fmt: skip
+MINISTRAL = {**YARN, "truncate": True, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+MINISTRAL["original_max_position_embeddings"] = 32
+UNSCALED = {"rope_type": "default", "llama_4_scaling_beta": 0.0}
 SCALES = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
 SCALE_KEYS = {"attention.scale": 0.3, "embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 2.0}
 MIXED = ["sliding_attention", "full_attention", "full_attention"]
@@ -60,6 +63,10 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [  # architecture
     ("gpt-oss", "gpt_oss", dict(head_dim=8, rope_parameters=YARN, **LOCAL, **SHORT), EXPERT_KEYS | SHORT_KEY | {
         f"rope.{key}": value for key, value in YARN_KEYS.items()}),
     ("smollm3", "smollm3", dict(num_hidden_layers=5), {}),
+    ("mistral3", "ministral3", dict(rope_parameters=MINISTRAL), {
+        "attention.temperature_scale": 0.5, "rope.scaling.yarn_log_multiplier": 1.0,
+        **{f"rope.{key}": value for key, value in YARN_KEYS.items()}, "rope.scaling.original_context_length": 32}),
+    ("mistral3", "ministral3", dict(rope_parameters=MINISTRAL | UNSCALED), {}),
     ("granite", "granite", SCALES, SCALE_KEYS),
     ("arcee", "arcee", dict(head_dim=8), {}),
     ("llama", "llama", dict(attention_bias=True, mlp_bias=True), {}),

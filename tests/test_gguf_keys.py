@@ -341,6 +341,7 @@ WHOLE: list[tuple[bytes, str | None]] = [
     (header(("a", 0), keys=("",)), "is empty"),
     (header(("a", 0), alignment=24), "alignment 24"),
     (header(("a", 0), alignment=0), "alignment 0"),
+    (b"GGUF\0\0\0\3" + bytes(100), "its numbers are big-endian"),
 ]  # fmt: skip
 
 

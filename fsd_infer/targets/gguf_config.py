@@ -41,6 +41,8 @@ def config_of(facts: dict[str, Any], tensors: dict[str, StoredTensor], source: P
         if layers > len(tensors):  # the model is built before its weights are compared
             raise ValueError(f"{layers} layers, but {len(tensors)} tensors")
         config["rope_parameters"] |= _scaling(numbers, tensors, config, family)
+        if family.model_type == "ministral3":
+            config["rope_parameters"] |= _temperature(numbers, config)
         config |= _more(numbers, tensors, config, family)
     return config
 
@@ -177,6 +179,18 @@ def _scaling(
             if f"rope.scaling.yarn_{name}" in keys:
                 scaling[name] = numbers.number(f"rope.scaling.yarn_{name}")
     return scaling
+
+
+def _temperature(numbers: KeyNumbers, config: dict[str, Any]) -> dict[str, Any]:
+    """Return Ministral 3's scaling of long texts' queries, and its factor of YaRN's attention."""
+    rope, length = config["rope_parameters"], config["max_position_embeddings"]
+    found = {"original_max_position_embeddings": numbers.whole("rope.scaling.original_context_length", length)}
+    stated = "attention.temperature_scale" in numbers.values
+    found["llama_4_scaling_beta"] = numbers.number("attention.temperature_scale") if stated else 0.0
+    if rope["rope_type"] == "yarn" and "rope.scaling.yarn_log_multiplier" in numbers.values:
+        multiplier = numbers.number("rope.scaling.yarn_log_multiplier")
+        found["attention_factor"] = rope["attention_factor"] / (0.1 * multiplier * math.log(rope["factor"]) + 1)
+    return found
 
 
 def _longrope(numbers: KeyNumbers, tensors: dict[str, StoredTensor], config: dict[str, Any]) -> dict[str, Any]:

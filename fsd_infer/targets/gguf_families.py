@@ -96,6 +96,7 @@ _SHARED = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size
 _GELU = "gelu_pytorch_tanh"
 _GEMMA: dict[str, Any] = {"shifted": True, "fields": _CAPS, "fixed": {"hidden_activation": _GELU}}
 _VISION = frozenset({"rope.dimension_sections", "n_deepstack_layers"})
+_TEMPERATURE = frozenset({"attention.temperature_scale", "rope.scaling.yarn_log_multiplier"})
 _NO_WINDOW = {"use_sliding_window": False}
 _MIXTRAL = Family("mixtral", _LOCAL, interleaved=True, joins=_EXPERTS)
 
@@ -114,6 +115,7 @@ FAMILIES: dict[str, Family] = {  # by architecture
     "gemma3": Family("gemma3_text", period=6, largest=62, local=10_000.0, **_GEMMA),
     "phi3": Family("phi3", partial=True),
     "smollm3": Family("smollm3", interleaved=True, biased=True),
+    "mistral3": Family("ministral3", ignored=_TEMPERATURE, interleaved=True),  # its rotary parameters have them
     "granite": Family("granite", _SCALES, interleaved=True, biased=True),
     "arcee": Family("arcee", fixed={"hidden_act": "relu2"}, interleaved=True, biased=True, factors=True),
     "olmo2": Family("olmo2", biased=True, period=4),

@@ -88,7 +88,7 @@ class _GGUFReader:
         self.at = 4
         version, tensors, count = self._numbers("<IQQ")
         if version not in (2, 3):
-            raise ValueError(f"version {version}")
+            raise ValueError(f"version {version}" if version % 65536 else "its numbers are big-endian")
         self._check(tensors)
         self._check(count)
         metadata: dict[str, Any] = {}
