@@ -184,7 +184,8 @@ def _scaling(
 def _temperature(numbers: KeyNumbers, config: dict[str, Any]) -> dict[str, Any]:
     """Return Ministral 3's scaling of long texts' queries, and its factor of YaRN's attention."""
     rope, length = config["rope_parameters"], config["max_position_embeddings"]
-    found = {"original_max_position_embeddings": numbers.whole("rope.scaling.original_context_length", length)}
+    original = numbers.whole("rope.scaling.original_context_length", length)
+    found: dict[str, Any] = {"original_max_position_embeddings": original}
     stated = "attention.temperature_scale" in numbers.values
     found["llama_4_scaling_beta"] = numbers.number("attention.temperature_scale") if stated else 0.0
     if rope["rope_type"] == "yarn" and "rope.scaling.yarn_log_multiplier" in numbers.values:
