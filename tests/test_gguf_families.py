@@ -59,6 +59,8 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [  # architecture
     ("qwen2moe", "qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 48}, EXPERT_KEYS | {
         "expert_shared_feed_forward_length": 48}),
     ("qwen3moe", "qwen3_moe", dict(head_dim=8, norm_topk_prob=True, **EXPERTS), EXPERT_KEYS),
+    ("qwen3moe", "qwen3_moe", dict(head_dim=8, norm_topk_prob=False, **EXPERTS), EXPERT_KEYS | {
+        "expert_weights_norm": False, "expert_gating_func": 1}),
     ("llama", "mixtral", LOCAL | {"sliding_window": None}, {"expert_count": 4, "expert_used_count": 2}),
     ("gpt-oss", "gpt_oss", dict(head_dim=8, rope_parameters=YARN, **LOCAL, **SHORT), EXPERT_KEYS | SHORT_KEY | {
         f"rope.{key}": value for key, value in YARN_KEYS.items()}),

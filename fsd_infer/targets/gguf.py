@@ -189,7 +189,7 @@ class _Parameter:
         values = self.join(*parts) if self.join is not None else parts[0]
         if _squeezed(values.shape) != _squeezed(self.shape):
             refuse_shape(source, self.name, values.shape, self.shape)
-        values = values.reshape(self.shape)
+        values = values.reshape(self.shape).contiguous()
         values = values - self.shift if self.shift else values
         return values if self.order is None else values[self.order]
 

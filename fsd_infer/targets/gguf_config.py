@@ -95,6 +95,8 @@ def _more(numbers: KeyNumbers, tensors: dict[str, StoredTensor], config: dict[st
     for key, name in family.fields.items():
         if part := _SCALES_TENSORS.get(name):
             more[name] = tensors[f"blk.0.{part}.weight"].shape[-2]
+        elif isinstance(value := numbers.values.get(key), bool):
+            more[name] = value
         elif key in numbers.values:
             more[name] = (numbers.whole if key.startswith("expert_") else numbers.number)(key)
     width, heads = config["head_dim"], config["num_attention_heads"]

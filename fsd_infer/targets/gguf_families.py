@@ -89,7 +89,9 @@ _SCALES = {
     "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
 }  # fmt: skip
-_MOE = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_MOE = {
+    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok", "expert_weights_norm": "norm_topk_prob"
+}  # fmt: skip
 _LOCAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 _WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
 _SHARED = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}

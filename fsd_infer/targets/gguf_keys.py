@@ -150,6 +150,8 @@ def check_keys(facts: Mapping[str, Any], source: Any, read: Collection[str] = ()
     window = keys.get("attention.sliding_window")
     if "attention.sliding_window" not in read and is_number(window) and window >= keys.get("context_length", LONGEST):
         del keys["attention.sliding_window"]  # it never ends before the context does
+    if "expert_count" in read and keys.get("expert_gating_func") == 1:
+        del keys["expert_gating_func"]  # a softmax, as in all families that are read here
     if keys.get("embedding_length_out") == keys.get("embedding_length"):
         keys.pop("embedding_length_out", None)
     for name, value in keys.items():
