@@ -14,8 +14,8 @@ from transformers import AutoConfig
 from fsd_core.errors import FsdError, ModelLoadError, foreign_errors
 from fsd_core.registry import read_int
 from fsd_infer.heads.layers import llama_layer
-from fsd_infer.targets.kinds import auto_class
-from fsd_infer.targets.loading import attention_for, explained, load_config
+from fsd_infer.targets.kinds import attention_for, auto_class
+from fsd_infer.targets.loading import explained, load_config
 from fsd_infer.targets.target import Target
 
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")

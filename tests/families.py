@@ -22,7 +22,7 @@ from fsd_infer import Drafter, Target, TreeShape, drafters
 from fsd_infer.drafters import DraftRequest, DraftSession, EagleDrafter, GraftedDrafter, LMDrafter, RecycleDrafter
 from fsd_infer.heads.config import own_fields
 from fsd_infer.heads.head import EagleConfig, EagleHead
-from fsd_infer.targets.loading import attention_for
+from fsd_infer.targets.kinds import attention_for
 from fsd_infer.trees.tree import DraftTree, Nodes
 
 VOCAB = 97

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFWriter
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from benchmarks import write_gguf as writer
@@ -50,10 +51,10 @@ def test_expansion_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     garbage.write_bytes(b"not a model at all" * 10)
     with pytest.raises(ModelLoadError, match="garbage.gguf is not a readable GGUF file"):
         expand_gguf(garbage, tmp_path)
-    with pytest.raises(ModelLoadError, match="architecture 'starcoder2'. Only llama, qwen2, qwen3"):
-        expand_gguf(write_gguf(tmp_path / "q.gguf", tiny_llama(), arch="starcoder2"), tmp_path)
-    with pytest.raises(ModelLoadError, match="pre-tokenizer 'tekken'"):
-        expand_gguf(write_gguf(tmp_path / "p.gguf", tiny_llama(), pre="tekken"), tmp_path)
+    with pytest.raises(ModelLoadError, match="architecture 'stablelm'. Only llama, qwen2, qwen3"):
+        expand_gguf(write_gguf(tmp_path / "q.gguf", tiny_llama(), arch="stablelm"), tmp_path)
+    with pytest.raises(ModelLoadError, match="'t5' vocabulary. Only gpt2 and llama"):
+        expand_gguf(write_gguf(tmp_path / "p.gguf", tiny_llama(), facts={"tokenizer_model": "t5"}), tmp_path)
 
 
 LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -85,6 +86,24 @@ def test_families_give_the_model_the_file_was_made_from(tmp_path: Path, family: 
             load_target(path, device="cpu")
 
 
+def test_the_parts_of_a_file_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.gguf_toys.GGUFWriter", partial(GGUFWriter, split_max_tensors=8))
+    original = tiny_llama()
+    write_gguf(tmp_path / "tiny.gguf", original)
+    stablelm(tmp_path, {})
+    parts = sorted(tmp_path.glob("tiny-*"))
+    assert len(parts) == 3
+    for part in parts:
+        model, tokenizer = load_target(part, dtype="fp32", device="cpu")
+        assert all(torch.equal(value, original.state_dict()[name]) for name, value in model.state_dict().items())
+        assert tokenizer is not None and len(tokenizer) == len(TOKENS)
+    with pytest.raises(ModelLoadError, match="stablelm-00001-of-0000.* Merge them with llama-gguf-split first"):
+        load_target(next(iter(sorted(tmp_path.glob("stablelm-*")))), device="cpu")
+    parts[1].unlink()
+    with pytest.raises(ModelLoadError, match="one of 3 parts, and 1 are missing, first tiny-00002-of-00003.gguf"):
+        load_target(parts[0], device="cpu")
+
+
 def test_other_architectures_are_read_by_transformers(tmp_path: Path) -> None:
     path, original = stablelm(tmp_path, {"eos_token_id": 0, "eot_token_id": 2})
     model, _ = load_target(path, dtype="fp32", device="cpu")
@@ -100,20 +119,34 @@ def test_other_architectures_are_read_by_transformers(tmp_path: Path) -> None:
         load_target(write_gguf(tmp_path / "other.gguf", tiny_llama(), "rwkv9"), device="cpu")
 
 
-@pytest.mark.parametrize(("pre", "digits"), [("qwen2", ["1", "2", "3", "4"]), ("llama-bpe", ["123", "4"])])
-def test_pre_tokenizers_of_a_file(tmp_path: Path, pre: str, digits: list[str]) -> None:
+SPLITS = {  # of TEXT, in bytes' letters; made by hand from the models' tokenizer.json
+    "gpt-2": "the|Ċ|Ċ|1234|ĠI|'m|ĠDON|'|T|ĠaB",
+    "command-r": "the|ĊĊ|1|2|3|4|ĠI|'m|ĠDON|'|T|ĠaB",
+    "qwen2": "the|ĊĊ|1|2|3|4|ĠI|'m|ĠDON|'T|ĠaB",
+    "llama-bpe": "the|ĊĊ|123|4|ĠI|'m|ĠDON|'T|ĠaB",
+    "tekken": "the|ĊĊ|1|2|3|4|ĠI|'m|ĠDON|'T|Ġa|B",
+    "gpt-4o": "the|ĊĊ|123|4|ĠI'm|ĠDON'T|Ġa|B",
+    "deepseek-v3": "the|ĊĊ|123|4|ĠI|'m|ĠDON|'T|ĠaB",
+    "deepseek-coder": "the|Ċ|Ċ|1|2|3|4|ĠI|'|m|ĠDON|'|T|ĠaB",
+    "falcon": "the|Ċ|Ċ|123|4|ĠI|'|m|ĠDON|'|T|ĠaB",
+    "tiny_aya": "the|ĊĊ|1|234|ĠI'm|ĠDON'T|Ġa|B",
+}
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_pre_tokenizers_of_a_file(tmp_path: Path, pre: str) -> None:
     tokenizer: Any = load_target(write_gguf(tmp_path / "tiny.gguf", tiny_llama(), pre=pre), device="cpu")[1]
-    pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("the\n\n1234 I'm")
-    assert [piece for piece, _ in pieces] == ["the", "ĊĊ", *digits, "ĠI", "'m"]
-    bos = [1] if pre == "llama-bpe" else []
+    pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("the\n\n1234 I'm DON'T aB")
+    assert "|".join(piece for piece, _ in pieces) == SPLITS[pre]
+    bos = [1] if pre in ("llama-bpe", "tekken") else []
     assert tokenizer("th<|im_end|>")["input_ids"] == [*bos, TOKENS.index("th"), 2]
     composed = tokenizer.decode(tokenizer("e\u0301")["input_ids"], skip_special_tokens=True)
     assert composed == ("\u00e9" if pre == "qwen2" else "e\u0301")
 
 
 def test_a_tokenizer_that_may_be_another_is_told(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf", tiny_llama(), pre="deepseek-coder")
-    with pytest.warns(UserWarning, match="tiny.gguf: its pre-tokenizer 'deepseek-coder' is not known here"):
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_llama(), pre="kimi-k9")
+    with pytest.warns(UserWarning, match="tiny.gguf: its pre-tokenizer 'kimi-k9' is not known here"):
         load_target(path, device="cpu")
     tiny_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match="tokenizer.json is not the tokenizer of tiny.gguf: .* Put one of them"):

@@ -5,6 +5,7 @@ gguf-py's own reader creates several objects per token, which takes seconds.
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -21,6 +22,8 @@ from fsd_core.errors import ModelLoadError, foreign_errors
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+PARTS = "split.parts"  # how many files the facts and tensors are from; no key of files
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # as llama-gguf-split names the parts of a file
 
 # Python 3.10 does not map this module to its distribution, and then transformers reads the version here
 vars(gguf).setdefault("__version__", version("gguf"))
@@ -46,11 +49,29 @@ class StoredTensor:
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Read a GGUF file's facts and its tensors, both by name.
+    """Read a GGUF file's facts and its tensors, both by name; of a split file all parts, whichever is given.
 
     Raises:
-        ModelLoadError: no GGUF file, truncated, or malformed.
+        ModelLoadError: no GGUF file, truncated, or malformed, or a part of a file whose others are missing.
     """
+    facts, tensors = _read_file(path)
+    count, name = facts.get("split.count", 1), _PART.fullmatch(path.name)
+    if count == 1 or name is None or int(name[3]) != count:
+        return facts, tensors
+    parts = [path.with_name(f"{name[1]}-{number:05}-of-{name[3]}.gguf") for number in range(1, count + 1)]
+    if missing := [part.name for part in parts if not part.is_file()]:
+        raise ModelLoadError(
+            f"{path} is one of {count} parts, and {len(missing)} are missing, first {missing[0]}: put all into one "
+            "directory."
+        )
+    read = [(facts, tensors) if part == path else _read_file(part) for part in parts]
+    found = {name: tensor for _, of_part in read for name, tensor in of_part.items()}
+    if len(found) != (expected := read[0][0].get("split.tensors.count", len(found))):
+        raise ModelLoadError(f"the parts of {path} hold {len(found)} tensors instead of {expected}. Fetch them again.")
+    return {**read[0][0], "split.count": 1, PARTS: count}, found
+
+
+def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     with foreign_errors(ModelLoadError, f"{path} is not a readable GGUF file ({{why}}); fetch it again."):
         return _GGUFReader(np.asarray(np.memmap(path, np.uint8, "r"))).read()
 
@@ -67,7 +88,7 @@ class _GGUFReader:
         self.at = 4
         version, tensors, count = self._numbers("<IQQ")
         if version not in (2, 3):
-            raise ValueError(f"version {version}")
+            raise ValueError(f"version {version}" if version % 65536 else "its numbers are big-endian")
         self._check(tensors)
         self._check(count)
         metadata: dict[str, Any] = {}

@@ -14,8 +14,9 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from fsd_core.errors import ModelLoadError, foreign_errors
 from fsd_infer.targets.checks import check_numbers
-from fsd_infer.targets.gguf_file import StoredTensor
+from fsd_infer.targets.gguf_file import PARTS, StoredTensor
 from fsd_infer.targets.gguf_keys import check_foreign_keys, end_ids
+from fsd_infer.targets.kinds import attention_for
 
 
 def foreign_config(source: Path, facts: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> PreTrainedConfig:
@@ -29,6 +30,8 @@ def foreign_config(source: Path, facts: dict[str, Any], tensors: Mapping[str, St
         ModelLoadError: an architecture that it does not know, or keys that it leaves out.
         CheckpointError: numbers that no model has.
     """
+    if PARTS in facts:
+        raise ModelLoadError(f"{source} is one of {facts[PARTS]} parts. Merge them with llama-gguf-split first.")
     with foreign_errors(ModelLoadError, f"{source}: transformers cannot read this GGUF file ({{why}})."):
         config: Any = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
         if config.num_hidden_layers > len(tensors):  # the model is built before its weights are compared
@@ -55,8 +58,9 @@ def load_foreign(
     Raises:
         FsdError: as :func:`foreign_config`; and tensors that are missing, of other shapes, or left out.
     """
-    options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    options |= {"config": foreign_config(source, facts, tensors), "dtype": dtype, "output_loading_info": True}
+    config = foreign_config(source, facts, tensors)
+    options: dict[str, Any] = {"attn_implementation": attn_implementation or attention_for(config)}
+    options |= {"config": config, "dtype": dtype, "output_loading_info": True}
     with foreign_errors(ModelLoadError, f"{source}: transformers cannot read this GGUF file ({{why}})."):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, ignore_mismatched_sizes=True, **options
@@ -95,7 +99,8 @@ def _unread(source: Path, model: PreTrainedModel, tensors: Mapping[str, StoredTe
     It joins and renames some, so the numbers are counted; the names are of the gguf package's table. Raises
     ModelLoadError if the counts differ and all names are known.
     """
-    state, stored = model.state_dict(), dict(tensors)
+    state, layers = model.state_dict(), model.config.num_hidden_layers
+    stored = {name: tensor for name, tensor in tensors.items() if not _is_mtp(name, layers)}
     tables: Any = model.get_input_embeddings(), model.get_output_embeddings()
     if family in ("falcon", "bloom") and tables[0].weight is tables[1].weight:  # the reader unties tables that differ
         stored.pop("output.weight", None)  # these files repeat the embeddings
@@ -109,6 +114,12 @@ def _unread(source: Path, model: PreTrainedModel, tensors: Mapping[str, StoredTe
     if not unread:
         raise ModelLoadError(f"{source}: its tensors hold {count} numbers, and its model {numbers}. Use another file.")
     return unread
+
+
+def _is_mtp(name: str, layers: int) -> bool:
+    """Whether a tensor is of a layer after the last: without a key for MTP, such a layer would be refused before."""
+    block, _, rest = name.removeprefix("blk.").partition(".")
+    return bool(rest) and block.isdecimal() and int(block) >= layers
 
 
 def refuse_shape(source: Path, name: str, stored: Sequence[int], expected: Sequence[int]) -> None:

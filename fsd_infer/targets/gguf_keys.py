@@ -102,6 +102,15 @@ _NO_ENDS = (
     ("<|end|>", {"<|flush|>", "<|calls|>"}),
     ("</s>", {"<|tool_response>"}),
 )
+# Qwen3.5's files are read without their MTP layers, by a reader whose table is code; these are its keys
+_WITHOUT_MTP = frozenset({"qwen35", "qwen35moe"})
+_QWEN35 = frozenset(
+    """
+    rope.dimension_sections rope.dimension_count ssm.conv_kernel ssm.inner_size ssm.state_size ssm.time_step_rank
+    ssm.group_count full_attention_interval expert_count expert_used_count expert_feed_forward_length
+    expert_shared_feed_forward_length nextn_predict_layers
+    """.split()
+)
 # keys that a config must agree with where transformers' reader takes its own default
 _EPSILON = "attention.layer_norm_epsilon"
 _AGREE = frozenset({"rope.freq_base", "rope.dimension_count", _EPSILON})
@@ -127,7 +136,7 @@ def architecture_keys(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in facts.items() if name.startswith(prefix)}
 
 
-def check_keys(facts: Mapping[str, Any], source: Any) -> None:
+def check_keys(facts: Mapping[str, Any], source: Any, read: Collection[str] = ()) -> None:
     """Raise ModelLoadError for keys of a Llama-like architecture that ask for what its model does not compute.
 
     Warns of keys that nothing here knows.
@@ -135,15 +144,18 @@ def check_keys(facts: Mapping[str, Any], source: Any) -> None:
     Args:
         facts: metadata of the file.
         source: its name for errors.
+        read: keys that the model's family has and most others have not.
     """
     keys, family = architecture_keys(facts), facts.get("general.architecture")
     window = keys.get("attention.sliding_window")
-    if is_number(window) and window >= keys.get("context_length", LONGEST):
+    if "attention.sliding_window" not in read and is_number(window) and window >= keys.get("context_length", LONGEST):
         del keys["attention.sliding_window"]  # it never ends before the context does
+    if "expert_count" in read and keys.get("expert_gating_func") == 1:
+        del keys["expert_gating_func"]  # a softmax, as in all families that are read here
     if keys.get("embedding_length_out") == keys.get("embedding_length"):
         keys.pop("embedding_length_out", None)
     for name, value in keys.items():
-        if not _is_neutral(name, value, _NEUTRAL):
+        if name not in read and not _is_neutral(name, value, _NEUTRAL):
             raise ModelLoadError(
                 f"{source}: {family}.{name} is {value!r:.60}, which a {family} model here does not compute. Use "
                 "another file of this model, or its checkpoint."
@@ -153,7 +165,7 @@ def check_keys(facts: Mapping[str, Any], source: Any) -> None:
 
 
 def check_no_mtp(facts: Mapping[str, Any], tensors: Collection[str], source: Any) -> None:
-    """Raise ModelLoadError for a file with MTP layers: no architecture whose files have them is read.
+    """Raise ModelLoadError for a file with MTP layers, but for Qwen3.5, whose reader leaves them out: warn of these.
 
     Args:
         facts: metadata of the file.
@@ -163,7 +175,12 @@ def check_no_mtp(facts: Mapping[str, Any], tensors: Collection[str], source: Any
     family = facts.get("general.architecture")
     stated = facts.get(f"{family}.nextn_predict_layers", 0)
     layers = sorted({name.split(".nextn.")[0] for name in tensors if ".nextn." in name})
-    if stated or layers:
+    if (stated or layers) and family in _WITHOUT_MTP:
+        warnings.warn(
+            f"{source}: its MTP layers are left out. Those of the model's safetensors draft (--drafter mtp).",
+            stacklevel=5,
+        )
+    elif stated or layers:
         where = f" ({', '.join(layers)})" if layers else ""
         raise ModelLoadError(
             f"{source} holds MTP layers{where}, {family}.nextn_predict_layers is {stated!r:.40}. They are read from "
@@ -186,12 +203,13 @@ def check_foreign_keys(facts: Mapping[str, Any], config: Any, mapped: Mapping[st
     rescaled = "'factor'" in str(getattr(config, "rope_parameters", None))
     scaling = dict.fromkeys(("rope.scaling.factor", "rope.scale_linear", "rope.scaling.attn_factor"), (0, 1))
     softmax = {"expert_gating_func": (0, 1)} if mapped.get("expert_count") else {}
+    coded = _QWEN35 if facts.get("general.architecture") in _WITHOUT_MTP else frozenset()
     for name, value in architecture_keys(facts).items():
         read = bool(mapped.get(name)) or name in mapped and name.startswith("expert_") or name in scaling and rescaled
         known: Any = _config_value(config, name)
         same = known == value or is_number(value) and is_number(known) and math.isclose(known, value, rel_tol=1e-5)
         differs = name in _AGREE and is_number(known) or not _is_neutral(name, value, _NEUTRAL | scaling | softmax)
-        if differs and not read and not same:
+        if differs and not read and not same and name not in coded:
             raise ModelLoadError(
                 f"{source}: transformers' reader leaves out {facts['general.architecture']}.{name} = {value!r:.60}. "
                 "Use the model's checkpoint."

@@ -1,9 +1,8 @@
 """Build the tokenizers of GGUF files.
 
-This module builds byte-level BPE vocabularies with a pre-tokenizer in :data:`PRE_TOKENIZERS`, and SentencePiece
-vocabularies of Llama models. Transformers converts the others. Its converter lacks some pre-tokenizers. SmolLM2's, for
-example, splits digits before the byte-level step, which changes the ids of numbered lists. And it drops the space that
-SentencePiece puts before a text, if the text begins with one.
+This module builds byte-level BPE and SentencePiece vocabularies. Transformers converts the others (T5's and Gemma 4's).
+Its converter lacks many pre-tokenizers, and drops the space that SentencePiece puts before a text, if the text begins
+with one.
 """
 
 from __future__ import annotations
@@ -11,72 +10,24 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import generate_merges
-
-try:
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-except ImportError:  # older transformers, which splits all text as for GPT-2
-    GGUF_PRE_TOKENIZER_SPLITS = {}
 
 from fsd_core.errors import ModelLoadError, foreign_errors
 from fsd_core.files import write_json
 from fsd_infer.targets.gguf_file import read_gguf
 from fsd_infer.targets.gguf_keys import end_ids
+from fsd_infer.targets.gguf_splits import PRE_TOKENIZERS, PreTokenizer
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # gguf.TokenType
 _TEMPLATE = "tokenizer.chat_template"
+_OURS = ("gpt2", "llama")  # kinds of vocabularies
+_STAY = ("<unk>", "<s>", "<|endoftext|>")  # the special tokens of Phi-3 that leave the space after them
 _SPACE = "\u2581"  # SentencePiece's
-# pre-tokenizers that split text as GPT-2's does (llama-vocab.cpp)
-_AS_GPT2 = """
-gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum exaone4 mpt olmo jais trillion granite-docling
-""".split()
-
-
-@dataclass(frozen=True)
-class PreTokenizer:
-    """How text is split before BPE merges.
-
-    Attributes:
-        steps: returns the pre-tokenizers in order.
-        nfc: whether text is normalised to NFC first.
-        whole_words: whether a word that is a token skips the merges.
-        begins: whether text begins with the BOS token if the file does not say.
-    """
-
-    steps: Callable[[], list[Any]]
-    nfc: bool = False
-    whole_words: bool = False
-    begins: bool = False
-
-
-def _words(digits: str) -> Callable[[], list[Any]]:
-    """Split text as GPT-4's tokenizer does, and numbers by the pattern ``digits``."""
-    contraction = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-    pattern = (
-        rf"{contraction}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    return lambda: [
-        pre_tokenizers.Split(Regex(pattern), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-
-
-def _smollm() -> list[Any]:
-    return [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-
-
-PRE_TOKENIZERS = {
-    "smollm": PreTokenizer(_smollm),
-    "qwen2": PreTokenizer(_words(r"\p{N}"), nfc=True),
-    "llama-bpe": PreTokenizer(_words(r"\p{N}{1,3}"), whole_words=True, begins=True),
-}
 
 
 def load_gguf_tokenizer(source: Path, facts: dict[str, Any] | None = None) -> PreTrainedTokenizerBase:
@@ -91,8 +42,7 @@ def load_gguf_tokenizer(source: Path, facts: dict[str, Any] | None = None) -> Pr
         loaded = AutoTokenizer.from_pretrained(source.parent)
         _check_same(facts, loaded.get_vocab(), source, source.parent / files[0])
         return loaded
-    if _pre_tokenizer(facts) is None and not _is_sentencepiece(facts):
-        _warn_unknown_pre_tokenizer(facts, source)
+    if facts.get("tokenizer.ggml.model") not in _OURS:
         return AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(facts, Path(folder), source)
@@ -111,17 +61,6 @@ def _check_same(facts: dict[str, Any], ids: dict[str, int], source: Path, file: 
         )
 
 
-def _warn_unknown_pre_tokenizer(facts: dict[str, Any], source: Path) -> None:
-    """Warn of a pre-tokenizer for which transformers takes GPT-2's."""
-    pre = facts.get("tokenizer.ggml.pre")
-    if facts.get("tokenizer.ggml.model") == "gpt2" and pre not in {*_AS_GPT2, *GGUF_PRE_TOKENIZER_SPLITS}:
-        warnings.warn(
-            f"{source}: its pre-tokenizer {pre!r:.40} is not known here, so text is split as for GPT-2, perhaps into "
-            "other tokens than in training. Put the model's tokenizer.json next to the file.",
-            stacklevel=4,
-        )
-
-
 def write_tokenizer(facts: dict[str, Any], out_dir: Path, source: Path) -> None:
     """Write tokenizer.json, its configuration and the chat template.
 
@@ -131,15 +70,11 @@ def write_tokenizer(facts: dict[str, Any], out_dir: Path, source: Path) -> None:
         source: the file's name for errors.
 
     Raises:
-        ModelLoadError: an unknown vocabulary or pre-tokenizer.
+        ModelLoadError: an unknown vocabulary.
     """
-    pre = _pre_tokenizer(facts)
-    if pre is None and not _is_sentencepiece(facts):
-        raise ModelLoadError(
-            f"{source} has a {facts.get('tokenizer.ggml.model')!r} vocabulary with pre-tokenizer "
-            f"{facts.get('tokenizer.ggml.pre')!r}. Only gpt2 with {', '.join(PRE_TOKENIZERS)} and, in Llama models, "
-            "llama are known."
-        )
+    if (kind := facts.get("tokenizer.ggml.model")) not in _OURS:
+        raise ModelLoadError(f"{source} has a {kind!r} vocabulary. Only {' and '.join(_OURS)} are known here.")
+    pre = _pre_tokenizer(facts, source)
     with foreign_errors(ModelLoadError, f"{source}: its vocabulary is incomplete or invalid ({{why}}).", most=200):
         tokens = _tokens(facts)
         tokenizer = _sentencepiece(facts, tokens) if pre is None else _byte_level(facts, tokens, pre)
@@ -170,14 +105,11 @@ def _settings(facts: dict[str, Any], tokens: list[str]) -> tuple[dict[str, Any],
     return settings, template
 
 
-def _is_sentencepiece(facts: dict[str, Any]) -> bool:
-    """Whether this is a Llama model's SentencePiece vocabulary. Other families' have rules of their own."""
-    return facts.get("general.architecture") == facts.get("tokenizer.ggml.model") == "llama"
-
-
 def _tokens(facts: dict[str, Any]) -> list[str]:
     """Return the vocabulary. Raise ValueError for duplicate tokens, and for shorter lists of scores or types."""
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(facts["tokenizer.ggml.tokens"])]
+    if _is_gemma(facts):  # their files have some tokens of spaces as real ones
+        tokens = [_SPACE * len(token) if token.isspace() and set(token) == {" "} else token for token in tokens]
     if len(set(tokens)) < len(tokens):
         twice = next(token for token, count in Counter(tokens).items() if count > 1)
         raise ValueError(f"token {twice!r:.40} is there twice")
@@ -187,9 +119,23 @@ def _tokens(facts: dict[str, Any]) -> list[str]:
     return tokens
 
 
-def _pre_tokenizer(facts: dict[str, Any]) -> PreTokenizer | None:
-    gpt2 = facts.get("tokenizer.ggml.model") == "gpt2"
-    return PRE_TOKENIZERS.get(str(facts.get("tokenizer.ggml.pre"))) if gpt2 else None
+def _pre_tokenizer(facts: dict[str, Any], source: Path) -> PreTokenizer | None:
+    """Return how a byte-level vocabulary splits text, None for SentencePiece. Warn of a name that is not known."""
+    if facts.get("tokenizer.ggml.model") != "gpt2":
+        return None
+    pre = facts.get("tokenizer.ggml.pre")
+    if pre not in PRE_TOKENIZERS:
+        warnings.warn(
+            f"{source}: its pre-tokenizer {pre!r:.40} is not known here, so text is split as for GPT-2, perhaps into "
+            "other tokens than in training. Put the model's tokenizer.json next to the file.",
+            stacklevel=5,
+        )
+    return PRE_TOKENIZERS.get(str(pre), PRE_TOKENIZERS["gpt-2"])
+
+
+def _is_gemma(facts: dict[str, Any]) -> bool:
+    """Whether this is the SentencePiece vocabulary of a Gemma model, which merges in the order of the tokens."""
+    return facts.get("tokenizer.ggml.model") == "llama" and str(facts.get("general.architecture")).startswith("gemma")
 
 
 def _named(facts: dict[str, Any], tokens: list[str], role: str) -> str | None:
@@ -213,7 +159,8 @@ def _sentencepiece(facts: dict[str, Any], tokens: list[str]) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     types = facts["tokenizer.ggml.token_type"]
     skipped = [token for token, token_type in zip(tokens, types) if token_type in (_UNKNOWN, _CONTROL)]
-    merges = generate_merges(vocabulary, dict(zip(tokens, facts["tokenizer.ggml.scores"])), skipped)
+    scores = range(0, -len(tokens), -1) if _is_gemma(facts) else facts["tokenizer.ggml.scores"]
+    merges = generate_merges(vocabulary, dict(zip(tokens, scores)), skipped)
     unknown = _named(facts, tokens, "unknown")
     result = Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
@@ -232,11 +179,16 @@ def _add_special_tokens(tokenizer: Tokenizer, facts: dict[str, Any], tokens: lis
     token_types = list(facts["tokenizer.ggml.token_type"])
     for index in end_ids(facts):
         token_types[index] = _CONTROL
-    control = [_UNKNOWN, _CONTROL] if _is_sentencepiece(facts) else [_CONTROL]
+    sentencepiece = facts.get("tokenizer.ggml.model") == "llama"
+    control = [_UNKNOWN, _CONTROL] if sentencepiece else [_CONTROL]
+    strips = sentencepiece and facts.get("general.architecture") == "phi3"  # Phi-3's markers of turns take line breaks
     for chosen, special in ((control, True), ([_USER_DEFINED], False)):
         added = [token for token, token_type in zip(tokens, token_types) if token_type in chosen]
         add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
-        add([AddedToken(token, special=special, normalized=False) for token in added])
+        add([
+            AddedToken(token, special=special, normalized=False, rstrip=special and strips and token not in _STAY)
+            for token in added
+        ])  # fmt: skip
     bos = _named(facts, tokens, "bos") if facts.get("tokenizer.ggml.add_bos_token", begins) else None
     eos = _named(facts, tokens, "eos") if facts.get("tokenizer.ggml.add_eos_token", False) else None
     if bos is not None or eos is not None:

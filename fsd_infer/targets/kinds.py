@@ -14,6 +14,8 @@ from transformers import (
 
 from fsd_core.errors import ModelLoadError
 
+# Only the eager implementation has their attention (soft-capped scores; sinks).
+EAGER_FAMILIES = frozenset({"gemma2", "gpt_oss"})
 _READS_PIXELS_BY_ATTENTION = ("cross_attention_layers", "cross_layer_interval")  # Mllama's and Idefics's
 
 
@@ -63,3 +65,9 @@ def check_image_model(config: PretrainedConfig) -> None:
             f"{config.model_type} attends to images by cross-attention, which no draft tree can be "
             "verified with here. Give a model that reads images as tokens of its prompt."
         )
+
+
+def attention_for(config: PretrainedConfig) -> str:
+    """Return the attention implementation that supports tree masks for a family: "sdpa", else "eager"."""
+    families = {config.model_type, config.get_text_config(decoder=True).model_type}
+    return "sdpa" if not families & EAGER_FAMILIES and getattr(class_of(config), "_supports_sdpa", False) else "eager"

@@ -22,13 +22,10 @@ from fsd_infer.targets.adapters import ADAPTER_CONFIG, add_adapter, base_of, is_
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, builtin_adapter, builtin_dir, gguf_of, is_builtin, is_gguf
 from fsd_infer.targets.checks import check_directory, check_loaded, check_numbers, check_size
 from fsd_infer.targets.gptq import METHODS, load_expanded
-from fsd_infer.targets.kinds import auto_class, class_of
+from fsd_infer.targets.kinds import attention_for, auto_class
 from fsd_infer.targets.placing import parse_device, parse_dtype, take_device
 from fsd_infer.targets.precision import check_quantization, method_of, quantization_config
 from fsd_infer.targets.weights import ReadsBlocks, readable_types
-
-# Only the eager implementation has their attention (soft-capped scores; sinks).
-EAGER_FAMILIES = frozenset({"gemma2", "gpt_oss"})
 
 _OURS = {  # arguments of transformers that load_target sets itself
     "torch_dtype": "give dtype",
@@ -41,12 +38,6 @@ _OURS = {  # arguments of transformers that load_target sets itself
 }
 Loaded = TypeVar("Loaded")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-
-
-def attention_for(config: PretrainedConfig) -> str:
-    """Return the attention implementation that supports tree masks for a family: "sdpa", else "eager"."""
-    families = {config.model_type, config.get_text_config(decoder=True).model_type}
-    return "sdpa" if not families & EAGER_FAMILIES and getattr(class_of(config), "_supports_sdpa", False) else "eager"
 
 
 def adapter_of(name_or_dir: str | os.PathLike[str]) -> Path | None:

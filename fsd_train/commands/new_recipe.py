@@ -14,7 +14,7 @@ from jinja2 import StrictUndefined, Template
 
 from fsd_bench.roofline import size
 from fsd_core.files import writable, write_text
-from fsd_infer.targets.loading import EAGER_FAMILIES
+from fsd_infer.targets.kinds import EAGER_FAMILIES
 from fsd_train.commands.sizing import (
     SMALL,
     Choices,

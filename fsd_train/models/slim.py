@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from fsd_core.files import open_safetensors
 from fsd_infer.targets.adapters import adapter_digest
 from fsd_infer.targets.checks import weight_files
-from fsd_infer.targets.kinds import auto_class
-from fsd_infer.targets.loading import adapter_of, attention_for, explained, resolve_target
+from fsd_infer.targets.kinds import attention_for, auto_class
+from fsd_infer.targets.loading import adapter_of, explained, resolve_target
 from fsd_infer.targets.target import Target
 
 _AGAIN = "Download the model again."
