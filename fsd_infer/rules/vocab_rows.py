@@ -11,7 +11,7 @@ from torch import Tensor
 from fsd_core import functional
 from fsd_core.divergence import Divergence, expand_draft
 from fsd_core.sampling import TINY
-from fsd_infer.rules.inputs import RuleInputs, JointProperty
+from fsd_infer.rules.inputs import JointProperty, RuleInputs
 from fsd_infer.rules.texts import repeating_tokens
 
 
