@@ -181,3 +181,35 @@ def count_for(checkpoint: dict[str, Any], before: int, now: int) -> None:
         for name in ("ready", "started", "processed", "completed"):  # the last batch may be unfinished
             if name in counts:
                 counts[name] += more
+
+
+def count_whole_steps(checkpoint: dict[str, Any], trainer: Trainer) -> int:
+    """Let a checkpoint go on with whole optimizer steps and with the validation that is due, in place.
+
+    A checkpoint holds no gradients. One amid accumulated batches (a resumed run saves again at the first of them) goes
+    on with the first batch of their step, except with DeepSpeed, which counts batches itself. One before a validation
+    goes on with it; Lightning would leave it out.
+
+    Returns:
+        the number of batches that come again
+    """
+    fit, loop = checkpoint["loops"]["fit_loop"], trainer.fit_loop.epoch_loop
+    counts = [fit["epoch_loop.batch_progress"][name] for name in ("current", "total")]
+    again = counts[0]["ready"] % trainer.accumulate_grad_batches if loop._should_accumulate() else 0
+    again = 0 if "DeepSpeed" in type(trainer.strategy).__name__ else again
+    ends_batch = counts[0]["completed"] < counts[0]["ready"]
+    is_due = ends_batch and not again and loop._should_check_val_fx(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
+    if again:
+        fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+        for loader in fit["state_dict"].get("combined_loader", ()):
+            loader["batch"] -= again
+    for count in counts:
+        if again:
+            count.update(dict.fromkeys(("ready", "started", "processed"), count["ready"] - again))
+        if again or is_due:
+            count["completed"] = count["ready"] - bool(again)  # Lightning ends that batch when it resumes
+    if again or ends_batch:  # Lightning resumes a validation that has begun, and no other
+        for count in ("current", "total"):
+            begun = {"ready": int(is_due), "started": int(is_due), "processed": 0, "completed": 0}
+            fit["epoch_loop.val_loop.batch_progress"][count] = begun
+    return again

@@ -160,32 +160,41 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
     assert torch.equal(load_head(run.head).fc.weight, load_head(uninterrupted).fc.weight)
 
 
-def test_a_signal_amid_a_validation_ends_it_and_it_comes_again(toys: Path, tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("amid", [True, False])
+def test_a_signal_amid_or_before_a_validation_ends_the_run_and_it_comes_again(
+    amid: bool, toys: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     """The checkpoint holds what was before it, also where it measures averaged weights."""
     more = [*TWO_BATCHES, "--trainer.limit_val_batches", "3", "--trainer.val_check_interval", "4",
             "--data.validation_batch_tokens", "64", "--trainer.callbacks+",
             "lightning.pytorch.callbacks.EMAWeightAveraging"]  # fmt: skip
-    whole, run, step = Run(toys, tmp_path / "whole"), Run(toys, tmp_path / "run"), EagleModule.validation_step
+    whole, run = Run(toys, tmp_path / "whole"), Run(toys, tmp_path / "run")
     assert whole.fit(4, *more)[0] == 0
-    begun = list[int]()
+    begun, measured, trained = list[int](), EagleModule.validation_step, EagleModule.training_step
 
-    def interrupted(self: Any, *args: Any) -> Any:
+    def measure(self: Any, *args: Any) -> Any:
         begun.append(self.trainer.global_step)
-        if len(begun) == 2:
+        if amid and len(begun) == 2:
             signal.raise_signal(signal.SIGTERM)
-        return step(self, *args)
+        return measured(self, *args)
 
-    monkeypatch.setattr(EagleModule, "validation_step", interrupted)
-    for _ in range(2):
-        status, err = run.fit(4, *more)
+    def train(self: Any, *args: Any) -> Any:
+        if not amid and not begun and self.trainer.global_step == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return trained(self, *args)
+
+    monkeypatch.setattr(EagleModule, "validation_step", measure)
+    monkeypatch.setattr(EagleModule, "training_step", train)
+    assert run.fit(4, *more)[0] == 130
+    status, err = run.fit(4, *more)
     assert status == 0 and f"resuming {run.checkpoints / 'interrupted.ckpt'}" in err
-    assert begun == [2, 2, *[2] * 3, *[4] * 3]
+    assert begun == [*[2, 2] * amid, *[2] * 3, *[4] * 3]
     found, wanted = (torch.load(each.checkpoints / "last.ckpt", weights_only=True) for each in (run, whole))
     for name in ("state_dict", "current_model_state"):
         assert_same(found[name], wanted[name])
     begun.clear()
     status, err = run.call(["validate", *run.argv[1:], *more])
-    assert status == 130 and err.endswith("fsd-train validate: interrupted\n") and len(begun) == 2
+    assert not amid or status == 130 and err.endswith("fsd-train validate: interrupted\n") and len(begun) == 2
 
 
 def test_ctrl_c_before_the_first_checkpoint_says_how_to_start_again(

@@ -75,15 +75,19 @@ def trains_again(directory: Path, settings: Mapping[str, Any]) -> bool:
 
     That run had not saved a checkpoint, so nothing but this can be done with it.
     """
+    record = training_record(directory)
+    theirs = record.get("hyperparameters")
+    return record.get(_UNSAVED) is True and isinstance(theirs, dict) and not differing(settings, theirs)
+
+
+def training_record(directory: Path) -> dict[str, Any]:
+    """Return the record of the training of an exported drafter; an empty one if there is none."""
+    file = directory / RECORD
     try:
-        file = directory / RECORD
         record = read_json(file, "") if file.is_file() else read_config(directory).get(_TRAINING)
     except FsdError:
-        return False
-    if not isinstance(record, dict) or record.get(_UNSAVED) is not True:
-        return False
-    theirs = record.get("hyperparameters")
-    return isinstance(theirs, dict) and not differing(settings, theirs)
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def check_output(directory: Path, or_model: bool = False) -> None:

@@ -28,7 +28,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from fsd_core.console import load_plugins, one_line
 from fsd_core.errors import DataError, FsdError, causes
 from fsd_infer.drafters.loading import refuse_head
-from fsd_train.callbacks.export import ExportHead
+from fsd_train.callbacks.export import ExportHead, training_record
 from fsd_train.callbacks.progress import Announce, RunProgress
 from fsd_train.callbacks.runs import AUTO, RunDirectory
 from fsd_train.checkpoints import callbacks_of, check_checkpoint, read_checkpoint
@@ -182,10 +182,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _is_complete(path: str, trainer: Trainer) -> bool:
-    """Return whether a checkpoint has all steps of the run already, and say so."""
+    """Return whether a checkpoint and the heads have all steps of the run already, and say so."""
     steps = int(read_checkpoint(path)["global_step"]) if Path(path).is_file() else 0
     heads = [Path(export.directory) for export in callbacks_of(trainer, ExportHead) if export.directory is not None]
-    if not 0 < trainer.max_steps <= steps or not all(head.exists() for head in heads):  # the end writes the heads
+    if not 0 < trainer.max_steps <= steps or any(training_record(head).get("steps") != steps for head in heads):
         return False
     log.info("%s has %d steps: nothing is left to train. Raise trainer.max_steps, or start again with "
              "--overwrite true.", path, steps)  # fmt: skip

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fsd_core.errors import DataError, foreign_errors
 from fsd_train.callbacks.safety import CheckResume, StopOnNonFinite
-from fsd_train.checkpoints import callbacks_of, check_classes, count_for, source_of
+from fsd_train.checkpoints import callbacks_of, check_classes, count_for, count_whole_steps, source_of
 from fsd_train.models.optim import WarmupCosine
 
 
@@ -182,7 +182,8 @@ class RunModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["hyper_parameters"] = self.settings
         checkpoint["given"] = self._initial_states
-        checkpoint["batches"] = {"begun": self._batches, "replicas": self.trainer.world_size}
+        begun = self._batches - count_whole_steps(checkpoint, self.trainer)
+        checkpoint["batches"] = {"begun": begun, "replicas": self.trainer.world_size}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         trainer = self._trainer_or_none
