@@ -46,7 +46,13 @@ def test_rows_of_text_get_the_ids_that_decoding_sees() -> None:
     [(whole, mask)] = expected = encode_row({**ids, "messages": [USER], "response": "unused"}, None)
     assert whole == prompt + ids["response_ids"] and mask == [0] * len(prompt) + [1] * len(ids["response_ids"])
     text = {"messages": [USER], "response": BOT["content"]}
-    for row in (text, {**text, "finish_reason": None}, {"messages": [USER, BOT]}, {**text, "finish_reason": "stop"}):
+    for row in (
+        text,
+        {**text, "finish_reason": None},
+        {"messages": [USER, BOT]},
+        {**text, "finish_reason": "stop"},
+        {**text, "finish_reason": "tool_calls"},
+    ):
         assert encode_row(row, tokenizer) == expected
     assert encode_row({"prompt": USER["content"], "response": BOT["content"]}, tokenizer) == expected
     [(cut, _)] = encode_row({**text, "finish_reason": "length"}, tokenizer)

@@ -13,6 +13,7 @@ from fsd_core.text.masks import encode_conversation
 from fsd_train.data.images import ImageReader, SequenceImages
 
 MAX_ID = 2**31 - 1  # ids are kept as 32-bit numbers
+COMPLETE = (None, "stop", "tool_calls", "function_call")  # finish reasons of answers that end with an end token
 Sequenced = tuple[list[int], list[int], SequenceImages | None]  # ids, loss mask, images
 
 
@@ -44,7 +45,7 @@ def encode_row(
     if tokenizer is None:
         raise DataError(f"{where}: no prompt_ids and response_ids, and no tokenizer for the text. Set data.tokenizer.")
     with _placed_errors(where):
-        complete = row.get("finish_reason") in (None, "stop")
+        complete = row.get("finish_reason") in COMPLETE
         turns, options = row_conversation(row, where), template_options(row)
         return encode_conversation(tokenizer, turns, complete, options, max_length)
 
@@ -81,7 +82,7 @@ def encode_row_with_images(
         if encoded is not None:
             sequences: list[Sequenced] = [(*encoded, None)]
         else:
-            complete = row.get("finish_reason") in (None, "stop")
+            complete = row.get("finish_reason") in COMPLETE
             turns, options = row_conversation(row, where), template_options(row)
             sequences = [*reader.conversation(turns, sources, complete, options, max_length)]
         cut: list[Sequenced] = []
