@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +66,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [  # architecture
         "expert_weights_norm": False, "expert_gating_func": 1}),
     ("llama", "mixtral", LOCAL | {"sliding_window": None}, {"expert_count": 4, "expert_used_count": 2}),
     ("gpt-oss", "gpt_oss", dict(head_dim=8, rope_parameters=YARN, **LOCAL, **SHORT), EXPERT_KEYS | SHORT_KEY | {
-        f"rope.{key}": value for key, value in YARN_KEYS.items()}),
+        "expert_feed_forward_length": 64, **{f"rope.{key}": value for key, value in YARN_KEYS.items()}}),
     ("smollm3", "smollm3", dict(num_hidden_layers=5), {}),
     ("mistral3", "ministral3", dict(rope_parameters=MINISTRAL), {
         "attention.temperature_scale": 0.5, "rope.scaling.yarn_log_multiplier": 1.0,
@@ -85,7 +88,8 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [  # architecture
     ("command-r", "cohere", dict(logit_scale=0.25), {"logit_scale": 0.25, "rope.scaling.type": "none"}),
     ("cohere2", "cohere2", dict(logit_scale=0.25, num_hidden_layers=5, **SHORT), SHORT_KEY | {"logit_scale": 0.25}),
     ("qwen2vl", "qwen2", dict(use_sliding_window=False), {"rope.dimension_sections": [1, 1, 2, 0]}),
-    ("qwen3vl", "qwen3", dict(use_sliding_window=False, head_dim=8), {"n_deepstack_layers": 3}),
+    ("qwen3vl", "qwen3", dict(use_sliding_window=False, head_dim=8), {
+        "n_deepstack_layers": 3, "rope.dimension_sections": [1, 1, 2, 0]}),
 ]  # fmt: skip
 assert {case[0] for case in CASES} | {"qwen2", "qwen3"} == FAMILIES.keys()
 
@@ -161,6 +165,33 @@ def write(path: Path, architecture: str, keys: dict[str, Any], tensors: dict[str
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor.contiguous().float().numpy())
     finish(writer)
+
+
+# what llama.cpp computes otherwise than the models: no window of Phi-3, normalised experts of Qwen3, EXAONE 4's window
+# only with 64 layers, YaRN's dimensions rounded; over 46 layers its GELU, a table, adds up; small heads make it fail
+OTHERWISE = [
+    ("phi3", "sliding_window", WINDOW), ("qwen3moe", "norm_topk_prob", False), ("exaone4", "num_hidden_layers", 5),
+    ("gpt-oss", "rope_parameters", YARN), ("gemma2", "num_hidden_layers", 46), ("qwen3vl", "head_dim", 8),
+]  # fmt: skip
+ALIKE = [c for c in CASES if not any(c[0] == name and c[2].get(field) == value for name, field, value in OTHERWISE)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "family", "options", "keys"), ALIKE)
+def test_llama_cpp_reads_the_same_from_the_file(
+    repo_root: Path, tmp_path: Path, architecture: str, family: str, options: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    pytest.importorskip("xllamacpp", reason="no llama.cpp: pip install xllamacpp")
+    original, file = model_of(family, options), tmp_path / "tiny.gguf"
+    write(file, architecture, {**keys_of(original.config), **keys}, tensors_of(original, architecture))
+    text = torch.randperm(len(TOKENS) - 3)[:40] + 3
+    command = [sys.executable, "-m", "tests.llama_cpp", str(file), json.dumps(text.tolist())]
+    done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, check=True)
+    model, _ = load_target(file, dtype="fp32", device="cpu")
+    with torch.no_grad():
+        log_p = model(text[None]).logits[0, -1].log_softmax(-1)
+    tokens, found = zip(*json.loads(done.stdout.splitlines()[-1]), strict=True)
+    torch.testing.assert_close(torch.tensor(found), log_p[list(tokens)], rtol=0, atol=0.005)  # its GELU is a table
 
 
 @pytest.mark.parametrize(("architecture", "family", "options", "keys"), CASES)
