@@ -195,7 +195,7 @@ def emissions(rule: str, toy: Grown) -> tuple[RuleInputs, Tensor, Tensor, Tensor
     rows = list(range(len(round.tree.tokens)))
     budget = None if parsed.budget is None else torch.full((len(rows),), parsed.budget, dtype=torch.double)
     walk = _Walk(inputs, [(distribution, rows)], budget)
-    lossy, _, _ = walk._picked()
+    lossy = walk.lossy()
     tree = inputs.tree
     p = VocabRows.every(inputs).log_p.view_as(round.logits).double().exp()
     stated = torch.where(lossy[..., None], output_probs(distribution, inputs), p)

@@ -279,12 +279,16 @@ class _Walk:
         """Walk all trees."""
         if self.tree.parents.shape[1] == 1:
             return self._undrafted()
-        lossy = self.applies
-        if self.budget is not None and self.cost is not None:
-            lossy = lossy & affordable(self.inputs, self.cost.masked_fill(~lossy, 0.0), self.budget)
+        lossy = self.lossy()
         fields, end = accepted_path(self.p_draft, self.r_draft, lossy, self.cost, self._final_is_dense(), self.inputs)
         fields["tokens"] = fields["tokens"].scatter(1, fields["accepted"][:, None], self._final(end, lossy))
         return Verdict(**fields, proposers=self.tree.proposers, faults=self._faults())
+
+    def lossy(self) -> Tensor:
+        """Return which contexts have the rule's distribution, [B, N] bool; others have p."""
+        if self.budget is None or self.cost is None:
+            return self.applies
+        return self.applies & affordable(self.inputs, self.cost.masked_fill(~self.applies, 0.0), self.budget)
 
     def _final(self, end: Tensor, lossy: Tensor) -> Tensor:
         """Draw the token after the path, [B, 1]: none of the drafts at the path's end ``end`` [B, 1]."""
