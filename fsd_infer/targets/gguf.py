@@ -83,7 +83,7 @@ def load_gguf(
         The model and its tokenizer.
 
     Raises:
-        ModelLoadError: a truncated, malformed or split file, or an architecture that transformers cannot read.
+        ModelLoadError: a truncated or malformed file, a missing part, or an architecture that transformers cannot read.
     """
     facts, tensors = _read(source)
     family = family_of(facts)
