@@ -262,13 +262,17 @@ class FreeSession(DraftSession):
         ]
 
     def _checked_states(self) -> list[tuple[Table, Any]]:
-        states = self.states()
-        if not isinstance(states, list) or [*map(type, states)] != [tuple] * len(self.tails):
+        states: Any = self.states()
+        try:
+            pairs = [(table, state) for table, state in states]
+        except (TypeError, ValueError):
+            pairs = []
+        if len(pairs) != len(self.tails):
             raise FsdError(
                 f"drafter {self.drafter.name!r}: states() returns {states!r:.80}, not a list with a pair "
                 f"(table, state) for each of {len(self.tails)} texts."
             )
-        return states
+        return pairs
 
     def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Successors]]:
         rows, size = enumerate(zip(self._checked_states(), nodes, strict=True)), self.drafter.vocab_size

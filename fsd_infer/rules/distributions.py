@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, replace
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -291,7 +292,7 @@ def block_test(inputs: RuleInputs) -> AcceptanceTest:
 def _checked_cutoff(inputs: RuleInputs, cutoff: Tensor | float) -> Tensor | float:
     """Return a cutoff as [B, N] or as a float. Raises FsdError for a tensor of another shape, NaN and no number."""
     if not isinstance(cutoff, Tensor):
-        if not isinstance(cutoff, (int, float)) or math.isnan(cutoff):
+        if not isinstance(cutoff, Real) or math.isnan(cutoff):
             raise FsdError(f"a rule's cutoff is {cutoff!r}: give a number, or ln p for each context.")
         return float(cutoff)
     if cutoff.shape != inputs.tree.tokens.shape:
