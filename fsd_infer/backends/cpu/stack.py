@@ -17,8 +17,7 @@ from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cores import team_size
 from fsd_infer.targets.stack import HeadParts, HeadStep, Outputs, Stack, StackInputs, StackOwner
 
-# most slots that many tokens may attend to, by set of kernels: above, torch is faster
-MAX_SLOTS = {"avx2": 2048, "avx512": 512, "amx": 2048}
+MAX_SLOTS = {"amx": 2048}  # most slots that many tokens may attend to: above, torch is faster with these kernels
 
 
 HeadSteps = Callable[["CpuStack", HeadParts, nn.Module, nn.Module], HeadStep | None]
@@ -115,7 +114,7 @@ class CpuStack(Stack):
     def takes(self, visible: Tensor) -> bool:
         """Return whether the kernels are fastest for a mask [B, M, S]; above their limits torch is."""
         batch, count, used = visible.shape
-        return batch * count <= MAX_ROWS and (count <= FEW_TOKENS or used <= MAX_SLOTS[self.kernels.name])
+        return batch * count <= MAX_ROWS and (count <= FEW_TOKENS or used <= MAX_SLOTS.get(self.kernels.name, used))
 
     def __call__(self, call: StackInputs) -> Outputs:
         """Run one forward, as :class:`fsd_infer.targets.stack.Stack` says."""
