@@ -42,11 +42,13 @@ inline int class_of(int rows) {
 template <int M>
 struct alignas(64) Step {
   int8_t bytes[M][64];
-  float sums[3][M];    // of 2^LOW · high + low: all 32, and each half
+  int32_t sums[3][M];  // of 2^LOW · high + low: all 32, and each half
   float scales[M];     // NaN if one of the 32 is not finite
   float apart[M];      // numbers held apart
   uint8_t where[M];    // their places among the 32
   uint32_t outlying;   // a bit per row that has one
+
+  int32_t sum(int run, int half, int m) const { return sums[run == 32 ? 0 : 1 + half][m]; }
 };
 
 enum Layout : int { JOINED_32, JOINED_16, SEVEN_BITS, LAYOUTS };  // of Step: with 4 bits and PIECE, or with 7 bits
@@ -120,7 +122,7 @@ class Interleaved {
     }
     const __m256i fours = _mm256_hadd_epi32(halves[0], halves[1]), twos = _mm256_hadd_epi32(fours, fours);
     const __m128i both = _mm_add_epi32(_mm256_castsi256_si128(twos), _mm256_extracti128_si256(twos, 1));
-    to.sums[1][m] = (float)_mm_cvtsi128_si32(both), to.sums[2][m] = (float)_mm_extract_epi32(both, 1);
+    to.sums[1][m] = _mm_cvtsi128_si32(both), to.sums[2][m] = _mm_extract_epi32(both, 1);
     to.sums[0][m] = to.sums[1][m] + to.sums[2][m];
   }
 
@@ -190,7 +192,7 @@ class Interleaved {
 template <class F, int M>
 inline __m512 added(__m512 sum, __m512i dots, __m512 d, __m512 least, const Step<M>& step, int half, int m) {
   __m512 run = _mm512_mul_ps(d, _mm512_cvtepi32_ps(dots));
-  if (F::LEAST) run = _mm512_fmadd_ps(least, _mm512_set1_ps(step.sums[F::RUN == 32 ? 0 : 1 + half][m]), run);
+  if (F::LEAST) run = _mm512_fmadd_ps(least, _mm512_set1_ps((float)step.sum(F::RUN, half, m)), run);
   return _mm512_fmadd_ps(_mm512_set1_ps(step.scales[m]), run, sum);
 }
 
@@ -219,8 +221,11 @@ inline void fetch_ahead(const void* part, int bytes) {
 template <class F, int M>
 __attribute__((always_inline)) inline void dots_of(const uint8_t* codes, int half, const Step<M>& step, __m512i (&dots)[M]) {
 #ifdef __AVX512F__
-  __m512i high[M], low[M];
-  for (int m = 0; m < M; ++m) high[m] = low[m] = _mm512_setzero_si512();
+  __m512i high[M];
+  for (int m = 0; m < M; ++m) {
+    high[m] = _mm512_setzero_si512();
+    dots[m] = _mm512_set1_epi32(-F::LIFT * step.sum(F::RUN, half, m));
+  }
 #pragma GCC unroll 8
   for (int quad = half * F::RUN / 4; quad < (half + 1) * F::RUN / 4; ++quad) {
     const __m512i w = raised<F>(quad_of<F>(codes, quad));
@@ -230,16 +235,10 @@ __attribute__((always_inline)) inline void dots_of(const uint8_t* codes, int hal
       std::memcpy(&highs, step.bytes[m] + at, 4);
       std::memcpy(&lows, step.bytes[m] + at + F::PIECE, 4);
       high[m] = _mm512_dpbusd_epi32(high[m], w, _mm512_set1_epi32(highs));
-      low[m] = _mm512_dpbusd_epi32(low[m], w, _mm512_set1_epi32(lows));
+      dots[m] = _mm512_dpbusd_epi32(dots[m], w, _mm512_set1_epi32(lows));
     }
   }
-  for (int m = 0; m < M; ++m) {
-    dots[m] = _mm512_add_epi32(_mm512_slli_epi32(high[m], F::LOW), low[m]);
-    if (F::LIFT) {
-      const __m512 lifted = _mm512_set1_ps(F::LIFT * step.sums[F::RUN == 32 ? 0 : 1 + half][m]);
-      dots[m] = _mm512_sub_epi32(dots[m], _mm512_cvtps_epi32(lifted));
-    }
-  }
+  for (int m = 0; m < M; ++m) dots[m] = _mm512_add_epi32(_mm512_slli_epi32(high[m], F::LOW), dots[m]);
 #else
   for (int m = 0; m < M; ++m) dots[m] = _mm512_setzero_si512();
 #pragma GCC unroll 8
