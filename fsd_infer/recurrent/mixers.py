@@ -30,7 +30,9 @@ SMALL_STEP = 1e-3  # a limit below which steps change next to nothing; Nemotron-
 
 def recurrent_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of a model that keep a state in its cache, by name."""
-    return {name: part for name, part in model.named_modules() if any(_methods(type(part)))}
+    parts = dict(model.named_modules())
+    keeping = {kind for kind in {type(part) for part in parts.values()} if any(_methods(kind))}
+    return {name: part for name, part in parts.items() if type(part) in keeping}
 
 
 def read_trees(model: nn.Module) -> bool:
