@@ -53,6 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**MLA, **MOE},
     "glm4_moe": {**MOE, "head_dim": 8},
     "glm4_moe_lite": {**MLA, **MOE},
+    "hy_v3": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8),
     "mimo": {},
     "ernie4_5_moe": dict(
         moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_layer_start_index=1, moe_layer_end_index=1,
@@ -86,6 +87,8 @@ OWN = {  # embedding's norm, state's norm, projection, norm after the layer; {k}
        for family in (*QWEN, "mellum", "exaone4", "exaone_moe")},
 }  # fmt: skip
 DEEPSEEK = [f"model.layers.{{k}}.{part}" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm")]
+OWN["hy_v3"] = [*DEEPSEEK[:3], "model.layers.{k}.final_layernorm"]
+FOLLOWS = {*FAMILIES, *SPARSE} - (OWN.keys() - {"hy_v3"})  # whose numbers go on from the target's own layers
 
 
 def renamed(family: str, name: str, number: int) -> str | None:
@@ -116,7 +119,7 @@ def renamed(family: str, name: str, number: int) -> str | None:
 def mtp_tensors(family: str, state: dict[str, Tensor], count: int) -> dict[str, Tensor]:
     """Random MTP layers beside a target's tensors, in the family's own layout."""
     made: dict[str, Tensor] = {}
-    for number in range(count) if family in OWN else range(2, 2 + count):
+    for number in range(2, 2 + count) if family in FOLLOWS else range(count):
         found = {new: value.clone() for name, value in state.items() if (new := renamed(family, name, number))}
         made |= {n: v + 0.05 * torch.randn_like(v) if v.is_floating_point() else v for n, v in found.items()}
         for place, name in enumerate(OWN.get(family, DEEPSEEK)):

@@ -79,6 +79,17 @@ LAYOUTS = {
         follows=True,
         config={"first_k_dense_replace": 0, "mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
     ),
+    "hunyuan": Layout(
+        {
+            _DEEPSEEK + "enorm.": "enorm.", _DEEPSEEK + "hnorm.": "hnorm.", _DEEPSEEK + "eh_proj.": "eh_proj.",
+            _DEEPSEEK + "final_layernorm.": "norm.", _DEEPSEEK + "mlp.router.gate.": "block.mlp.gate.",
+            _DEEPSEEK + "mlp.expert_bias": "block.mlp.e_score_correction_bias",
+            _DEEPSEEK + "mlp.shared_mlp.": "block.mlp.shared_experts.", _DEEPSEEK: "block.",
+        },
+        ("hy_v3",),
+        follows=True,
+        config={"mlp_layer_types": ["sparse"]},
+    ),
     "qwen": Layout(
         _QWEN,
         ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
