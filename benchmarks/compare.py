@@ -22,6 +22,7 @@ from benchmarks.workplace import Workplace, shown_command
 from fsd_bench import parse_methods
 from fsd_bench.report import bench_table
 from fsd_core.errors import FsdError
+from fsd_core.files import writable
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, fetch_gguf, is_builtin, shipped_drafter
 from fsd_infer.targets.loading import resolve_target
 from fsd_infer.trees.shape import parse_tree
@@ -115,8 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    record = record_path(args)
-    args.output.mkdir(parents=True, exist_ok=True)
+    record = writable(record_path(args), "the record")
     work = Workplace(ROOT / "runs" / record.stem)
     target, prompts = work.link(args.target), work.link(args.prompts)
     drafter, assistant = (path and work.link(path) for path in (args.drafter, args.assistant))

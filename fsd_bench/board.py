@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
@@ -15,6 +16,8 @@ from fsd_bench.base import typed
 from fsd_bench.intervals import is_single
 from fsd_core.errors import DataError
 from fsd_core.files import misshapen, read_json, write_text
+
+log = logging.getLogger(__name__)
 
 ADVICE = "Give records of `fsd-bench run --json`, or results of SpecForge's benchmarks."
 SERVER = {"batch_size", "steps", "topk", "num_draft_tokens", "metrics"}  # of an entry of SpecForge's results
@@ -76,12 +79,22 @@ def read_rows(file: Path) -> list[BoardRow]:
 
 
 def write_board(named: Sequence[Path], output: Path, title: str = "Speculative decoding, measured") -> int:
-    """Write the page of all rows and return their number.
+    """Write the page of all rows and return their number. Files without measurements are skipped with a warning.
 
     Raises:
-        DataError: a file without measurements.
+        DataError: no file has measurements.
     """
-    rows = [row for file in dict.fromkeys(named) for row in read_rows(file)]
+    rows: list[BoardRow] = []
+    faults: list[DataError] = []
+    for file in dict.fromkeys(named):
+        try:
+            rows += read_rows(file)
+        except DataError as error:
+            faults.append(error)
+    if not rows:
+        raise faults[0] if len(faults) == 1 else DataError(f"none of {len(faults)} files is a record: {faults[0]}")
+    for fault in faults:
+        log.warning("skipped: %s", fault)
     page = Template(files("fsd_bench").joinpath("board.html").read_text(encoding="utf-8"), autoescape=True)
     data = json.dumps([asdict(row) for row in rows], ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     write_text(output, page.render(title=title, data=data))

@@ -95,7 +95,7 @@ class Server:
         reply = self._open("GET", "/models")
         try:
             models = [row for row in reply.json()["data"] if isinstance(row["id"], str)]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ServerError(f"server {self.url}: {self._base}/models is not what the OpenAI API answers.") from error
         if not models:
             raise ServerError(f"server {self.url} serves no model.")
@@ -124,7 +124,7 @@ class Server:
         reply = self._ask(body, extensions)
         try:
             return reply.json()
-        except requests.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # not only JSON's: numbers of thousands of digits
             raise ServerError(f"server {self.url}: {self._base}/completions answered no JSON.") from error
 
     def stream(self, body: Mapping[str, Any], extensions: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
@@ -144,7 +144,7 @@ class Server:
                         if "error" in event:
                             raise ServerError(f"server {self.url} failed: {json.dumps(event['error'])}")
                         yield event
-        except (requests.RequestException, json.JSONDecodeError) as error:
+        except (requests.RequestException, json.JSONDecodeError, RecursionError) as error:
             raise ServerError(f"server {self.url} broke off an answer ({_reason(error)}).") from error
         if not done:
             raise ServerError(f"server {self.url} broke off an answer: is it still running?")

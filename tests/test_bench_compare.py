@@ -68,6 +68,8 @@ def test_a_peer_is_measured_like_the_others(
     monkeypatch.chdir(tmp_path)
     assert compare.main(["--peers", "none", "--output", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "bench: --peers: unknown 'none'. Known: fake, fake:gguf, fake:broken.\n"
+    assert compare.main(["--output", __file__]) == 2, "a file"
+    assert f"({__file__}: File exists): give another name" in capsys.readouterr().err
     argv = ["--target", str(toy.target), "--prompts", str(toy.prompts), "--limit", "2", "--every", "1", "--blocks", "1"]
     argv += ["--max-new-tokens", "3", "--methods", "plain", "--peers", "fake,fake:gguf"]
     argv += ["--peer-python", f"fake={sys.executable}", "--output", str(tmp_path / "results"), "--threads", "1"]

@@ -83,7 +83,7 @@ def test_a_runtime_is_saved_and_loaded(tmp_path: Path) -> None:
     assert RuntimeConfig.from_pretrained(tmp_path / "new") == config
     assert RuntimeConfig.from_pretrained(tmp_path / "new", recording=None).recording is None
     (tmp_path / "new" / "runtime_config.json").write_text('{"weight": "auto"}')
-    with pytest.raises(FsdError, match="'weight'. Did you mean 'weights'"):
+    with pytest.raises(FsdError, match="runtime_config.json: unknown option .* 'weight'. Did you mean 'weights'"):
         RuntimeConfig.from_pretrained(tmp_path / "new")
 
 

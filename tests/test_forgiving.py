@@ -159,7 +159,7 @@ def test_a_cutoff_is_a_number_or_one_for_each_context(made: Callable[..., Output
     inputs = RuleInputs(tree_round(0, greedy=True))
     same = made(inputs, -1), made(inputs, -1.0)
     assert same[0].logit_bias is same[1].logit_bias is None or torch.equal(same[0].logit_bias, same[1].logit_bias)
-    with pytest.raises(FsdError, match=r"cutoff has the shape \(\): give a number, or ln p for each context, \(\d"):
+    with pytest.raises(FsdError, match=r"cutoff is \(\) torch.float32: give a number, or ln p per context, \(\d"):
         made(inputs, torch.tensor(-1.0))
 
 

@@ -265,9 +265,9 @@ def test_generation_markers_give_the_mask_of_the_exact_method(complete: bool) ->
 BLOCKS = [
     # the block also holds what the template puts after the end
     (OPEN + "{{ m['content'] + '<|end|>\n' }}" + CLOSE, "it is <|start|> there<|end|>sat on the mat<|end|>"),
-    # earlier answers are shortened
+    # earlier answers are shortened: the target produced the whole
     (OPEN + "{{ (m['content'] if loop.last else m['content'].split()[-1]) + '<|end|>' }}" + CLOSE,
-     "there<|end|>sat on the mat<|end|>"),
+     "it is <|start|> there<|end|>sat on the mat<|end|>"),
     # without the end it is taken as it is
     (OPEN + "{{ m['content'] }}" + CLOSE + "{{ '<|end|>' }}", "it is <|start|> theresat on the mat"),
 ]  # fmt: skip
@@ -277,8 +277,8 @@ BLOCKS = [
 def test_blocks_are_taken_up_to_the_end(answer: str, kept: str) -> None:
     tokenizer = tiny_tokenizer(marked(answer))
     inside = {"role": "assistant", "content": "it is <|start|> there"}  # a special token within the answer
-    [(ids, mask)] = encode_conversation(tokenizer, [USER, inside, MORE, LAST])
-    assert tokenizer.decode([token for token, wanted in zip(ids, mask) if wanted]) == kept
+    pairs = [pair for each in encode_conversation(tokenizer, [USER, inside, MORE, LAST]) for pair in zip(*each)]
+    assert tokenizer.decode([token for token, wanted in pairs if wanted]) == kept
 
 
 def test_markers_that_leave_out_a_turn_are_refused() -> None:

@@ -345,6 +345,12 @@ FAILURES = [
     ((500, {"error": "out of memory"}), 3, "status 500: .*out of memory.* after 3 tries. Finished"),
     ((200, {"result": 1}), 1, "sent no completion"),
     ((200, {"choices": [{"text": None, "finish_reason": "stop"}]}), 1, "sent no completion"),
+    (completion({"prompt": [5] * 9}, token_ids=[10**12]), 1, "sent no completion"),
+    (completion({"prompt": [5] * 9}, token_ids=[], finish_reason="length"), 1, "sent no completion"),
+    (completion({"prompt": [5] * 9}, finish_reason="abort"), 1, "sent no completion"),
+    (completion({"prompt": [5] * 9}, text="\ud800", token_ids=None), 1, "sent no completion"),
+    ((200, "[" * 99999), 3, "answered no JSON"),
+    ((200, "9" * 6000), 3, "answered no JSON"),
     (completion({"prompt": [5] * 9}, prompt_token_ids=[1]), 1, "changed the prompt's token ids"),
 ]
 

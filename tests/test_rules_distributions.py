@@ -244,6 +244,44 @@ REFUSED: dict[str, tuple[Callable[[RuleInputs], Any], str]] = {
     "a function without a value": (
         lambda inputs: OutputDistribution.dense(inputs, lambda at: None), r"log_r\(contexts\) returns None: return ln r"
     ),
+    "whole numbers as ln r": (
+        lambda inputs: OutputDistribution.dense(inputs, lambda at: at.log_p.long()), r"returns .*int64: return ln r"
+    ),
+    "NaN within a cutoff": (
+        lambda inputs: OutputDistribution.passing(inputs, inputs.log_p * math.nan), "rule's cutoff is NaN in row 0"
+    ),
+    "NaN within a trusted cutoff": (
+        lambda inputs: OutputDistribution.trusting(inputs, inputs.log_p.clone().fill_(math.nan)), "rule's cutoff is NaN"
+    ),
+    "NaN within a bias": (
+        lambda inputs: OutputDistribution.biased(inputs, inputs.log_p * math.nan), "rule's logit_bias is NaN in row 0"
+    ),
+    "NaN within ln r": (
+        lambda inputs: OutputDistribution.dense(inputs, lambda at: at.log_p.index_fill(1, torch.tensor(3), math.nan)),
+        "rule's log_r is NaN",
+    ),
+    "more than all": (
+        lambda inputs: replace(
+            OutputDistribution.target(inputs), test=AcceptanceTest(torch.full_like(inputs.log_p, 0.9))
+        ), "temperature 0|more than 1 over a context's children",
+    ),
+    "NaN as chances": (
+        lambda inputs: replace(OutputDistribution.target(inputs), test=AcceptanceTest(inputs.log_p * math.nan)),
+        "temperature 0|rule's accept_prob is negative, NaN",
+    ),
+    "chances of rows": (
+        lambda inputs: replace(OutputDistribution.target(inputs), test=AcceptanceTest(inputs.log_p[:, 0])),
+        r"temperature 0|rule 'own': test.accept_prob is \(\d+,\) torch",
+    ),
+    "a condition per row": (
+        lambda inputs: OutputDistribution.target(inputs).where(lambda at: at.has_q[:1]), r"where\(\) takes \(1,\) "
+    ),
+    "a condition by nodes and rows": (
+        lambda inputs: OutputDistribution.target(inputs).where(lambda at: inputs.has_q.T), "takes .*bool: give"
+    ),
+    "a function without a condition": (
+        lambda inputs: OutputDistribution.target(inputs).where(lambda at: None), "takes None: give"  # type: ignore
+    ),
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from fsd_train.data import AnswersDataModule
 from fsd_train.models import EagleModule
 from tests.families import load_head
 from tests.fuzzing import called
-from tests.train_toys import assert_same, fit_command, in_recipe
+from tests.train_toys import assert_same, fit_command, in_recipe, logged
 
 
 class Run:
@@ -145,14 +145,16 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
 
     monkeypatch.setattr(EagleModule, "training_step", interrupted)
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup ignore it
+    logs = ["--trainer.logger", "lightning.pytorch.loggers.CSVLogger", "--trainer.logger.save_dir", str(run.root)]
     try:
-        status, err = run.fit(4, *TWO_BATCHES)
+        status, err = run.fit(4, *TWO_BATCHES, *logs, "--trainer.log_every_n_steps", "1")
     finally:
         signal.signal(signal.SIGHUP, before)
     saved = run.checkpoints / "interrupted.ckpt"
     assert status == 130 and err.splitlines()[-1] == "fsd-train fit: interrupted"
     assert err.count("ending after this step") == 1 and begun.count(2) == 2
     assert f"the same command goes on from {saved}" in err
+    assert len(logged(run.root, "loss")) == 3, "that of the last step, too"
     assert run.step("interrupted.ckpt") == 3 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     monkeypatch.setattr(EagleModule, "training_step", step)
     status, err = run.fit(4, *TWO_BATCHES)
@@ -190,8 +192,11 @@ def test_a_signal_amid_or_before_a_validation_ends_the_run_and_it_comes_again(
     assert status == 0 and f"resuming {run.checkpoints / 'interrupted.ckpt'}" in err
     assert begun == [*[2, 2] * amid, *[2] * 3, *[4] * 3]
     found, wanted = (torch.load(each.checkpoints / "last.ckpt", weights_only=True) for each in (run, whole))
+    best = torch.load(whole.root / "best.ckpt", weights_only=True)  # of a callback before the average in the recipe
+    own = torch.load(whole.checkpoints / f"step-{best['global_step']}.ckpt", weights_only=True)
     for name in ("state_dict", "current_model_state"):
         assert_same(found[name], wanted[name])
+        assert_same(best[name], own[name])
     begun.clear()
     status, err = run.call(["validate", *run.argv[1:], *more])
     assert not amid or status == 130 and err.endswith("fsd-train validate: interrupted\n") and len(begun) == 2

@@ -167,11 +167,13 @@ def test_a_file_without_measurements_is_named(held: Any, tmp_path: Path, capsys:
     assert "findings: " in capsys.readouterr().err
 
 
-def test_the_page_holds_every_row_and_fetches_nothing(tmp_path: Path) -> None:
-    """Names that look like HTML stay text."""
+def test_the_page_holds_every_row_and_fetches_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Names that look like HTML stay text. A file without measurements among others is skipped with a warning."""
     (tmp_path / "a.json").write_text(json.dumps(served(model="</script><b>head")))
     page = tmp_path / "board.html"
-    assert write_board([tmp_path / "a.json", RECORDS / "free-drafters.json"], page, "A & B") == 2 + 3
+    (tmp_path / "b.json").write_text("no record")
+    files = [tmp_path / "a.json", tmp_path / "b.json", RECORDS / "free-drafters.json"]
+    assert write_board(files, page, "A & B") == 2 + 3 and "b.json: not JSON" in caplog.text
     text = page.read_text("utf-8")
     [data] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
     rows = [BoardRow(**row) for row in json.loads(data)]

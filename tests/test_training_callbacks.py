@@ -180,8 +180,9 @@ def test_the_first_epoch_runs_the_target_and_later_ones_read(toys: Path, tmp_pat
     ids, store = data.train_set.texts[3], FeatureStore(tmp_path / "features")
     wanted = target.features(ids[None].long())[0]
     torch.testing.assert_close(store.get(sequence_key(ids)).float(), wanted, atol=0.05, rtol=0.02)
-    again = losses(toys, tmp_path / "again", 2, tmp_path / "features")[1]
+    same, again = losses(toys, tmp_path / "again", 2, tmp_path / "features")
     assert again.training == again.validating == 0, "another run goes on with the cache"
+    assert same == found[:2], "on the bits of the run that made it"
 
 
 def test_a_full_disk_stops_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +204,11 @@ def test_recording_is_for_one_device_and_makes_a_cache(toys: Path, tmp_path: Pat
         answers_of(toys, features="a", record_features="b")
     data = answers_of(toys, record_features=str(tmp_path))
     data.setup()
+    data.writer = FeatureWriter(toy_target(), tmp_path, {})
+    data.writer.add([torch.arange(5)], torch.randn(1, 9, 32))
+    data.state_dict()
+    assert len(FeatureStore(tmp_path)) == 1, "a checkpoint does not wait for a whole shard"
+    data._stop_recording()
     data.trainer = SimpleNamespace(world_size=2, training=True)  # type: ignore[assignment]
     with pytest.raises(DataError, match="record_features is for one device"):
         data.begin_recording(toy_target())

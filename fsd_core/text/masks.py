@@ -44,9 +44,9 @@ def encode_conversation(
     template's opening of the turn nor the text after the end token. Ids after the last end token are cut off.
 
     A template with generation markers (``{% generation %}``) marks the answers itself. Under another template a turn's
-    answer is the text that it adds to its prompt's. Some templates change an answer when the conversation goes on:
-    Qwen3's shows thoughts in the last one only. Then that answer becomes a sequence of its own, as decoding sees it. So
-    does one whose first characters would join the last token of its prompt.
+    answer is the text that it adds to its prompt's. Some templates change an answer, or its prompt, when the
+    conversation goes on: Qwen3's and LFM2.5's show thoughts in the last one only. Then that answer becomes a sequence
+    of its own, as decoding sees it. So does one whose first characters would join the last token of its prompt.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -102,6 +102,10 @@ def _answers(
     for number in answer_turns:
         prompt = render(tokenizer, turns[:number], True, options)
         through = full_text if number == answer_turns[-1] else render(tokenizer, turns[: number + 1], False, options)
+        if not through.startswith(prompt):  # some templates show more of a prompt's last answer
+            opening = prompt[len(render(tokenizer, turns[:number], False, options)) :]
+            if opening and through.count(opening) == answer_turns.index(number) + 1:
+                through = prompt + through.rpartition(opening)[2]
         if not through.startswith(prompt):
             raise DataError(
                 f"chat template: the ids of the prompt before assistant turn {number} are not a prefix of the ids of "
@@ -254,27 +258,30 @@ def _by_markers(
         raise template_error(turns, error) from error
     marked = [part for part in marked if part[0] < part[1]]
     answers = [turn for turn in turns if turn["role"] == "assistant"]
-    untrained = [number for number, turn in enumerate(answers) if not _trained(turn)]
-    if len(marked) < len(answers) or (untrained and len(marked) > len(answers)):
+    if len(marked) < len(answers):
         raise DataError(
             f"chat template: its generation markers mark {len(marked)} of {len(answers)} assistant turns. "
-            "Fix the template, or remove rows with empty answers or weights."
+            "Fix the template, or remove rows with empty answers."
         )
     ids, offsets = encode_with_offsets(tokenizer, text)
     starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
     separate, shared, enders = list[_Encoded](), list[tuple[int, int]](), special_ids(tokenizer)
-    for number, (begin, end) in enumerate(marked):
-        if number in untrained:
+    for answer in _answers(tokenizer, turns, options, text):
+        if not _trained(turns[answer.turn]):
             continue
-        first, closed = bisect_right(stops, begin), bisect_left(starts, end)
-        has_end = complete or number < len(marked) - 1
-        if first < closed and starts[first] < begin:  # a token joins it to its prompt, which decoding reads without it
-            prompt = encode_rendered(tokenizer, text[:begin])
-            ids_alone = prompt + _continued(tokenizer, text[begin:end])
-            last = _marked_end(tokenizer, enders, ids_alone, len(prompt), len(ids_alone), has_end)
-            separate.append(_masked(ids_alone, [(len(prompt), last)]))
-        else:
-            shared.append((first, _marked_end(tokenizer, enders, ids, first, closed, has_end)))
+        parts, is_shared = [(answer.start, answer.closed)], answer.text is text
+        if is_shared:
+            parts = [part for part in marked if part[0] < answer.closed and part[1] > answer.start]
+        for begin, end in parts:
+            has_end = complete or answer.turn < len(turns) - 1 or end < marked[-1][1]
+            first, closed = bisect_right(stops, begin), bisect_left(starts, end)
+            if not is_shared or first < closed and starts[first] < begin:  # decoding reads its prompt alone
+                prompt = encode_rendered(tokenizer, answer.text[:begin])
+                ids_alone = prompt + _continued(tokenizer, answer.text[begin:end])
+                last = _marked_end(tokenizer, enders, ids_alone, len(prompt), len(ids_alone), has_end)
+                separate.append(_masked(ids_alone, [(len(prompt), last)]))
+            else:
+                shared.append((first, _marked_end(tokenizer, enders, ids, first, closed, has_end)))
     return [*separate, *([_masked(ids, shared)] if shared else [])]
 
 

@@ -78,7 +78,8 @@ def fields_of(tokenizer: Any) -> tuple[str, ...]:
 
 def _probed(tokenizer: Any, template: str) -> TemplateForm:
     parted, dropped = set(), set()
-    for role, turns in _PROBES.items():
+    for role, probe in _PROBES.items():
+        turns = [_in_parts(turn) if turn["role"] in parted else turn for turn in probe]
         last = len(turns) - 1 if role != "system" else 0
         as_parts = [_in_parts(turn) if index == last else turn for index, turn in enumerate(turns)]
         writes = [_writes(tokenizer, template, conversation) for conversation in (turns, as_parts)]
@@ -91,6 +92,7 @@ def _probed(tokenizer: Any, template: str) -> TemplateForm:
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": "", "tool_calls": [_CALLED]},
     ]
+    calls = [_in_parts(turn) if turn["role"] in parted else turn for turn in calls]
     written = _writes(tokenizer, template, calls), _writes(tokenizer, template, calls[:1], tools=[_TOOL])
     drops = [text is False for text in written]
     return TemplateForm(frozenset(parted), frozenset(dropped), thought, drops_calls=drops[0], drops_tools=drops[1])

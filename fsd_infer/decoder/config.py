@@ -280,7 +280,10 @@ class RuntimeConfig(Renamed):
         values = read_json(Path(directory) / "runtime_config.json", "Write one with RuntimeConfig().save_pretrained.")
         if not isinstance(values, dict):
             raise FsdError(f"{directory}, runtime_config.json: expected an object of options.")
-        return cls.from_dict({**values, **changes})
+        try:
+            return cls.from_dict({**values, **changes})
+        except FsdError as error:
+            raise FsdError(f"{directory}, runtime_config.json: {error}") from error
 
 
 RuntimeConfig.__init__ = former_keywords(capture="recording")(RuntimeConfig.__init__)  # type: ignore[method-assign]

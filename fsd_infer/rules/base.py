@@ -320,5 +320,11 @@ def _check_output(output: OutputDistribution, inputs: RuleInputs, where: str) ->
         raise not_bool(f"{where}applies is", output.applies, shape)
     if bias is not None and not (isinstance(bias, Tensor) and bias.shape == shape and bias.is_floating_point()):
         raise FsdError(f"{where}logit_bias is {described(bias)}: give {tuple(shape)} floats (rows, nodes), in nats.")
+    if output.test is not None:
+        if inputs.greedy:
+            raise FsdError(f"{where}a test is of drafts above temperature 0: leave it out where inputs.greedy.")
+        for name, values in vars(output.test).items():
+            if values is not None and (not isinstance(values, Tensor) or values.shape != shape):
+                raise FsdError(f"{where}test.{name} is {described(values)}: give {tuple(shape)} numbers (rows, nodes).")
     if output.log_r is not None and not callable(output.log_r):
         raise FsdError(f"{where}log_r is {described(output.log_r)}: give a function of contexts.")

@@ -9,6 +9,12 @@ from torch import Tensor
 
 from fsd_core.errors import FsdError
 
+# what values of a rule may be, of which only the device knows
+RULE = "a rule's "
+IS_NAN = RULE + "{} is NaN"
+NO_NUMBERS = RULE + "log_r is NaN, +inf or all -inf"
+NO_PROBABILITIES = RULE + "accept_prob is negative, NaN or more than 1 over a context's children"
+
 
 def former_order(output: Any, where: str = "") -> FsdError:
     """Return the error for a distribution made with the former order of arguments: it would be p in silence."""

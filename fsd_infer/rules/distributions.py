@@ -22,7 +22,7 @@ from fsd_core import functional, sampling
 from fsd_core.errors import FsdError
 from fsd_core.former import warn_renamed
 from fsd_core.functional import wide
-from fsd_infer.rules.checks import former_order, not_bool
+from fsd_infer.rules.checks import IS_NAN, described, former_order, not_bool
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.optimal import clipped_distribution, not_above_p, passing_distribution
 from fsd_infer.rules.vocab_rows import VocabRows
@@ -219,8 +219,10 @@ class OutputDistribution:
             if self.applies.shape[1] == 1:  # nothing was drafted: there may be no row of q to read
                 return self
             self.inputs.compares = True
-            holds = torch.as_tensor(holds(VocabRows.every(self.inputs)), device=self.applies.device)
-            holds = holds.view_as(self.applies) if holds.dim() else holds
+            holds = holds(VocabRows.every(self.inputs))
+            holds = torch.full_like(self.applies, holds) if isinstance(holds, bool) else holds
+            if isinstance(holds, Tensor) and holds.shape == (self.applies.numel(),):
+                holds = holds.view_as(self.applies)
         shape = self.applies.shape
         if not isinstance(holds, Tensor) or holds.dtype != torch.bool or holds.dim() and holds.shape != shape:
             raise not_bool("where() takes", holds, shape)
@@ -296,10 +298,9 @@ def _checked_cutoff(inputs: RuleInputs, cutoff: Tensor | float) -> Tensor | floa
             raise FsdError(f"a rule's cutoff is {cutoff!r}: give a number, or ln p for each context.")
         return float(cutoff)
     if cutoff.shape != inputs.tree.tokens.shape:
-        raise FsdError(
-            f"a rule's cutoff has the shape {tuple(cutoff.shape)}: give a number, or ln p for each context, "
-            f"{tuple(inputs.tree.tokens.shape)} (rows, nodes)."
-        )
+        shape = tuple(inputs.tree.tokens.shape)
+        raise FsdError(f"a rule's cutoff is {described(cutoff)}: give a number, or ln p per context, {shape}.")
+    inputs.noted.append((IS_NAN.format("cutoff"), cutoff.isnan() & inputs.tree.has_children))
     return cutoff
 
 

@@ -50,6 +50,7 @@ class RuleInputs(Renamed):
         is_chain: whether all of them were, so that they form a chain.
         nodes: [N] 0, 1, …
         compares: whether a rule has compared p with q so far, so that the drafter's logits must be finite.
+        noted: what is wrong with values of rules, and where, [B, N] bool, for :attr:`Verdict.faults`.
     """
 
     former_members = {
@@ -68,6 +69,7 @@ class RuleInputs(Renamed):
         self.compares = False
         self._divergences: dict[tuple[str, bool], Tensor] = {}
         self._repeats: dict[int, Tensor] = {}
+        self.noted: list[tuple[str, Tensor]] = []
         if round.uniforms is None and not round.greedy:
             raise FsdError("a round above temperature 0 needs uniforms [B, N, 3]; pass them in RoundInput.")
 

@@ -19,6 +19,7 @@ from fsd_core.errors import FsdError, NonFiniteLogitsError
 from fsd_core.former import FormerName, Renamed
 from fsd_core.sampling import FORKS
 from fsd_core.tensors import on_host, to_device
+from fsd_infer.rules.checks import RULE
 from fsd_infer.rules.texts import TokenHistory
 from fsd_infer.trees.tree import DraftTree
 
@@ -132,8 +133,8 @@ class Verdict(Renamed):
         proposers: [B, N] of the tree's nodes, see :class:`DraftTree`; None if one drafter proposed all.
         allowed: [B] nats that each row's rule allows for the emitted tokens, on the device of the logits; None if no
             rule adapts its KL coefficient.
-        faults: [B, ·] bool by what is wrong: logits that are not finite, by their source, or ``FORKS``. A verdict with
-            any of them is void, see :meth:`check`.
+        faults: [B, ·] bool by what is wrong: logits that are not finite, by their source, ``FORKS``, or values of a
+            rule. A verdict with any of them is void, see :meth:`check`.
     """
 
     former_members = {"gate_open": "relaxed", "first": "first_choices"}
@@ -188,7 +189,7 @@ class Verdict(Renamed):
 
         Raises:
             NonFiniteLogitsError: target or drafter logits are NaN, +inf or all -inf.
-            FsdError: sampled drafts do not form a chain.
+            FsdError: sampled drafts do not form a chain, or a rule's values are wrong.
         """
         for source, wrong in self.faults.items():
             if not wrong.any():
@@ -198,6 +199,8 @@ class Verdict(Renamed):
                     "drafts drawn from q (q_scores) must form a chain: mark those of a tree in DraftTree.drawn."
                 )
             row = int(wrong.any(1).nonzero()[0])
+            if source.startswith(RULE):
+                raise FsdError(f"{source} in row {row}: correct the values that it computes.")
             fix = "Check its weights and dtype (fp16 overflows; bf16 or fp32 do not)."
             fix = "Check the request's logits processors." if "processed" in source else fix
             raise NonFiniteLogitsError(f"{source} in row {row} are NaN, +inf or all -inf. {fix}")

@@ -21,6 +21,7 @@ from fsd_core import functional, sampling
 from fsd_core.divergence import divergence, divergence_rows
 from fsd_core.errors import FsdError
 from fsd_core.functional import wide
+from fsd_infer.rules.checks import IS_NAN, NO_NUMBERS, NO_PROBABILITIES, described
 from fsd_infer.rules.distributions import OutputDistribution, VocabFunction, biased
 from fsd_infer.rules.inputs import CHILD, TOKEN, RuleInputs
 from fsd_infer.rules.verification import TokenOrigin, Verdict, row_index
@@ -172,10 +173,10 @@ class _Dense(NamedTuple):
 
 
 def _checked_rows(log_r: Tensor, at: VocabRows) -> Tensor:
-    if not isinstance(log_r, Tensor) or log_r.shape != at.scores.shape:
-        got = tuple(log_r.shape) if isinstance(log_r, Tensor) else f"{log_r!r:.80}"
+    if not isinstance(log_r, Tensor) or log_r.shape != at.scores.shape or not log_r.is_floating_point():
+        shape = tuple(at.scores.shape)
         raise FsdError(
-            f"a rule's log_r(contexts) returns {got}: return ln r, {tuple(at.scores.shape)} like contexts.log_p."
+            f"a rule's log_r(contexts) returns {described(log_r)}: return ln r, {shape} like contexts.log_p."
         )
     return log_r
 
@@ -224,12 +225,17 @@ class _Walk:
         self.outputs.append(rule)
         output, applies = rule.output, rule.output.applies
         if output.test is not None:
+            if not output.in_blocks:  # a rule's own
+                accept_prob = output.test.accept_prob.masked_fill(~self.tree.is_draft, 0.0)
+                wrong = ~(accept_prob >= 0) | ~(self.inputs.sum_children(accept_prob) <= 1 + 1e-3)
+                self._note(rule, NO_PROBABILITIES, wrong)
             self.p_draft = rule.put(output.test.accept_prob.to(self.p_draft.dtype), self.p_draft)
         if output.logit_bias is None and output.log_r is None:  # p
             return
         if self.cost is None:
             self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
         if output.logit_bias is not None:
+            self._note(rule, IS_NAN.format("logit_bias"), output.logit_bias.isnan() & self.tree.is_draft)
             applies, r, cost = biased(self.inputs, output.logit_bias, output.applies)
             if output.log_r is not None:  # which holds where nodes are drawn below, and the bias elsewhere
                 applies = torch.where(self.inputs.has_drawn_below, output.applies, applies)
@@ -237,6 +243,9 @@ class _Walk:
         self.applies = rule.put(applies, self.applies)
         if output.log_r is not None:
             self._add_dense(output.log_r, rule)
+
+    def _note(self, rule: _RuleOutput, what: str, wrong: Tensor) -> None:
+        self.inputs.noted.append((what, rule.put(wrong, torch.zeros_like(wrong))))
 
     def _add_dense(self, log_r: VocabFunction, rule: _RuleOutput) -> None:
         """Evaluate a dense distribution, and take over its probabilities of drafts and its costs where it holds."""
@@ -250,6 +259,7 @@ class _Walk:
         r_draft, cost = (self._dense_greedy if self.inputs.greedy else self._dense_sampled)(dense)
         self.r_draft = torch.where((dense.parent_number >= 0) & self.tree.is_draft, r_draft, self.r_draft)
         assert self.cost is not None
+        self.inputs.noted.append((NO_NUMBERS, dense.at.spread(cost.isnan(), 0) & (dense.number >= 0) & self.applies))
         self.cost = torch.where(dense.number >= 0, dense.at.spread(cost.to(self.cost.dtype), 0), self.cost)
 
     def _dense_greedy(self, dense: _Dense) -> tuple[Tensor, Tensor]:
@@ -257,7 +267,9 @@ class _Walk:
         at, token = dense.at, dense.log_r.argmax(-1)
         pair = at.scores.gather(1, torch.stack([at.of(self.inputs.likeliest), token], 1))
         self.r_token = self.r_token.index_put((at.rows, at.nodes), token)
-        return self.tree.tokens == self.inputs.at_parents(self.r_token), (pair[:, 0] - pair[:, 1]).clamp_min(0.0)
+        best = dense.log_r.gather(1, token[:, None])[:, 0]  # NaN counts as the largest
+        cost = torch.where(best.isnan(), math.nan, (pair[:, 0] - pair[:, 1]).clamp_min(0.0))
+        return self.tree.tokens == self.inputs.at_parents(self.r_token), cost
 
     def _dense_sampled(self, dense: _Dense) -> tuple[Tensor, Tensor]:
         """Keep a dense distribution above temperature 0 for the token after the path.
@@ -345,6 +357,8 @@ class _Walk:
     def _faults(self) -> dict[str, Tensor]:
         """Return what may be wrong with the round, see :attr:`Verdict.faults`."""
         inputs, tree, faults = self.inputs, self.tree, dict(self.non_finite)
+        for what, wrong in inputs.noted:
+            faults[what] = wrong | faults.get(what, False)
         if inputs.is_chain and self.outputs:
             faults[sampling.FORKS] = (tree.is_child.sum(-1) > 1).any(1, keepdim=True)
         return faults

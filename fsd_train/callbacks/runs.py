@@ -236,6 +236,9 @@ class RunDirectory(Callback):
             progress.reset()
             progress.increment_ready()
             progress.increment_started()
+        else:  # the step's line in the log, which comes after the callbacks
+            trainer._logger_connector.on_batch_end()
+            trainer._logger_connector.update_train_step_metrics()
         if self.directories:
             path = self.directories[0] / "interrupted.ckpt"
             trainer.save_checkpoint(path)

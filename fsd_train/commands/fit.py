@@ -19,7 +19,7 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import ProgressBar, WeightAveraging
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import disable_possible_user_warnings
@@ -101,15 +101,13 @@ class TrainCLI(LightningCLI):
         check_trainer(options)
         if isinstance(options.get("strategy"), str):
             kwargs.setdefault("strategy", named_strategy(options["strategy"]))
-        if (
-            options.get("precision") == "bf16-mixed"
-            and on_cpu(options.get("accelerator") or "auto")
-            and not has_bf16_products()
-        ):
+        is_mixed = options.get("precision") == "bf16-mixed" and on_cpu(options.get("accelerator") or "auto")
+        if is_mixed and not has_bf16_products():
             log.info("trainer.precision: 32-true, since bf16 is several times slower on this processor")
             kwargs.setdefault("precision", "32-true")
         callbacks = options.get("callbacks") or []
-        callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks]
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        callbacks = sorted(callbacks, key=lambda c: not isinstance(c, WeightAveraging))  # others read its average
         if options.get("enable_progress_bar") is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
             callbacks.append(RunProgress())
         return super().instantiate_trainer(**{**kwargs, "callbacks": [Announce(), *callbacks]})

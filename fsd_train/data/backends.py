@@ -13,8 +13,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from transformers import GenerationConfig
 
-from fsd_core.errors import FsdError
+from fsd_core.errors import DataError, FsdError
 from fsd_core.openai_client import EXTENSIONS, UNSHAPED, Server, ServerError
+from fsd_core.text.conversations import check_text
 from fsd_core.text.encoding import Message, end_of_turn, need_tokenizer
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.decoder.requests import prepare
@@ -23,10 +24,12 @@ from fsd_infer.rules import parse_rule
 from fsd_infer.targets.token_ids import eos_ids
 from fsd_train.data.feature_recorder import FeatureRecorder
 from fsd_train.data.images import ImageReader, SequenceImages
+from fsd_train.data.row_encoding import MAX_ID
 from fsd_train.data.sampler import stable_seed
 
 _T = TypeVar("_T")
 RULE = "exact"  # local answers follow the target's distribution with any drafter
+_BROKEN = ("abort", "error")  # finish reasons of answers that a server gave up
 _ENDED_BY = ("stop_reason", "matched_stop")  # vLLM's and SGLang's fields for the id that ended an answer
 
 
@@ -264,18 +267,19 @@ class EndpointBackend:
         try:
             choice = reply["choices"][0]
             text, reason, ids = choice["text"], choice["finish_reason"], choice.get("token_ids")
-            if not isinstance(text, str) or not all(type(token) is int for token in ids or ()):
+            ids_from = "text" if ids is None else "target"
+            if ids is None:
+                ids = self.tokenizer(check_text(text, "the answer"), add_special_tokens=False)["input_ids"]
+            whole = all(type(token) is int and 0 <= token <= MAX_ID for token in ids)
+            if not isinstance(text, str) or not whole or reason in _BROKEN or not ids and reason != "stop":
                 raise TypeError
-        except (KeyError, IndexError, TypeError) as error:
+        except (LookupError, TypeError, AttributeError, DataError) as error:
             raise FsdError(f"server {server.url} sent no completion, but {str(reply)[:200]}") from error
         prompt_ids = choice.get("prompt_token_ids")
         if prompt_ids is not None and prompt_ids != job.prompt_ids:
             raise FsdError(f"server {server.url} changed the prompt's token ids. Is {self.model!r} the target?")
-        ids_from = "target"
-        if ids is None:
-            ids, ids_from = list(self.tokenizer(text, add_special_tokens=False)["input_ids"]), "text"
         if reason == "stop":
-            ids = self._ended(ids, choice)
+            ids = self._ended(list(ids), choice)
         return Completion(job, text, list(ids), "stop" if reason == "stop" else "length", ids_from)
 
     def _ended(self, ids: list[int], choice: dict[str, Any]) -> list[int]:

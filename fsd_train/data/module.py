@@ -138,6 +138,7 @@ class AnswersDataModule(LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Return the facts that determine the order of training batches, for checkpoints."""
         assert self.train_set is not None, "setup() has not run"
+        self._flush_features()  # a kill must not cost what a checkpoint counts as read
         replicas = 1 if self.trainer is None else self.trainer.world_size
         order = {
             "batch_tokens": int(self.batch_tokens),

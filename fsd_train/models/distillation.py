@@ -319,6 +319,7 @@ class DistillationModule(RunModule, ABC):
             features = target_features(target, ids, mask)
         writer: FeatureWriter | None = getattr(self._datamodule, "writer", None)
         if writer is not None:
+            features = features.to(torch.bfloat16)  # as they are read later, or at once by a resumed run
             texts = on_host(batch, "input_ids")[0].split(lengths)
             writer.add(texts[: len(batch["ids"])], features, batch.get("digests", ()))
         return features, mask
