@@ -265,7 +265,8 @@ def device_verdict(rules: Sequence[Rule], round: RoundInput) -> Verdict:
     rows: dict[Rule, list[int]] = {}
     for row, rule in enumerate(rules):
         rows.setdefault(rule, []).append(row)
-    inputs, budget = RuleInputs(round), round.budget_left
+    has_own = any(not type(rule).__module__.startswith("fsd_infer.") for rule in rows)
+    inputs, budget = RuleInputs(round, checks=has_own), round.budget_left
     budget = budgets_of(rules, inputs.nodes.device) if budget is None else budget
     verdict = walk(inputs, [(rule.restricted_output(inputs), rule_rows) for rule, rule_rows in rows.items()], budget)
     if round.max_accepted is not None:

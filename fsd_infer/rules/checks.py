@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import FsdError
+from fsd_infer.trees.tree import DraftTree
 
 # what values of a rule may be, of which only the device knows
 RULE = "a rule's "
@@ -31,3 +32,10 @@ def not_bool(what: str, value: Any, shape: torch.Size) -> FsdError:
 
 def described(value: Any) -> str:
     return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else f"{value!r:.80}"
+
+
+def no_probabilities(accept_prob: Tensor, tree: DraftTree) -> Tensor:
+    """[B, N] where the probability of a draft, or the sum over a context's children, lies outside [0, 1]."""
+    accept_prob = accept_prob.masked_fill(~tree.is_draft, 0.0)
+    over_children = torch.where(tree.is_child, accept_prob[:, None], 0.0).sum(-1)
+    return ~(accept_prob >= 0) | ~(over_children <= 1 + 1e-3)

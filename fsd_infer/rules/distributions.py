@@ -300,7 +300,7 @@ def _checked_cutoff(inputs: RuleInputs, cutoff: Tensor | float) -> Tensor | floa
     if cutoff.shape != inputs.tree.tokens.shape:
         shape = tuple(inputs.tree.tokens.shape)
         raise FsdError(f"a rule's cutoff is {described(cutoff)}: give a number, or ln p per context, {shape}.")
-    inputs.noted.append((IS_NAN.format("cutoff"), cutoff.isnan() & inputs.tree.has_children))
+    inputs.note(IS_NAN.format("cutoff"), lambda: cutoff.isnan() & inputs.tree.has_children)
     return cutoff
 
 

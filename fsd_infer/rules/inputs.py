@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -50,7 +51,8 @@ class RuleInputs(Renamed):
         is_chain: whether all of them were, so that they form a chain.
         nodes: [N] 0, 1, …
         compares: whether a rule has compared p with q so far, so that the drafter's logits must be finite.
-        noted: what is wrong with values of rules, and where, [B, N] bool, for :attr:`Verdict.faults`.
+        checks: whether values of rules are checked on the device: those of a user's own.
+        noted: what is wrong with such values, and where, [B, N] bool, for :attr:`Verdict.faults`.
     """
 
     former_members = {
@@ -61,7 +63,8 @@ class RuleInputs(Renamed):
         "answered": "answer_position", "in_sentence": "sentence_position", "inside": "in_phase",
     }  # fmt: skip
 
-    def __init__(self, round: RoundInput) -> None:
+    def __init__(self, round: RoundInput, checks: bool = True) -> None:
+        self.checks = checks
         self.round, self.tree, self.greedy = round, round.tree, round.greedy
         self.sampled = not round.greedy and round.tree.sampled
         self.is_chain = self.sampled and round.tree.drawn is None
@@ -72,6 +75,11 @@ class RuleInputs(Renamed):
         self.noted: list[tuple[str, Tensor]] = []
         if round.uniforms is None and not round.greedy:
             raise FsdError("a round above temperature 0 needs uniforms [B, N, 3]; pass them in RoundInput.")
+
+    def note(self, what: str, wrong: Callable[[], Tensor]) -> None:
+        """Note where a value of a rule is wrong, [B, N] bool, if values are checked."""
+        if self.checks:
+            self.noted.append((what, wrong()))
 
     def at_parents(self, values: Tensor) -> Tensor:
         """Map values of contexts to nodes: each node gets its parent's value."""

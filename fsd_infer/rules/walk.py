@@ -11,7 +11,7 @@ the walk reaches would take a transfer. Nothing is read on the host: the verdict
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from fsd_core import functional, sampling
 from fsd_core.divergence import divergence, divergence_rows
 from fsd_core.errors import FsdError
 from fsd_core.functional import wide
-from fsd_infer.rules.checks import IS_NAN, NO_NUMBERS, NO_PROBABILITIES, described
+from fsd_infer.rules.checks import IS_NAN, NO_NUMBERS, NO_PROBABILITIES, described, no_probabilities
 from fsd_infer.rules.distributions import OutputDistribution, VocabFunction, biased
 from fsd_infer.rules.inputs import CHILD, TOKEN, RuleInputs
 from fsd_infer.rules.verification import TokenOrigin, Verdict, row_index
@@ -225,18 +225,18 @@ class _Walk:
         self.outputs.append(rule)
         output, applies = rule.output, rule.output.applies
         if output.test is not None:
-            if not output.in_blocks:  # a rule's own
-                accept_prob = output.test.accept_prob.masked_fill(~self.tree.is_draft, 0.0)
-                wrong = ~(accept_prob >= 0) | ~(self.inputs.sum_children(accept_prob) <= 1 + 1e-3)
-                self._note(rule, NO_PROBABILITIES, wrong)
-            self.p_draft = rule.put(output.test.accept_prob.to(self.p_draft.dtype), self.p_draft)
+            accept_prob = output.test.accept_prob
+            if not output.in_blocks:
+                self._note(rule, NO_PROBABILITIES, lambda: no_probabilities(accept_prob, self.tree))
+            self.p_draft = rule.put(accept_prob.to(self.p_draft.dtype), self.p_draft)
         if output.logit_bias is None and output.log_r is None:  # p
             return
         if self.cost is None:
             self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
         if output.logit_bias is not None:
-            self._note(rule, IS_NAN.format("logit_bias"), output.logit_bias.isnan() & self.tree.is_draft)
-            applies, r, cost = biased(self.inputs, output.logit_bias, output.applies)
+            bias = output.logit_bias
+            self._note(rule, IS_NAN.format("logit_bias"), lambda: bias.isnan() & self.tree.is_draft)
+            applies, r, cost = biased(self.inputs, bias, output.applies)
             if output.log_r is not None:  # which holds where nodes are drawn below, and the bias elsewhere
                 applies = torch.where(self.inputs.has_drawn_below, output.applies, applies)
             self.r_draft, self.cost = rule.put(r, self.r_draft), rule.put(cost, self.cost)
@@ -244,8 +244,8 @@ class _Walk:
         if output.log_r is not None:
             self._add_dense(output.log_r, rule)
 
-    def _note(self, rule: _RuleOutput, what: str, wrong: Tensor) -> None:
-        self.inputs.noted.append((what, rule.put(wrong, torch.zeros_like(wrong))))
+    def _note(self, rule: _RuleOutput, what: str, wrong: Callable[[], Tensor]) -> None:
+        self.inputs.note(what, lambda: rule.put(wrong(), torch.zeros_like(self.tree.is_draft)))
 
     def _add_dense(self, log_r: VocabFunction, rule: _RuleOutput) -> None:
         """Evaluate a dense distribution, and take over its probabilities of drafts and its costs where it holds."""
@@ -259,7 +259,7 @@ class _Walk:
         r_draft, cost = (self._dense_greedy if self.inputs.greedy else self._dense_sampled)(dense)
         self.r_draft = torch.where((dense.parent_number >= 0) & self.tree.is_draft, r_draft, self.r_draft)
         assert self.cost is not None
-        self.inputs.noted.append((NO_NUMBERS, dense.at.spread(cost.isnan(), 0) & (dense.number >= 0) & self.applies))
+        self.inputs.note(NO_NUMBERS, lambda: dense.at.spread(cost.isnan(), 0) & (dense.number >= 0))
         self.cost = torch.where(dense.number >= 0, dense.at.spread(cost.to(self.cost.dtype), 0), self.cost)
 
     def _dense_greedy(self, dense: _Dense) -> tuple[Tensor, Tensor]:
