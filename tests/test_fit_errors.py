@@ -89,6 +89,7 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "averaged shards": (
         ["--trainer.strategy", "fsdp", "--trainer.callbacks+", AVERAGING], "fsdp does not support weight averaging",
     ),
+    "workers without end": (["--data.num_workers", "1000000"], "num_workers is 1000000, a process each: give at most"),
     "loss": (["--model.loss", "eagel"], "Did you mean 'eagle'?"),
     "earlier name of a loss": (["--model.loss", "reverse_kl"], "kl_pq is KL(p||q)"),
     "rule": (["--model.eval_rules", "[fuzy:js:0.3]"], "Did you mean 'fuzzy'?"),

@@ -31,7 +31,8 @@ from fsd_infer.drafters.loading import NAMES
 from fsd_infer.request.options import NEW_TOKENS
 from fsd_infer.rules import RULES, LossyRule, OutputDistribution, RuleInputs, parameter
 from fsd_train.cli import main as fsd_train
-from fsd_train.losses import LOSSES, row_loss
+from fsd_train.losses import LOSSES, LossOutput, row_loss
+from fsd_train.losses.base import check_output
 from fsd_train.losses.rows import Distributions
 from tests.families import save_head, tiny_head
 from tests.fuzzing import called
@@ -166,7 +167,7 @@ def test_a_cutoff_is_a_number_or_one_for_each_context(made: Callable[..., Output
 def test_a_loss_without_one_value_per_row_or_without_a_gradient_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LOSSES, "_entries", {})
     wrong: dict[str, tuple[Distributions, str]] = {
-        "whole": (lambda log_p, log_q: (log_p - log_q).abs().sum(), r"returned the shape \(\) for \d+ rows"),
+        "whole": (lambda log_p, log_q: (log_p - log_q).abs().sum(), r"returned \(\) for \d+ rows"),
         "each": (lambda log_p, log_q: (log_p - log_q).abs(), r"for example by .sum\(-1\)"),
         "fixed": (lambda log_p, log_q: log_p.sum(-1), "loss 'fixed' has no gradient: compute its values from log_q"),
     }
@@ -174,6 +175,12 @@ def test_a_loss_without_one_value_per_row_or_without_a_gradient_says_so(monkeypa
         row_loss(name)(function)
         with pytest.raises(DataError, match=message):
             build_loss(name)(make_batch().batch())
+    one, loss = torch.ones((), requires_grad=True), build_loss("fixed")
+    check_output(LossOutput(one), loss, 3)
+    outputs = (None, LossOutput(one[None]), LossOutput(one.detach()), LossOutput(one, [1]), LossOutput(one, {}, one))  # type: ignore
+    for out in outputs:
+        with pytest.raises(DataError, match="the loss .* (returned|has no gradient)"):
+            check_output(out, loss, 3)
 
 
 def test_a_kernel_of_an_unknown_function_is_refused() -> None:

@@ -133,8 +133,9 @@ def check_trainer(options: Namespace) -> None:
     """Raise DataError for values of the trainer section that Lightning neither takes nor refuses."""
     for name, least in _MIN.items():
         value = options.get(name)
-        if isinstance(value, int | float) and not value >= least:
-            raise DataError(f"trainer.{name}: expected a number >= {least}, got {value}.")
+        is_null = value is None and name == "accumulate_grad_batches"
+        if is_null or isinstance(value, int | float) and not value >= least:
+            raise DataError(f"trainer.{name}: expected a number >= {least}, got {'null' if is_null else value}.")
     if options.get("val_check_interval") == 0:
         raise DataError("trainer.val_check_interval is 0: give a number of steps, or trainer.limit_val_batches 0.")
     devices, most = str(options.get("devices", "")), max(os.cpu_count() or 1, CPU_PROCESSES)

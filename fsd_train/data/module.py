@@ -31,6 +31,8 @@ from fsd_train.types import HeldOut, Length, NonNegativeInt, PositiveInt, Seed
 
 log = logging.getLogger(__name__)
 
+MAX_WORKERS = 64  # on any machine
+
 
 class AnswersDataModule(LightningDataModule):
     """Batches of answers for training and validation.
@@ -94,6 +96,9 @@ class AnswersDataModule(LightningDataModule):
         self.features, self.record_features = features, record_features
         if features is not None and record_features is not None:
             raise DataError("features reads a cache and record_features makes one. Unset one of them.")
+        most = max(os.cpu_count() or 1, MAX_WORKERS)
+        if num_workers is not None and num_workers > most:
+            raise DataError(f"data.num_workers is {num_workers}, a process each: give at most {most}, or leave it out.")
         self.writer: FeatureWriter | None = None
         self._validated = False  # whether features of validation rows may be recorded
         self.row_check = RowCheck(strict)

@@ -261,6 +261,25 @@ class Loss(ABC):
     def __call__(self, batch: DraftBatch) -> LossOutput: ...
 
 
+def check_output(out: Any, loss: Loss, rows: int) -> None:
+    """Raise DataError, which names the loss, unless it returned a :class:`LossOutput` of so many rows, with a gradient
+    where those are taken.
+    """
+    if not isinstance(out, LossOutput):
+        fault = f"returned {out!r:.60}: return LossOutput(loss)"
+    elif not isinstance(out.loss, Tensor) or out.loss.shape or not out.loss.is_floating_point():
+        fault = f"returned {out.loss!r:.60} as LossOutput.loss: give one number of floats, for example weighted_mean()"
+    elif torch.is_grad_enabled() and not out.loss.requires_grad:
+        fault = "has no gradient: compute LossOutput.loss from the drafter's outputs, not detached"
+    elif not isinstance(out.parts, dict) or not all(isinstance(name, str) for name in out.parts):
+        fault = f"returned {out.parts!r:.60} as LossOutput.parts: give a dict of scalars by name"
+    elif out.agreement is not None and (out.agreement.shape != (rows,) or out.agreement.dtype != torch.bool):
+        fault = f"returned LossOutput.agreement {tuple(out.agreement.shape)} {out.agreement.dtype}: give [{rows}] bool"
+    else:
+        return
+    raise DataError(f"the loss {type(loss).__name__} {fault}.")
+
+
 LOSSES: Registry[Callable[..., Loss]] = Registry("loss", takes_yours=True)
 
 

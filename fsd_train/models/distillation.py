@@ -24,7 +24,7 @@ from fsd_train.data.packs import on_host
 from fsd_train.data.recording import FeatureWriter
 from fsd_train.data.serving import warn_of_differences
 from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput, as_loss, reference_of
-from fsd_train.losses.base import LossIndex
+from fsd_train.losses.base import LossIndex, check_output
 from fsd_train.losses.confidence import with_confidence
 from fsd_train.losses.metrics import DEFAULT_RULES, ValidationMetrics, compare
 from fsd_train.models.compiled import LayerCompiler
@@ -116,7 +116,7 @@ class DistillationModule(RunModule, ABC):
         self.target_name, self.target_kwargs, self.seed = target, dict(target_kwargs or {}), seed
         self.unroll_steps, self.step_decay, self.compile_option = unroll_steps, step_decay, compile
         self._layer_compiler = LayerCompiler()
-        self.loss = as_loss(loss)
+        self.loss, self._is_loss_checked = as_loss(loss), False
         self.reference = reference_of(self.loss)  # directory of a drafter that adaspec compares with
         self.validation_steps = max(unroll_steps, eval_steps)
         self.validation = ValidationMetrics(
@@ -326,11 +326,18 @@ class DistillationModule(RunModule, ABC):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         drafts = replace(self.draft(batch, self.unroll_steps), progress=self.progress, step=self.global_step)
-        out = self.loss(drafts)
+        out = self._loss_of(drafts)
         if drafts.confidence is not None:
             out = with_confidence(drafts.confidence, drafts, out)
         self._log_step(out, drafts.rows)
         return out.loss
+
+    def _loss_of(self, drafts: DraftBatch) -> LossOutput:
+        out = self.loss(drafts)
+        if not self._is_loss_checked:
+            self._is_loss_checked = torch.is_grad_enabled()
+            check_output(out, self.loss, len(drafts.rows.weight))
+        return out
 
     def _log_step(self, out: LossOutput, rows: LossIndex) -> None:
         """Log a batch's loss, its parts and agreements; loss and agreements cover all ranks at log steps."""
@@ -354,7 +361,7 @@ class DistillationModule(RunModule, ABC):
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         drafts = self.draft(batch, self.validation_steps)
-        out = self.loss(drafts)
+        out = self._loss_of(drafts)
         agreement = compare(drafts, self.full_lm_head(), drafts.target_lm_head.ids, self.validation.divergences)
         positions = TextMask(tuple(batch["lengths"].tolist()), self.device).positions[0]  # [M]
         self.validation.update(agreement, drafts.rows, out.loss, positions)
