@@ -244,6 +244,10 @@ REFUSED: dict[str, tuple[Callable[[RuleInputs], Any], str]] = {
     "a function without a value": (
         lambda inputs: OutputDistribution.dense(inputs, lambda at: None), r"log_r\(contexts\) returns None: return ln r"
     ),
+    "NaN": (
+        lambda inputs: OutputDistribution.dense(inputs, lambda at: at.log_p * math.nan),
+        "a rule's values of log_r in row 0 are NaN.* Let the rule give -inf",
+    ),
 }  # fmt: skip
 
 

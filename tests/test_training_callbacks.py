@@ -117,6 +117,24 @@ class Failing(Loss):
         return out if self.left >= 0 else LossOutput(out.loss * torch.nan, out.parts)
 
 
+class Returning(Loss):
+    """A loss that returns what a loss of one's own may return by mistake."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __call__(self, batch: DraftBatch) -> LossOutput:
+        return self.value  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("value", [None, 0.5, torch.ones(()), LossOutput(torch.ones(2))])
+def test_a_loss_that_returns_anything_but_a_loss_is_named(value: Any, toys: Path, tmp_path: Path) -> None:
+    module, data = make(toys)
+    module.loss = Returning(value)
+    with pytest.raises(DataError, match=r"loss 'Returning' returned .*: give LossOutput\(loss="):
+        trainer(tmp_path).fit(module, data)
+
+
 def test_nan_loss_stops_and_names_the_rows(toys: Path, tmp_path: Path) -> None:
     module, data = make(toys)
     module.loss = Failing(module.loss, good=2)

@@ -98,6 +98,7 @@ class RoundInput(Renamed):
     max_accepted: Tensor | None = None
 
 
+LOG_R = "a rule's values of log_r"
 _FAULT = "not finite: "  # begins the names of columns with faults
 _COLUMNS = {
     "path": torch.long, "accepted": torch.long, "tokens": torch.long, "sources": torch.long, "relaxed": torch.bool,
@@ -199,6 +200,7 @@ class Verdict(Renamed):
                 )
             row = int(wrong.any(1).nonzero()[0])
             fix = "Check its weights and dtype (fp16 overflows; bf16 or fp32 do not)."
+            fix = "Let the rule give -inf to tokens that it never emits." if source == LOG_R else fix
             fix = "Check the request's logits processors." if "processed" in source else fix
             raise NonFiniteLogitsError(f"{source} in row {row} are NaN, +inf or all -inf. {fix}")
 

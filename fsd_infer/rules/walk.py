@@ -23,7 +23,7 @@ from fsd_core.errors import FsdError
 from fsd_core.functional import wide
 from fsd_infer.rules.distributions import OutputDistribution, VocabFunction, biased
 from fsd_infer.rules.inputs import CHILD, TOKEN, RuleInputs
-from fsd_infer.rules.verification import TokenOrigin, Verdict, row_index
+from fsd_infer.rules.verification import LOG_R, TokenOrigin, Verdict, row_index
 from fsd_infer.rules.vocab_rows import VocabRows
 
 
@@ -247,6 +247,8 @@ class _Walk:
             return
         at = at.reduced() if rule.output.is_reducible else at
         dense = _Dense.of(at, _checked_rows(log_r(at), at), holds)
+        wrong = at.spread(dense.log_r.amax(-1).isnan(), 0) & self.applies
+        self.non_finite = {**self.non_finite, LOG_R: wrong | self.non_finite.get(LOG_R, wrong)}
         r_draft, cost = (self._dense_greedy if self.inputs.greedy else self._dense_sampled)(dense)
         self.r_draft = torch.where((dense.parent_number >= 0) & self.tree.is_draft, r_draft, self.r_draft)
         assert self.cost is not None

@@ -53,9 +53,10 @@ def row_loss(name: str) -> Callable[[Distributions], type[OneRowLoss]]:
     def made(function: Distributions) -> type[OneRowLoss]:
         def checked(log_p: Tensor, log_q: Tensor) -> Tensor:
             values = function(log_p, log_q)
-            if values.shape != log_q.shape[:1]:
+            if not isinstance(values, Tensor) or values.shape != log_q.shape[:1]:
+                found = f"the shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"{values!r:.80}"
                 raise DataError(
-                    f"loss {name!r} returned the shape {tuple(values.shape)} for {log_q.shape[0]} rows: return one "
+                    f"loss {name!r} returned {found} for {log_q.shape[0]} rows: return one "
                     "value per row, for example by .sum(-1)."
                 )
             if torch.is_grad_enabled() and not values.requires_grad:

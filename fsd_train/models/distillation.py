@@ -323,9 +323,17 @@ class DistillationModule(RunModule, ABC):
             writer.add(texts[: len(batch["ids"])], features, batch.get("digests", ()))
         return features, mask
 
+    def _loss_output(self, drafts: DraftBatch) -> LossOutput:
+        out: Any = self.loss(drafts)
+        if not isinstance(out, LossOutput) or not isinstance(out.loss, Tensor) or out.loss.dim():
+            raise DataError(
+                f"loss {type(self.loss).__name__!r} returned {out!r:.80}: give LossOutput(loss=a scalar tensor)."
+            )
+        return out
+
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         drafts = replace(self.draft(batch, self.unroll_steps), progress=self.progress, step=self.global_step)
-        out = self.loss(drafts)
+        out = self._loss_output(drafts)
         if drafts.confidence is not None:
             out = with_confidence(drafts.confidence, drafts, out)
         self._log_step(out, drafts.rows)
@@ -353,7 +361,7 @@ class DistillationModule(RunModule, ABC):
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         drafts = self.draft(batch, self.validation_steps)
-        out = self.loss(drafts)
+        out = self._loss_output(drafts)
         agreement = compare(drafts, self.full_lm_head(), drafts.target_lm_head.ids, self.validation.divergences)
         positions = TextMask(tuple(batch["lengths"].tolist()), self.device).positions[0]  # [M]
         self.validation.update(agreement, drafts.rows, out.loss, positions)
