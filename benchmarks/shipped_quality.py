@@ -27,7 +27,7 @@ from fsd_infer.decoder.calibrated import Calibrated, write_calibrated
 from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.targets.target import Target
 
-RULE, FORMER = "fly:window=3:exact_ngram_size=3:lead=5", "fly:window=3:novel=3:lead=5"
+RULE, FORMER = "fly:window=3:exact_ngram_size=3:exact_sentence_start=5", "fly:window=3:novel=3:lead=5"
 STUDY, FRESH, ODD = "lead-study", "rules-made-late", "rules-ifeval-odd-lead"
 CONFIDENCE = 0.9
 

@@ -150,7 +150,9 @@ def test_parts_of_trees() -> None:
 
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("kind", ["tree", "chain", "likely tokens"])
-@pytest.mark.parametrize("spec", ["tilted:1", "tilted:settle=2", "fuzzy:js:0.3", "relaxed:3", "draft-only:budget=3"])
+@pytest.mark.parametrize(
+    "spec", ["tilted:1", "tilted:exact_start=2", "fuzzy:js:0.3", "relaxed:3", "draft-only:budget=3"]
+)
 def test_rules_decide_as_in_torch(spec: str, kind: str, greedy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of some hundred tokens, of none before the root, and of few ids: many n-grams are repeated."""
     tree, logits = drawn_tree(kind, 12 if kind == "tree" else None, torch.float32, 3), torch.randn(3, 8, 23)

@@ -71,7 +71,7 @@ def test_quality_works_at_once(decoder: FuzzyDecoder) -> None:
     question = "What is the capital of France?"
     lossy, kept, exact = (decoder.generate(question, quality=quality, **options) for quality in (0.8, 0.9, 1.0))
     assert [made.stats.rule["rule"] for made in (lossy, kept, exact)] == ["fly", "exact", "exact"]
-    assert lossy.stats.rule["lead"] == 5 and kept.sequences == exact.sequences
+    assert lossy.stats.rule["exact_sentence_start"] == 5 and kept.sequences == exact.sequences
     with pytest.raises(FsdError, match=r"nothing was calibrated for temperature 1 \(there is: 0\)"):
         decoder.generate(question, quality=0.8, max_new_tokens=2, do_sample=True, temperature=1.0)
 

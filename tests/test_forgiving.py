@@ -167,6 +167,7 @@ def test_a_cutoff_is_a_number_or_one_for_each_context(made: Callable[..., Output
 def test_a_loss_without_one_value_per_row_or_without_a_gradient_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LOSSES, "_entries", {})
     wrong: dict[str, tuple[Distributions, str]] = {
+        "None": (lambda log_p, log_q: None, r"returned None for \d+ rows"),
         "whole": (lambda log_p, log_q: (log_p - log_q).abs().sum(), r"returned \(\) for \d+ rows"),
         "each": (lambda log_p, log_q: (log_p - log_q).abs(), r"for example by .sum\(-1\)"),
         "fixed": (lambda log_p, log_q: log_p.sum(-1), "loss 'fixed' has no gradient: compute its values from log_q"),

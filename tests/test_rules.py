@@ -121,13 +121,13 @@ def test_an_answers_first_tokens_are_exact(spec: str, shape: str, greedy: bool) 
         round = any_round(shape, seed, greedy)
         depth = round.tree.max_depth
         free, exact = parse_rule(spec)(round), OneByOne()(round)
-        assert_same(parse_rule(f"{spec}:settle=1")(round), free)
-        assert_same(parse_rule(f"{spec}:settle={2 + depth}")(round), exact)
-        partly = parse_rule(f"{spec}:settle=2")(round)
+        assert_same(parse_rule(f"{spec}:exact_start=1")(round), free)
+        assert_same(parse_rule(f"{spec}:exact_start={2 + depth}")(round), exact)
+        partly = parse_rule(f"{spec}:exact_start=2")(round)
         assert torch.equal(partly.tokens[:, 0], exact.tokens[:, 0]) and not partly.relaxed[:, 0].any()
         assert depth < 2 or (partly.accepted >= exact.accepted).all()
         longer = replace(round, texts=TokenHistory([[1, *row] for row in round.tree.tokens[:, :1].tolist()]))
-        assert_same(parse_rule(f"{spec}:settle=2")(longer), free)
+        assert_same(parse_rule(f"{spec}:exact_start=2")(longer), free)
 
 
 @pytest.mark.parametrize(("shape", "greedy"), KINDS)
@@ -141,7 +141,7 @@ def test_a_sentences_first_tokens_are_exact(spec: str, shape: str, greedy: bool)
             marks = torch.zeros(size + 1, dtype=torch.bool)
             marks[list(ends)] = True
             texts = TokenHistory([[7, 7, 7]] * rows, sentence_ends=marks)  # three tokens before the root's choice
-            lossy = parse_rule(f"{spec}:lead={lead}")
+            lossy = parse_rule(f"{spec}:exact_sentence_start={lead}")
             assert_same(lossy(replace(round, texts=texts)), expected)
 
 
@@ -167,8 +167,9 @@ def test_a_look_ahead_stops_where_a_sentence_begins() -> None:
     tree = DraftTree.chain(torch.tensor([[0, 1, 2, 3]]), torch.empty(1, 0, 5), scores=torch.zeros(1, 4))
     ends = torch.tensor([False, False, True, False, False, False])
     round = RoundInput(tree, logits, logits, True, texts=TokenHistory([[0] * 9], sentence_ends=ends))
-    assert parse_rule("tilted:1:exact_ngram_size=0:min_p=0:toll=0.3")(round).accepted.tolist() == [3]
-    assert parse_rule("tilted:1:exact_ngram_size=0:min_p=0:toll=0.3:lead=1")(round).accepted.tolist() == [0]
+    spec = "tilted:1:exact_ngram_size=0:min_p=0:deviation_cost=0.3"
+    assert parse_rule(spec)(round).accepted.tolist() == [3]
+    assert parse_rule(f"{spec}:exact_sentence_start=1")(round).accepted.tolist() == [0]
 
 
 AS_EXACT = [

@@ -54,7 +54,7 @@ BAD: dict[str, str] = {
     "tilted:1:exact_ngram_size=-1": "exact_ngram_size must be between 0 and 64, not -1",
     "tilted:2:gate=30": "gate must be at most 0.6931, the largest js, not 30",
     "tilted:2:match_temperature=0.3": "match_temperature adapts kl_coef",
-    "tilted:toll=-1": "toll must be between 0 and 1e",
+    "tilted:deviation_cost=-1": "deviation_cost must be between 0 and 1e",
     "lenient:0": "lenience must be above 0 and at most 1, not 0.0",
     "threshold:2": "single must be between 0 and 1, not 2", "threshold:acc=0": "acc must be",
     "typical:-1": "epsilon must be at least 0", "relaxed:3:2": "delta must be between 0 and 1",

@@ -106,7 +106,8 @@ def _may_take(round: RoundInput, known: torch.Tensor, row: int, node: int, child
 
 @pytest.mark.parametrize(
     "options",
-    [f":min_p={x}:exact_ngram_size={n}" for x, n in ((0, 0), (0, 2), (0.2, 0))] + [":exact_ngram_size=2:toll=0.6"],
+    [f":min_p={x}:exact_ngram_size={n}" for x, n in ((0, 0), (0, 2), (0.2, 0))]
+    + [":exact_ngram_size=2:deviation_cost=0.6"],
 )
 @pytest.mark.parametrize("kl_coef", [0.1, 0.5, 1.0, 2.0])
 def test_at_temperature_0_it_takes_the_best_way_down(kl_coef: float, options: str) -> None:
@@ -134,7 +135,7 @@ def test_at_temperature_0_it_takes_the_best_way_down(kl_coef: float, options: st
                 other = sum(int(scores[a].argmax()) != round.tree.tokens[row, b] for a, b in zip(way, way[1:]))
                 worth.append(
                     (
-                        wins - kl_coef * sum(loss) - rule.effective_toll * other,
+                        wins - kl_coef * sum(loss) - rule.effective_deviation_cost * other,
                         [round.tree.tokens[row, node] for node in way[1:]],
                         loss,
                     )

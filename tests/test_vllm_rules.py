@@ -249,7 +249,7 @@ def test_what_was_spent_lives_in_slots(seed: int, options: str) -> None:
 # rule, and the choices at each step of an answer of a target that says 7: drafts 3 and 4 have a gap of 0.5
 STEPS = [
     ("budget=1.2", [([], [3, 4, 7]), ([3, 4], [7, 7, 7])]),
-    ("settle=3", [([], [7, 7, 7]), ([5, 5], [7, 4, 7]), ([5, 5, 5], [3, 4, 7])]),  # the first three are the target's
+    ("exact_start=3", [([], [7, 7, 7]), ([5, 5], [7, 4, 7]), ([5, 5, 5], [3, 4, 7])]),
 ]
 
 
@@ -292,8 +292,8 @@ ALLOWED = [
      ["exact", "tilted:1:exact_ngram_size=2:budget=9", "tilted:inf:budget=0", "tilted:1:budget=9:only_in=think"],
      ["tilted", "tilted:2", "tilted:0.9:budget=1", "tilted:1:exact_ngram_size=0:budget=1", "typical",
       "tilted:2:min_p=0:budget=1"]),
-    ("tilted", ["tilted", "tilted:4:toll=1:settle=64", "tilted:toll=2"],
-     ["tilted:4", "tilted:2:toll=1", "tilted:match_temperature=0.1"]),
+    ("tilted", ["tilted", "tilted:4:deviation_cost=1:exact_start=64", "tilted:deviation_cost=2"],
+     ["tilted:4", "tilted:2:deviation_cost=1", "tilted:match_temperature=0.1"]),
     ("tilted:match_temperature=0.3", ["tilted:match_temperature=0.2"], ["tilted:match_temperature=0.4", "tilted:4"]),
 ]  # fmt: skip
 

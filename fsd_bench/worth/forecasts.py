@@ -34,7 +34,7 @@ RULES = (
     *(f"tilted:{coef:g}:min_p=0" for coef in KL_COEFS),
     "typical:exact_ngram_size=3", "relaxed:exact_ngram_size=3",
     "fuzzy:js:0.2:exact_ngram_size=3", "fuzzy:js:0.3:exact_ngram_size=3", "fuzzy:js:0.4:exact_ngram_size=3",
-    "tilted", "tilted:2:toll=1", "tilted:1:toll=1",
+    "tilted", "tilted:2:deviation_cost=1", "tilted:1:deviation_cost=1",
     "asd:exact_ngram_size=3", "asd:gap=0.5:exact_ngram_size=3",
     "mars:0.5:exact_ngram_size=3", "mars:exact_ngram_size=3",
     "fly:exact_ngram_size=3", "cactus:0.25", "cactus:0.5", "lenient:0.5", "cascade-token:0.3",

@@ -241,8 +241,10 @@ def _parquet_files(directory: Path) -> list[Path]:
     """Return a directory's Parquet files by name; the files of ``train`` if there are several splits."""
     files = sorted(directory.glob("*.parquet")) or sorted(directory.glob("data/*.parquet"))
     if not files:
+        others = next((f", such as {path}" for path in sorted(directory.glob("*.jsonl"))), "")
         raise DataError(
-            f"{directory}: neither .parquet files nor a dataset saved by `datasets`. Give a file, or such a directory."
+            f"{directory}: neither .parquet files nor a dataset saved by `datasets`. Give a file{others}, or such a "
+            "directory."
         )
     splits = {file: match[1] if (match := _SPLIT.match(file.name)) else None for file in files}
     if len(set(splits.values())) == 1:

@@ -114,7 +114,7 @@ def no_looser(rule: Rule, most: Rule) -> bool:
             rule.only_in == most.only_in
             and (rule.match_temperature or 0.0) <= (most.match_temperature or 0.0)
             and rule.initial_kl_coef >= most.initial_kl_coef
-            and rule.effective_toll >= most.effective_toll
+            and rule.effective_deviation_cost >= most.effective_deviation_cost
             and rule.exact_answer_tokens >= most.exact_answer_tokens
             and rule.exact_sentence_tokens >= most.exact_sentence_tokens
             and rule.effective_min_p >= most.effective_min_p

@@ -34,7 +34,8 @@ class Rule(Renamed):
     Attributes:
         name: the name of the class in :data:`RULES`.
         budget: nats a request may spend; None for no limit.
-        exact_ngram_size, only_in, settle, lead, draw: see :class:`LossyRule`. These defaults hold for other rules.
+        exact_ngram_size, only_in, exact_start, exact_sentence_start, draw: see :class:`LossyRule`. These defaults hold
+            for other rules.
         greedy_only: the rule needs temperature 0.
         measured: what settings of it gained and lost beside exact on fresh prompts; "" where that was not measured.
 
@@ -51,8 +52,8 @@ class Rule(Renamed):
     budget: float | None = None
     exact_ngram_size: int = 0
     only_in: str | None = None
-    settle: int | None = None
-    lead: int | None = None
+    exact_start: int | None = None
+    exact_sentence_start: int | None = None
     draw: bool = True
     greedy_only: ClassVar[bool] = False
     measured: ClassVar[str] = ""
@@ -64,12 +65,12 @@ class Rule(Renamed):
     @property
     def exact_answer_tokens(self) -> int:
         """How many first tokens of an answer are from p."""
-        return self.settle or 0
+        return self.exact_start or 0
 
     @property
     def exact_sentence_tokens(self) -> int:
         """How many first tokens of each sentence are from p."""
-        return self.lead or 0
+        return self.exact_sentence_start or 0
 
     def lossy_at(self, inputs: RuleInputs) -> Tensor | None:
         """[B, N] bool; contexts where the rule may be lossy: elsewhere it decodes exactly, whatever its distribution.
@@ -139,7 +140,7 @@ class Rule(Renamed):
     def describe(self) -> dict[str, object]:
         """Return name, parameters and units, for records of runs."""
         values = {name: getattr(self, name) for name in parameters_of(type(self))}
-        for name in ("only_in", "settle", "lead"):
+        for name in ("only_in", "exact_start", "exact_sentence_start"):
             if values.get(name) is None:
                 values.pop(name, None)
         return {"rule": self.name, **values, **({"budget_unit": "nats"} if "budget" in values else {})}
@@ -162,9 +163,9 @@ class LossyRule(Rule):
         exact_ngram_size: a draft that completes an n-gram of this many tokens which the prompt or the answer already
             has is tested exactly: copies and repetitions, which drafters predict best, earn nothing. 0: no such test.
         only_in: emit from p outside this phase of the text (:mod:`fsd_infer.rules.texts`), "think" or "A..B".
-        settle: emit the answer's first tokens, as many as this, from p: they decide what the answer will be.
-        lead: emit the first tokens of each sentence and line, as many as this, from p: they decide what is said, and
-            whether the answer ends; later ones mostly how it is said.
+        exact_start: emit the answer's first tokens, as many as this, from p: they decide what the answer will be.
+        exact_sentence_start: emit the first tokens of each sentence and line, as many as this, from p: they decide what
+            is said, and whether the answer ends; later ones mostly how it is said.
         draw: from temperature 0.5 on, let trees have drawn nodes (:mod:`fsd_infer.drafters.drawing`). More drafts for
             fewer nats; but on a CPU the dense distributions that most rules take then cost more time than they win.
     """
@@ -172,8 +173,8 @@ class LossyRule(Rule):
     budget: float | None = parameter(None, low=0, infinite=True, keyword=True)
     exact_ngram_size: int = parameter(0, low=0, high=MAX_TOKENS, keyword=True)
     only_in: str | None = parameter(None, keyword=True)
-    settle: int | None = parameter(None, low=0, high=2**31 - 1, keyword=True)
-    lead: int | None = parameter(None, low=0, high=2**31 - 1, keyword=True)
+    exact_start: int | None = parameter(None, low=0, high=2**31 - 1, keyword=True)
+    exact_sentence_start: int | None = parameter(None, low=0, high=2**31 - 1, keyword=True)
     draw: bool = parameter(False, keyword=True)
 
     def __post_init__(self) -> None:

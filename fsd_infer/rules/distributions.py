@@ -293,14 +293,13 @@ def block_test(inputs: RuleInputs) -> AcceptanceTest:
 
 def _checked_cutoff(inputs: RuleInputs, cutoff: Tensor | float) -> Tensor | float:
     """Return a cutoff as [B, N] or as a float. Raises FsdError for a tensor of another shape, NaN and no number."""
-    if not isinstance(cutoff, Tensor):
-        if not isinstance(cutoff, Real) or math.isnan(cutoff):
-            raise FsdError(f"a rule's cutoff is {cutoff!r}: give a number, or ln p for each context.")
+    if isinstance(cutoff, Real) and not math.isnan(cutoff):
         return float(cutoff)
-    if cutoff.shape != inputs.tree.tokens.shape:
+    if not isinstance(cutoff, Tensor) or cutoff.shape != inputs.tree.tokens.shape:
         shape = tuple(inputs.tree.tokens.shape)
         raise FsdError(f"a rule's cutoff is {described(cutoff)}: give a number, or ln p per context, {shape}.")
-    inputs.note(IS_NAN.format("cutoff"), lambda: cutoff.isnan() & inputs.tree.has_children)
+    if inputs.checks:
+        inputs.noted.append((IS_NAN.format("cutoff"), cutoff.isnan() & inputs.tree.has_children))
     return cutoff
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -75,11 +74,6 @@ class RuleInputs(Renamed):
         self.noted: list[tuple[str, Tensor]] = []
         if round.uniforms is None and not round.greedy:
             raise FsdError("a round above temperature 0 needs uniforms [B, N, 3]; pass them in RoundInput.")
-
-    def note(self, what: str, wrong: Callable[[], Tensor]) -> None:
-        """Note where a value of a rule is wrong, [B, N] bool, if values are checked."""
-        if self.checks:
-            self.noted.append((what, wrong()))
 
     def at_parents(self, values: Tensor) -> Tensor:
         """Map values of contexts to nodes: each node gets its parent's value."""

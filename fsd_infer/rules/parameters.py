@@ -13,7 +13,10 @@ from fsd_core.errors import FsdError
 from fsd_core.former import former_keywords, warn_renamed
 from fsd_core.registry import read_float, read_int
 
-FORMER = {"floor": "min_p", "heat": "match_temperature", "novel": "exact_ngram_size", "price": "kl_coef"}
+FORMER = {
+    "floor": "min_p", "heat": "match_temperature", "novel": "exact_ngram_size", "price": "kl_coef",
+    "toll": "deviation_cost", "settle": "exact_start", "lead": "exact_sentence_start",
+}  # fmt: skip
 _TYPES: dict[Any, tuple[str, Any]] = {
     float: ("a number", (int, float)),
     int: ("a whole number", int),

@@ -222,7 +222,7 @@ def in_phase(texts: TokenHistory, tree: DraftTree, opening: int, closing: int) -
 def sentence_ends(vocabulary: Mapping[str, int]) -> Tensor:
     """[V + 1] bool; which tokens of a tokenizer's ``get_vocab()`` end a sentence. The last entry is for other ids.
 
-    Of an empty vocabulary every token does, so that a rule with ``lead`` decodes exactly.
+    Of an empty vocabulary every token does, so that a rule with ``exact_sentence_start`` decodes exactly.
     """
     ends = torch.full((max(vocabulary.values(), default=-1) + 2,), not vocabulary)
     ends[[number for piece, number in vocabulary.items() if any(mark in piece for mark in _ENDS)]] = True
@@ -237,14 +237,16 @@ def sentence_ends_of(rules: Sequence[Any], tokenizer: Any, device: torch.device 
     if not any(rule.exact_sentence_tokens for rule in rules):
         return None
     if tokenizer is None:
-        raise FsdError("lead: the target has no tokenizer to look the ends of sentences up. Add its files, or lead=0.")
+        raise FsdError(
+            "exact_sentence_start: the target has no tokenizer to find sentences' ends with. Add its files, or give 0."
+        )
     return to_device(sentence_ends(tokenizer.get_vocab()), torch.device(device))
 
 
 def sentence_position(texts: TokenHistory, tree: DraftTree) -> Tensor:
     """[B, N] tokens of the sentence before the one after each node. Raises FsdError if the texts have no ends."""
     if texts.sentence_ends is None:
-        raise FsdError("lead: the texts know no ends of sentences; pass them to TokenHistory.")
+        raise FsdError("exact_sentence_start: the texts know no ends of sentences; pass them to TokenHistory.")
     ends, last = texts.sentence_ends, len(texts.sentence_ends) - 1
     ended, on_path = _last_marks(texts, tree, lambda tokens: ends[tokens.clamp(0, last)] & (tokens >= 0))
     return torch.where(on_path > 0, tree.depths - on_path, texts.lengths[:, None] + tree.depths - ended)

@@ -25,7 +25,7 @@ from fsd_infer.rules.parameters import parameter
 from fsd_infer.rules.vocab_rows import VocabRows
 
 MIN_KL_COEF = 1e-3
-KL_COEF, TOLL, SETTLE = 2.0, 1.0, 48  # the defaults
+KL_COEF, DEVIATION_COST, EXACT_START = 2.0, 1.0, 48  # the defaults
 INITIAL_KL_COEF = 2.0  # an adaptive KL coefficient before any spending
 # min_p of an adaptive coefficient: the samples that it matches take such a token this many times less often
 RARE = 100.0
@@ -40,16 +40,16 @@ class Tilted(LossyRule):
 
     λ is ``kl_coef``. No rule accepts more drafts for its divergence. On a tree v(c) = 1 + V(c) for a child c and 0 for
     every other token. For a node n with children C, V(n) = λ · ln(1 - p(C) + Σ_C p·e^(v/λ)); V is 0 at leaves. At
-    temperature 0, V(n) = max(0, max_C v(c) - λ · gap(c) - toll · [c is not the target's choice]). On a sampled
-    chain, drafts are tested against r = clip(q, p/Z, p·e^(1/λ)/Z). Trees need no q. As λ falls to 0, r becomes p
-    conditioned on the walk taking one of the tree's deepest paths.
+    temperature 0, V(n) = max(0, max_C v(c) - λ · gap(c) - cost · [c is not the target's choice]), with the cost
+    ``deviation_cost``. On a sampled chain, drafts are tested against r = clip(q, p/Z, p·e^(1/λ)/Z). Trees
+    need no q. As λ falls to 0, r becomes p conditioned on the walk taking one of the tree's deepest paths.
 
     A draft that completes an n-gram of ``exact_ngram_size`` tokens counts as not drafted, and so do the nodes below it.
     The exception: at temperature 0, a draft that is the target's own choice.
 
     At temperature 0 the harm of a deviation hardly depends on its gap, ln p(best) - ln p(draft): one of 0.1 nats turns
     a right answer wrong as often as one of 1. What it depends on is how much of the answer is still to come. So by
-    default each deviation also costs a toll, whatever its gap, which leaves those that win several drafts; and an
+    default each deviation also has a cost, whatever its gap, which leaves those that win several drafts; and an
     answer's first tokens are exact.
 
     With a temperature t to match, λ adapts, and the rule spends about what the target's own samples would. At each
@@ -67,9 +67,9 @@ class Tilted(LossyRule):
         divergence: a name in :data:`fsd_core.divergence.DIVERGENCES`.
         match_temperature: of the samples whose cost an adaptive λ matches. 0.3 allows about 0.04 nats per token of
             chat and 0.015 of a worked sum.
-        toll: accepted drafts that each deviation costs besides its gap, at temperature 0. None: 1; with a λ or a
-            temperature to match, 0.
-        settle: how many first tokens are exact. None: 48; with a λ or a temperature to match, 0.
+        deviation_cost: accepted drafts that each deviation costs besides its gap, at temperature 0. None: 1; with a λ
+            or a temperature to match, 0.
+        exact_start: how many first tokens are exact. None: 48; with a λ or a temperature to match, 0.
         draw: from temperature 0.5 on, let trees have drawn nodes. Without, fewer drafts are accepted than by `exact`.
 
     Raises:
@@ -89,7 +89,7 @@ class Tilted(LossyRule):
     gate: float | None = parameter(None, low=0, infinite=True)
     divergence: str = "js"
     match_temperature: float | None = parameter(None, above=0, keyword=True)
-    toll: float | None = parameter(None, low=0, high=1e6, keyword=True)
+    deviation_cost: float | None = parameter(None, low=0, high=1e6, keyword=True)
     exact_ngram_size: int = parameter(3, low=0, high=MAX_TOKENS, keyword=True)
     draw: bool = parameter(True, keyword=True)
 
@@ -105,13 +105,13 @@ class Tilted(LossyRule):
         return self.kl_coef is None and self.match_temperature is None
 
     @property
-    def effective_toll(self) -> float:
-        """The toll, given or by default."""
-        return self.toll if self.toll is not None else TOLL if self._by_default else 0.0
+    def effective_deviation_cost(self) -> float:
+        """``deviation_cost``, given or by default."""
+        return self.deviation_cost if self.deviation_cost is not None else DEVIATION_COST if self._by_default else 0.0
 
     @property
     def exact_answer_tokens(self) -> int:
-        return self.settle if self.settle is not None else SETTLE if self._by_default else 0
+        return self.exact_start if self.exact_start is not None else EXACT_START if self._by_default else 0
 
     @property
     def effective_min_p(self) -> float:
@@ -153,7 +153,8 @@ class Tilted(LossyRule):
         logprob_gap = inputs.logprob_gap.to(coef.dtype)
         is_new = ~inputs.repeats_ngram(self.exact_ngram_size) if self.exact_ngram_size else inputs.tree.is_draft
         eligible = is_new & (logprob_gap <= (-math.log(min_p) if min_p else torch.finfo(logprob_gap.dtype).max))
-        return tilted_bias(logprob_gap, coef, is_new, eligible, self.lossy_at(inputs), self.effective_toll, inputs)
+        cost = self.effective_deviation_cost
+        return tilted_bias(logprob_gap, coef, is_new, eligible, self.lossy_at(inputs), cost, inputs)
 
     def _gain(self, at: VocabRows) -> Tensor:
         """[R, V] v/λ of each token as the draft of a sampled chain, which is worth 1 or 0."""
@@ -195,7 +196,7 @@ def tilted_bias(
     is_new: Tensor,
     eligible: Tensor,
     lossy: Tensor | None,
-    toll: float,
+    deviation_cost: float,
     inputs: RuleInputs,
 ) -> Tensor:
     """Return v(c)/λ of each draft of a tree: [B, N].
@@ -205,8 +206,8 @@ def tilted_bias(
         coef: [B, 1] λ.
         is_new: [B, N] bool; drafts that repeat no n-gram.
         eligible: [B, N] bool; those of them that may be favoured.
-        lossy: [B, N] bool; contexts where the rule may be lossy. None: all. Read at temperature 0, as the toll is.
-        toll: of each deviation.
+        lossy: [B, N] bool; contexts where the rule may be lossy. None: all. Read at temperature 0, as the cost is.
+        deviation_cost: accepted drafts that each deviation costs.
         inputs: of the round.
     """
     tree = inputs.tree
@@ -216,9 +217,9 @@ def tilted_bias(
         is_open = eligible & ~inputs.at_parents(inputs.any_child(repeated_choice)) | repeated_choice
         if lossy is not None:
             is_open = is_open & (inputs.at_parents(lossy) | inputs.accept_prob)
-        own_toll = torch.where(inputs.accept_prob, 0.0, toll)
-        gains = is_new.to(logprob_gap.dtype) - coef * logprob_gap - own_toll
-        value = best_path(tree.ancestors, gains, is_open) - own_toll
+        own_cost = torch.where(inputs.accept_prob, 0.0, deviation_cost)
+        gains = is_new.to(logprob_gap.dtype) - coef * logprob_gap - own_cost
+        value = best_path(tree.ancestors, gains, is_open) - own_cost
     else:
         log_p = inputs.log_p.to(logprob_gap.dtype)
         mass = inputs.sum_children(log_p.exp().masked_fill(~eligible, 0.0))

@@ -11,7 +11,7 @@ the walk reaches would take a transfer. Nothing is read on the host: the verdict
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -226,17 +226,17 @@ class _Walk:
         output, applies = rule.output, rule.output.applies
         if output.test is not None:
             accept_prob = output.test.accept_prob
-            if not output.in_blocks:
-                self._note(rule, NO_PROBABILITIES, lambda: no_probabilities(accept_prob, self.tree))
+            if self.inputs.checks and not output.in_blocks:
+                self._note(rule, NO_PROBABILITIES, no_probabilities(accept_prob, self.tree))
             self.p_draft = rule.put(accept_prob.to(self.p_draft.dtype), self.p_draft)
         if output.logit_bias is None and output.log_r is None:  # p
             return
         if self.cost is None:
             self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
         if output.logit_bias is not None:
-            bias = output.logit_bias
-            self._note(rule, IS_NAN.format("logit_bias"), lambda: bias.isnan() & self.tree.is_draft)
-            applies, r, cost = biased(self.inputs, bias, output.applies)
+            if self.inputs.checks:
+                self._note(rule, IS_NAN.format("logit_bias"), output.logit_bias.isnan() & self.tree.is_draft)
+            applies, r, cost = biased(self.inputs, output.logit_bias, output.applies)
             if output.log_r is not None:  # which holds where nodes are drawn below, and the bias elsewhere
                 applies = torch.where(self.inputs.has_drawn_below, output.applies, applies)
             self.r_draft, self.cost = rule.put(r, self.r_draft), rule.put(cost, self.cost)
@@ -244,8 +244,8 @@ class _Walk:
         if output.log_r is not None:
             self._add_dense(output.log_r, rule)
 
-    def _note(self, rule: _RuleOutput, what: str, wrong: Callable[[], Tensor]) -> None:
-        self.inputs.note(what, lambda: rule.put(wrong(), torch.zeros_like(self.tree.is_draft)))
+    def _note(self, rule: _RuleOutput, what: str, wrong: Tensor) -> None:
+        self.inputs.noted.append((what, rule.put(wrong, torch.zeros_like(wrong))))
 
     def _add_dense(self, log_r: VocabFunction, rule: _RuleOutput) -> None:
         """Evaluate a dense distribution, and take over its probabilities of drafts and its costs where it holds."""
@@ -259,15 +259,15 @@ class _Walk:
         r_draft, cost = (self._dense_greedy if self.inputs.greedy else self._dense_sampled)(dense)
         self.r_draft = torch.where((dense.parent_number >= 0) & self.tree.is_draft, r_draft, self.r_draft)
         assert self.cost is not None
-        self.inputs.note(NO_NUMBERS, lambda: dense.at.spread(cost.isnan(), 0) & (dense.number >= 0))
+        if self.inputs.checks:
+            self._note(rule, NO_NUMBERS, dense.at.spread(cost.isnan(), 0) & (dense.number >= 0))
         self.cost = torch.where(dense.number >= 0, dense.at.spread(cost.to(self.cost.dtype), 0), self.cost)
 
     def _dense_greedy(self, dense: _Dense) -> tuple[Tensor, Tensor]:
         """Note the tokens of a dense distribution at temperature 0. Results as from _dense_sampled()."""
-        at, token = dense.at, dense.log_r.argmax(-1)
+        at, (best, token) = dense.at, dense.log_r.max(-1)  # NaN counts as the largest
         pair = at.scores.gather(1, torch.stack([at.of(self.inputs.likeliest), token], 1))
         self.r_token = self.r_token.index_put((at.rows, at.nodes), token)
-        best = dense.log_r.gather(1, token[:, None])[:, 0]  # NaN counts as the largest
         cost = torch.where(best.isnan(), math.nan, (pair[:, 0] - pair[:, 1]).clamp_min(0.0))
         return self.tree.tokens == self.inputs.at_parents(self.r_token), cost
 

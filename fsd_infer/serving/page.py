@@ -21,7 +21,7 @@ from fsd_infer.rules import RULES, TokenOrigin
 
 KNOBS = {  # rule -> its slider's parameter, lower bound, upper bound, first value
     "quality": ("quality", 0.8, 1.0, 1.0),  # no rule, but what chooses one by the calibration file
-    "tilted": ("toll", 0.0, 4.0, 1.0),
+    "tilted": ("deviation_cost", 0.0, 4.0, 1.0),
     "fuzzy": ("threshold", 0.0, 0.69, 0.3),
     "typical": ("epsilon", 0.0, 1.0, 0.09),
     "relaxed": ("delta", 0.0, 1.0, 0.6),

@@ -173,7 +173,7 @@ def biased_sampled(logit_bias: Tensor, inputs: Any, applies: Tensor) -> tuple[Te
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _tilt(GAP, LOG_P, COEF, IS_NEW, ELIGIBLE, LOSSY, CHOSEN, ANCESTORS, PARENTS, SCORES, OUT, count, toll,
+def _tilt(GAP, LOG_P, COEF, IS_NEW, ELIGIBLE, LOSSY, CHOSEN, ANCESTORS, PARENTS, SCORES, OUT, count, cost,
           GREEDY: tl.constexpr, RESTRICTED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """See tilted_bias in fsd_infer/rules/tilted.py: sums over paths from [n] down to [m] are a matrix [m, n]."""
     tree, node, least = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), -float("inf")
@@ -195,8 +195,8 @@ def _tilt(GAP, LOG_P, COEF, IS_NEW, ELIGIBLE, LOSSY, CHOSEN, ANCESTORS, PARENTS,
         if RESTRICTED:
             lossy = tl.load(LOSSY + tree * count + parent, mask=known, other=0) != 0
             is_open = is_open & (lossy | chosen)
-        own_toll = tl.where(chosen, 0.0, toll)
-        gains, rest = is_new.to(tl.float64) - coef * gap - own_toll, node * 0.0
+        own_cost = tl.where(chosen, 0.0, cost)
+        gains, rest = is_new.to(tl.float64) - coef * gap - own_cost, node * 0.0
     else:
         is_open, log_p = eligible, tl.load(LOG_P + at, mask=known, other=least).to(tl.float64)
         gains = log_p + 1 / coef
@@ -207,7 +207,7 @@ def _tilt(GAP, LOG_P, COEF, IS_NEW, ELIGIBLE, LOSSY, CHOSEN, ANCESTORS, PARENTS,
     reached = is_path & (barred[:, None] == barred[None, :])
     sums = tl.where(reached, sums[:, None] - sums[None, :], least)
     if GREEDY:
-        value = tl.max(sums, 0) - own_toll
+        value = tl.max(sums, 0) - own_cost
     else:
         sums += rest[:, None]
         most = tl.max(sums, 0)
@@ -218,7 +218,7 @@ def _tilt(GAP, LOG_P, COEF, IS_NEW, ELIGIBLE, LOSSY, CHOSEN, ANCESTORS, PARENTS,
 
 
 def tilted_bias(
-    logprob_gap: Tensor, coef: Tensor, is_new: Tensor, eligible: Tensor, lossy: Tensor | None, toll: float, inputs: Any
+    logprob_gap: Tensor, coef: Tensor, is_new: Tensor, eligible: Tensor, lossy: Tensor | None, cost: float, inputs: Any
 ) -> Tensor:
     """Return :func:`fsd_infer.rules.tilted.tilted_bias`: [B, N]."""
     tree, greedy, out = inputs.tree, inputs.greedy, torch.empty_like(logprob_gap, memory_format=torch.contiguous_format)
@@ -228,7 +228,7 @@ def tilted_bias(
     _tilt[(len(out),)](
         logprob_gap.contiguous(), logprob_gap if greedy else inputs.log_p.contiguous(), coef.contiguous(),
         *(x.contiguous().view(torch.uint8) for x in flags), tree.parents.contiguous(), tree.scores.contiguous(), out,
-        out.shape[1], float(toll), GREEDY=greedy, RESTRICTED=lossy is not None, BLOCK=block, num_warps=block // 8,
+        out.shape[1], float(cost), GREEDY=greedy, RESTRICTED=lossy is not None, BLOCK=block, num_warps=block // 8,
     )  # fmt: skip
     return out
 
