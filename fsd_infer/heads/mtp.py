@@ -162,7 +162,7 @@ class MtpFiles:
         """Rows and columns that one scale of fp8 tensors covers; transformers drops it where it expands a target."""
         file = self.weights.directory / "config.json"
         config: Any = read_json(file, "Fetch the checkpoint again.") if file.is_file() else {}
-        scheme = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config") or {}
+        scheme = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {}
         return list(scheme.get("weight_block_size") or [128, 128])
 
     def value(self, name: str) -> Tensor:
