@@ -35,10 +35,10 @@ _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # place of each of eight codes in its wor
 def check_form(config: Mapping[str, Any]) -> None:
     """Raise ModelLoadError for a form of GPTQ or AWQ that this module does not read."""
     method, bits = config["quant_method"], config.get("bits", config.get("w_bit", 4))
-    form = config.get("checkpoint_format") or config.get("format") or config.get("version") or _forms(method)[0]
-    if str(form).lower() not in _forms(method) or bits not in ((4, 8) if method == "gptq" else (4,)):
+    form = _form(config)
+    if form not in _forms(method) or bits not in ((4, 8) if method == "gptq" else (4,)):
         raise ModelLoadError(
-            f"weights are quantised by {method!r} in format {str(form)!r} with {bits!r} bits, which a CPU cannot read: "
+            f"weights are quantised by {method!r} in format {form!r} with {bits!r} bits, which a CPU cannot read: "
             "use GPTQ with 4 or 8 bits, AWQ in format 'gemm' with 4 bits, or another device."
         )
     rules = [rule for rule in (config.get("dynamic") or {}).values() if isinstance(rule, Mapping)]
@@ -51,6 +51,11 @@ def check_form(config: Mapping[str, Any]) -> None:
 
 def _forms(method: str) -> tuple[str, ...]:
     return ("gptq", "gptq_v2") if method == "gptq" else ("gemm",)
+
+
+def _form(config: Mapping[str, Any]) -> str:
+    named = config.get("checkpoint_format") or config.get("format") or config.get("version")
+    return str(named or _forms(config["quant_method"])[0]).lower()
 
 
 def load_expanded(
@@ -157,7 +162,7 @@ def _read(parts: Mapping[str, Any], facts: Mapping[str, Any]) -> tuple[Tensor, T
     words, scales = parts["qweight"], parts["scales"].float()
     codes = (words[:, None] >> natural[:, None]).flatten(0, 1) if gptq else (words[..., None] >> shifts).flatten(1)
     zeros = (parts["qzeros"][..., None] >> shifts).flatten(1)
-    if gptq and (facts.get("checkpoint_format") or facts.get("format") or "gptq") == "gptq":
+    if gptq and _form(facts) == "gptq":
         zeros = zeros + 1  # the first format stores one less
     group = _groups(parts["g_idx"], facts, len(codes), len(scales))
     return (codes & most).float(), (zeros & most).float(), scales, group
