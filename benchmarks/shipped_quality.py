@@ -27,7 +27,8 @@ from fsd_infer.decoder.calibrated import Calibrated, write_calibrated
 from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.targets.target import Target
 
-RULE, FORMER = "fly:window=3:exact_ngram_size=3:exact_sentence_start=5", "fly:window=3:novel=3:lead=5"
+RULE = "fly:window=3:exact_ngram_size=3:exact_sentence_start=5"
+FORMER, LATER = "fly:window=3:novel=3:lead=5", "fly:window=3:exact_ngram_size=3:lead=5"  # in records
 STUDY, FRESH, ODD = "lead-study", "rules-made-late", "rules-ifeval-odd-lead"
 CONFIDENCE = 0.9
 
@@ -40,7 +41,7 @@ def counted() -> dict[str, dict[str, Any]]:
         sets[f"{STUDY}, {name}"] = {key: entry[key] for key in ("prompts", "right_by_exact")} | {
             key: facts[key] for key in ("lost", "gained", "tau", "ended", "repeated_4grams")
         }
-    sets[FRESH] = _beside_exact(_read(FRESH), RULE)
+    sets[FRESH] = _beside_exact(_read(FRESH), LATER)
     return sets
 
 
