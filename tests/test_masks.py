@@ -57,6 +57,13 @@ def test_every_answer_follows_the_ids_that_decoding_sees(template: str) -> None:
         assert sorted(ends) == sorted(prompts)
 
 
+def test_marked_answers_that_do_not_continue_their_prompts_are_trained_as_marked() -> None:
+    """As with a template that opens a thought which earlier answers do not have."""
+    opening, turns = MARKED + "{% if add_generation_prompt %}?{% endif %}", talk(6)
+    wanted, found = (encode_conversation(tiny_tokenizer(template), turns) for template in (MARKED, opening))
+    assert found == wanted and len(found) == 1
+
+
 def test_the_work_is_linear_in_the_number_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
     write = encoding.turns_for

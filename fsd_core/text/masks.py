@@ -266,7 +266,7 @@ def _by_markers(
     ids, offsets = encode_with_offsets(tokenizer, text)
     starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
     separate, shared, enders = list[_Encoded](), list[tuple[int, int]](), special_ids(tokenizer)
-    for answer in _answers(tokenizer, turns, options, text):
+    for answer in _marked_answers(tokenizer, turns, options, text, marked):
         if not _trained(turns[answer.turn]):
             continue
         parts, is_shared = [(answer.start, answer.closed)], answer.text is text
@@ -283,6 +283,25 @@ def _by_markers(
             else:
                 shared.append((first, _marked_end(tokenizer, enders, ids, first, closed, has_end)))
     return [*separate, *([_masked(ids, shared)] if shared else [])]
+
+
+def _marked_answers(
+    tokenizer: Any,
+    turns: Sequence[Message],
+    options: Mapping[str, Any] | None,
+    text: str,
+    marked: Sequence[tuple[int, int]],
+) -> list[_Answer]:
+    """Return the answers as decoding sees them; as they are marked where their prompts do not go on in them, as with a
+    template that opens a thought which earlier answers do not have.
+    """
+    try:
+        return list(_answers(tokenizer, turns, options, text))
+    except DataError:
+        numbers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
+        if len(marked) != len(numbers):
+            raise
+        return [_Answer(number, text, *part) for number, part in zip(numbers, marked, strict=True)]
 
 
 def _marked_end(tokenizer: Any, enders: set[int], ids: Sequence[int], start: int, closed: int, complete: bool) -> int:
